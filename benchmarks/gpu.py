@@ -1,0 +1,193 @@
+"""One device: step time, peak memory and MFU of eager, torch.compile and the joint graph.
+
+    python -m benchmarks.gpu                  # about 1B parameters, on a GPU
+    python -m benchmarks.gpu --size tiny      # anywhere
+
+Uses the core only (torch 2.11 or newer, no torchtitan). All variants run the same weights in
+bf16, kept in fp32, on the same batch in one process; ratios are to eager. Eager and
+torch.compile run the plain model, which suits them best; the joint graphs run it sharded by
+simple_fsdp over a group of one. "joint, eager" is checked bitwise against eager on the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_trainer as gt
+from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
+
+# Dense bf16 peak of the tensor cores, FLOP/s, from NVIDIA's data sheets (without sparsity).
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
+
+
+def main() -> None:
+    """Run every variant, print a table and one line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", help="write the results to this file as well")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with_group_of_one(device)
+    results = measure_all(arguments, device)
+    print_table(results)
+    text = json.dumps(results)
+    print(text)
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            file.write(text)
+    dist.destroy_process_group()
+
+
+def with_group_of_one(device: torch.device) -> None:
+    """A process group of this process alone."""
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = s.getsockname()[1]
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
+def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, object]:
+    """Every variant on the same weights and the same batch."""
+    size = SIZES[arguments.size]
+    torch.manual_seed(0)
+    plain = LlamaStack(size).to(device)
+    model = copy.deepcopy(plain)
+    dtypes = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    gt.simple_fsdp(model, init_device_mesh(device.type, (1,)), mp_policy=dtypes)
+    tokens = torch.randint(size.vocabulary, (2, arguments.batch, arguments.sequence), device=device)
+    batch = (tokens[0], tokens[1])
+
+    def joint(backend: str) -> Callable[[], object]:
+        graph = gt.capture(model, loss_fn, batch)
+        gt.run_passes(graph, gt.PassConfig(reshard_after_forward="always"))
+        step = gt.compile(graph, backend=backend)
+        return lambda: step(model, *batch)
+
+    def loss_of(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        cast = {name: p.to(torch.bfloat16) for name, p in parameters.items()}
+        logits = torch.func.functional_call(plain, cast, batch[0])
+        return F.cross_entropy(logits.flatten(0, 1).float(), batch[1].flatten())
+
+    def autograd(loss: Callable[..., torch.Tensor]) -> Callable[[], object]:
+        parameters = dict(plain.named_parameters())
+
+        def run() -> object:
+            value = loss(parameters)
+            gradients = torch.autograd.grad(value, list(parameters.values()))
+            return value, dict(zip(parameters, gradients, strict=True))
+
+        return run
+
+    variants: dict[str, Callable[[], Callable[[], object]]] = {
+        "eager": lambda: autograd(loss_of),
+        "joint, eager": lambda: joint("eager"),
+        "torch.compile": lambda: autograd(torch.compile(loss_of)),
+        "joint, inductor": lambda: joint("inductor"),
+    }
+    rows: dict[str, dict[str, float]] = {}
+    reference = None
+    for name, prepare in variants.items():
+        start = time.perf_counter()
+        step = prepare()
+        result = step()
+        prepared = time.perf_counter() - start
+        if name == "eager":
+            reference = result
+        elif name == "joint, eager":
+            check_bitwise(reference, result)
+            reference = None
+        del result
+        rows[name] = {"prepare_seconds": prepared, **measure(step, arguments.steps, device)}
+        del step
+        gc.collect()
+    count = arguments.batch * arguments.sequence
+    peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name(device)), None)
+    for row in rows.values():
+        row["ratio"] = rows["eager"]["step_seconds"] / row["step_seconds"]
+        row["tokens_per_second"] = count / row["step_seconds"]
+        if peak:
+            row["mfu"] = row["tokens_per_second"] * size.flops_per_token(arguments.sequence) / peak
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "size": arguments.size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "batch": arguments.batch,
+        "sequence": arguments.sequence,
+        "variants": rows,
+    }
+
+
+def check_bitwise(reference: object, result: object) -> None:
+    """Stop the benchmark where the joint graph is not the same step."""
+    (loss_a, grads_a), (loss_b, grads_b) = reference, result  # type: ignore[misc]
+    assert torch.equal(loss_a, loss_b), (loss_a, loss_b)
+    for name, gradient in grads_a.items():
+        assert torch.equal(gradient, grads_b[name].to_local()), name
+
+
+def measure(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
+    """Median seconds of a step and, on a GPU, its peak above what was allocated, in GiB."""
+    cuda = device.type == "cuda"
+    for _ in range(2):
+        step()
+    seconds = []
+    before = 0
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        if cuda:
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    measured = {"step_seconds": statistics.median(seconds)}
+    if cuda:
+        measured["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 1024**3
+    return measured
+
+
+def device_name(device: torch.device) -> str:
+    """What the device calls itself."""
+    return torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+
+
+def print_table(results: dict[str, object]) -> None:
+    """The variants, one a line."""
+    print(
+        f"{results['device']}, torch {results['torch']}, {results['parameters']:,} parameters, "
+        f"batch {results['batch']} x {results['sequence']}"
+    )
+    print(
+        f"{'variant':<18}{'ms a step':>10}{'x eager':>9}{'peak GiB':>10}{'MFU':>7}{'prepare s':>11}"
+    )
+    for name, row in results["variants"].items():  # type: ignore[attr-defined]
+        peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else "-"
+        mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
+        print(
+            f"{name:<18}{row['step_seconds'] * 1e3:>10.1f}{row['ratio']:>9.2f}{peak:>10}{mfu:>7}"
+            f"{row['prepare_seconds']:>11.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

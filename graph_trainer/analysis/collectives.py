@@ -1,0 +1,172 @@
+"""The collectives of a graph in the order in which they are issued."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graph_trainer.analysis.ops import (
+    argument,
+    argument_nodes,
+    collective_name,
+    is_collective,
+    is_wait,
+    schema_of,
+    storage_roots,
+    subgraphs,
+)
+from graph_trainer.compat import group_ranks
+from graph_trainer.errors import VerificationError
+from graph_trainer.joint_graph import (
+    JointGraph,
+    Phase,
+    Role,
+    module_of,
+    parameter_of,
+    phase_of,
+    role_of,
+    tensors_of,
+)
+
+# Higher-order ops that run their subgraph exactly once, whatever the data.
+_RUN_ONCE = {
+    "hints_wrapper",
+    "invoke_quant",
+    "invoke_quant_packed",
+    "invoke_subgraph",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+    "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a graph."""
+
+    node: fx.Node
+    kind: str
+    """Name of the op without its namespace: all_gather_into_tensor, all_reduce, ..."""
+    ranks: tuple[int, ...]
+    """Global ranks of its group, in group order."""
+    dtype: torch.dtype
+    input_bytes: int
+    output_bytes: int
+    reduction: str | None
+    """The op of a reduction; the source rank of a broadcast."""
+    role: Role | None
+    phase: Phase | None
+    module: str | None
+    parameter: str | None
+    waited_after: int | None = None
+    """How many collectives have been issued when this one is waited for; None if never."""
+
+    def entry(self) -> tuple[str, tuple[int, ...], str, int, str]:
+        """What the other ranks must agree on: kind, ranks, dtype, input numel, reduction."""
+        numel = self.input_bytes // self.dtype.itemsize
+        return (self.kind, self.ranks, str(self.dtype), numel, self.reduction or "")
+
+    def describe(self) -> str:
+        """One line for a person."""
+        kind, ranks, dtype, numel, reduction = self.entry()
+        what = f"{kind}{f'({reduction})' if reduction else ''} of {numel} x {dtype}"
+        return f"{what} over ranks {list(ranks)} in module '{self.module}' (node {self.node.name})"
+
+
+def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
+    """The (fake) tensors that a collective sends; a buffer that it is told to fill is none."""
+    schema = schema_of(node)
+    assert schema is not None
+    sources = {"input", "inputs", "tensor", "tensors", "input_tensor", "input_tensors"}
+    named = [argument(node, entry.name) for entry in schema.arguments if entry.name in sources]
+    return [t for n in argument_nodes(named) for t in tensors_of(n)]
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a (fake) tensor's elements."""
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def collectives(
+    joint: JointGraph, ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks
+) -> list[Collective]:
+    """Every collective of a graph and of the subgraphs that it runs, in the order it is
+    issued. Linear in nodes.
+
+    Arguments:
+        ranks_of_group: global ranks by group name; asks the process groups by default.
+
+    Raises:
+        VerificationError: a collective that names no group or sends no tensor, so that
+            nothing can be said about it; or one in a subgraph that data decides about.
+    """
+    known: dict[str, tuple[int, ...]] = {}
+    found = []
+    for node, waited_after in _issued(joint.graph):
+        group, sources = argument(node, "group_name"), collective_inputs(node)
+        if group is None or not sources:
+            raise VerificationError(
+                f"node '{node.name}' ({node.target}) communicates without a named group or "
+                "without a tensor; use the functional collectives "
+                "(torch.distributed._functional_collectives) in a step that is captured"
+            )
+        if str(group) not in known:
+            known[str(group)] = ranks_of_group(str(group))
+        reduction = argument(node, "reduce_op", argument(node, "src"))
+        found.append(
+            Collective(
+                node=node,
+                kind=collective_name(node),
+                ranks=known[str(group)],
+                dtype=sources[0].dtype,
+                input_bytes=sum(map(num_bytes, sources)),
+                output_bytes=sum(map(num_bytes, tensors_of(node))),
+                reduction=None if reduction is None else str(reduction),
+                role=role_of(node),
+                phase=phase_of(node),
+                module=module_of(node),
+                parameter=parameter_of(node),
+                waited_after=waited_after,
+            )
+        )
+    return found
+
+
+def _issued(graph: fx.Graph) -> list[tuple[fx.Node, int | None]]:
+    """The nodes of all collectives in order, and how many have been issued when each is first
+    waited for."""
+    nodes: list[fx.Node] = []
+    waited: dict[int, int] = {}
+    _run(graph, nodes, waited)
+    return [(node, waited.get(place)) for place, node in enumerate(nodes)]
+
+
+def _run(graph: fx.Graph, nodes: list[fx.Node], waited: dict[int, int]) -> None:
+    roots = storage_roots(graph)
+    issuer: dict[object, int] = {}
+    for node in graph.nodes:
+        if is_collective(node):
+            # a coalesced one gives a list, each of whose parts is waited for
+            issuer[roots[node]] = len(nodes)
+            nodes.append(node)
+        elif is_wait(node):
+            root = roots[node]
+            source = issuer.get(root, issuer.get((root[0], 0)))
+            if source is not None:
+                waited.setdefault(source, len(nodes))
+        else:
+            before = len(nodes)
+            for module in subgraphs(node):
+                _run(module.graph, nodes, waited)
+            if len(nodes) > before and str(node.target) not in _RUN_ONCE:
+                raise VerificationError(
+                    f"node '{node.name}' ({node.target}) communicates within a subgraph "
+                    f"('{nodes[before].name}', {nodes[before].target}), which data may run on "
+                    "one rank and not on another, or another number of times: no order can be "
+                    "proved; move the communication out of it"
+                )

@@ -1,0 +1,254 @@
+"""graph-trainer: train, list the passes, print a config.
+
+Everything heavy is imported by the subcommand that needs it, so that --help and a
+mistyped subcommand answer at once.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from graph_trainer.errors import GraphTrainerError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_EXAMPLES = """\
+examples:
+  graph-trainer train
+      the small Llama 3 on every GPU of this machine, or on two CPU ranks
+  NGPU=8 graph-trainer train --config 8b --training.steps 100
+      another config, with one value changed
+  graph-trainer train --config my.toml --parallelism.tensor_parallel_degree 2
+      a file of your own
+  graph-trainer train --config 8b --help
+      every key of that config, with its documentation and its value
+  graph-trainer config --config 8b --training.steps 100 > my.toml
+      the config those flags resolve to, as a file to give back with --config
+  graph-trainer passes
+      the graph passes, in the order of their stages
+"""
+
+_RULES = """\
+All flags after `train` and `config` belong to the config. --module names a package of
+configs (default graph_trainer.llama3), --config one of them (default debugmodel) or a path
+to a .toml file. Flags override the file, the file overrides the registry entry its `base`
+names.
+"""
+
+Exec = Callable[[Sequence[str], dict[str, str]], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Arguments:
+        argv: the words after the program's name; None takes the process's own.
+    Returns:
+        The exit code: 0, or 2 after an error of the user's, told in one message.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    # The config's flags are tyro's to parse, --help among them, so argparse sees only
+    # the first word.
+    arguments = parser.parse_args(words[:1])
+    try:
+        if arguments.command == "train":
+            return train(words[1:])
+        if arguments.command == "config":
+            return print_config(words[1:])
+        if arguments.command == "passes":
+            if words[1:]:
+                parser.error(f"passes takes no arguments, found {' '.join(words[1:])}")
+            return print_passes()
+    except GraphTrainerError as e:
+        return report(e)
+    parser.print_help()
+    return 0
+
+
+def report(error: GraphTrainerError) -> int:
+    """Print an error that a user can mend, without a traceback; returns exit code 2."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2
+
+
+def train(argv: Sequence[str]) -> int:
+    """Train: as one rank under a launcher, otherwise by launching the ranks.
+
+    Arguments:
+        argv: the config's flags.
+    Raises:
+        GraphTrainerError: bad input, found before any rank is started.
+    """
+    if "RANK" in os.environ:
+        from graph_trainer.train import main as train_main
+
+        train_main(list(argv))
+        return 0
+    return launch(argv)
+
+
+def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
+    """Check the config once, then replace this process by torchrun.
+
+    The environment decides the ranks, as torchtitan's run_train.sh has it: NGPU on each
+    machine (default: its GPUs; without
+    any, what the degrees of parallelism multiply to, or 2), NNODES, NODE_RANK and RDZV_ENDPOINT for
+    several machines, LOG_RANK for the local ranks that print (default 0).
+
+    Arguments:
+        argv: the config's flags.
+        execute: runs a command with an environment, in place of os.execve.
+    Raises:
+        ConfigError: the config, or one of these variables, cannot be used.
+    """
+    from graph_trainer.config import check_config, load_config, wanted_ranks
+
+    machines = _positive("NNODES", 1)
+    ranks = ranks_per_machine()
+    if ranks is None and machines == 1:
+        config = load_config(argv)
+        ranks = wanted_ranks(config)
+        check_config(config, ranks)
+    else:
+        ranks = ranks or 2
+        load_config(argv, world_size=ranks * machines)
+    command = torchrun_command(argv, ranks, machines)
+    environment = dict(os.environ)
+    # torchrun gives each rank one thread where nobody says otherwise; on a CPU the
+    # threads are what trains.
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return (execute or _execve)(command, environment)
+
+
+def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list[str]:
+    """The torchrun command that trains with these flags.
+
+    Raises:
+        ConfigError: several machines without an address to meet at.
+    """
+    from graph_trainer.errors import ConfigError
+
+    endpoint = os.environ.get("RDZV_ENDPOINT", "localhost:0")
+    if machines > 1 and "RDZV_ENDPOINT" not in os.environ:
+        raise ConfigError(
+            f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
+            "host:port of one of the machines, the same on all of them."
+        )
+    command = [sys.executable, "-m", "torch.distributed.run"]
+    command += [f"--nproc_per_node={ranks}", f"--nnodes={machines}"]
+    if "NODE_RANK" in os.environ:
+        command.append(f"--node_rank={os.environ['NODE_RANK']}")
+    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+    command += [f"--local-ranks-filter={os.environ.get('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
+    return [*command, "-m", "graph_trainer.train", *argv]
+
+
+def ranks_per_machine() -> int | None:
+    """NGPU, or else the number of GPUs, or None on a machine without any.
+
+    Raises:
+        ConfigError: NGPU is not a positive number.
+    """
+    if "NGPU" in os.environ:
+        return _positive("NGPU", 1)
+    import torch
+
+    return torch.cuda.device_count() or None
+
+
+def _positive(name: str, default: int) -> int:
+    from graph_trainer.errors import ConfigError
+
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(
+            f"environment: {name} = {text!r}: not a positive number. Set it to 1 or more, or "
+            "unset it."
+        )
+    return int(text)
+
+
+def _execve(command: Sequence[str], environment: dict[str, str]) -> int:
+    # The process becomes torchrun, so that a signal sent to it reaches the ranks.
+    os.execve(command[0], list(command), environment)
+
+
+def print_config(argv: Sequence[str]) -> int:
+    """Print the resolved config of the flags as TOML, on any machine.
+
+    Raises:
+        ConfigError: bad input.
+    """
+    from graph_trainer.config import config_to_toml, load_config
+
+    config = load_config(argv, prog="graph-trainer config")
+    sys.stdout.write(config_to_toml(config))
+    return 0
+
+
+def print_passes() -> int:
+    """Print the table of all passes, at most 100 columns wide."""
+    from rich.console import Console
+
+    terminal = Console()
+    width = min(terminal.width, 100) if terminal.is_terminal else 100
+    Console(width=width).print(passes_table())
+    return 0
+
+
+def passes_table() -> "Table":
+    """Every registered pass in stage order: name, stage, summary, options, default."""
+    import dataclasses
+
+    from rich.table import Table
+    from rich.text import Text
+
+    from graph_trainer.passes import registered_passes
+
+    table = Table(title="Graph passes, in the order of their stages", title_justify="left")
+    table.add_column("pass", no_wrap=True)
+    table.add_column("stage", no_wrap=True)
+    table.add_column("default", justify="center", no_wrap=True)
+    table.add_column("what it does, and its options")
+    for each in sorted(registered_passes().values(), key=lambda p: p.stage):
+        options = [
+            f"  {f.name} = {json.dumps(getattr(each.options_type(), f.name), default=repr)}"
+            for f in dataclasses.fields(each.options_type)
+        ]
+        described = "\n".join([each.summary, *options])
+        # Not markup: a summary may well speak of "x[0]".
+        table.add_row(
+            each.name,
+            each.stage.name.lower(),
+            "yes" if each.default else "no",
+            Text(described, overflow="fold"),
+        )
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graph-trainer",
+        description="Train a sharded model from one captured graph of its whole train step.",
+        epilog=f"{_RULES}\n{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", metavar="{train,config,passes}")
+    for name, text in (
+        ("train", "train; launches the ranks where no launcher did"),
+        ("config", "print the resolved config as TOML"),
+        ("passes", "list the graph passes"),
+    ):
+        commands.add_parser(name, help=text)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""The one door to private or version-dependent torch names.
+
+Each name below says why it is needed and for which torch versions it was checked.
+Everything else in the package imports public names only; a unit test holds that line.
+This file belongs to the core: torch and the standard library, never torchtitan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+# The fake mode that a set of fake tensors belongs to. torch 2.11 to 2.15.
+from torch._guards import detect_fake_mode
+
+# FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
+# home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+# The subclass protocol by which DTensor and friends say what they wrap. Documented for
+# subclass authors, private in name. torch 2.11 to 2.15.
+# The mode by which random ops on sharded parameters are drawn whole.
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
+
+# DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
+# checkpoints written by FSDP2 carry it, so ours must. torch 2.11 to 2.15.
+from torch.distributed.tensor.placement_types import (  # isort: skip
+    _StridedShard as StridedShard,
+)
+
+# The functional collectives register the ops under this name; the module is private by name
+# although DTensor's documented redistribution runs on it. torch 2.11 to 2.15.
+import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401  # isort: skip
+
+c10d_functional = torch.ops._c10d_functional
+
+# Nested arguments, flattened and put back; torch's own pytree is private by name only.
+# torch 2.11 to 2.15.
+import torch.utils._pytree as pytree  # noqa: E402  # isort: skip
+
+# The process group behind a name in a graph. Private; torch 2.11 to 2.15.
+from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
+    _resolve_process_group,
+    _set_pg_timeout,
+)
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "StridedShard",
+    "TorchDispatchMode",
+    "autograd_sequence_number",
+    "c10d_functional",
+    "concatenate_meshes",
+    "detect_fake_mode",
+    "current_sequence_number",
+    "group_ranks",
+    "is_traceable_wrapper_subclass",
+    "pytree",
+    "rename_node",
+    "selective_checkpoint_as_in_eager",
+    "set_process_group_timeout",
+    "single_threaded_autograd",
+    "storage_id",
+    "swap_tensors",
+    "tensor_hooks",
+]
+
+
+def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
+    """Whether a tensor follows the protocol; torch's own check confuses type checkers."""
+    return bool(_is_wrapper(tensor))
+
+
+def group_ranks(group_name: str) -> tuple[int, ...]:
+    """The global ranks of the process group that a collective in a graph names."""
+    return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))  # type: ignore[arg-type]
+
+
+def concatenate_meshes(meshes: list[Any]) -> Any:
+    """One mesh with the dimensions of `meshes`, all slices of one root mesh.
+
+    DeviceMesh._concatenate is what FSDP2 itself calls to put its own dimensions before those
+    of tensor parallelism; there is no public spelling. torch 2.11 to 2.15.
+    """
+    return dist.device_mesh.DeviceMesh._concatenate(meshes)
+
+
+def current_sequence_number() -> int:
+    """The number that the next autograd node of this thread will get. torch 2.11 to 2.15."""
+    return torch.autograd._get_sequence_nr()
+
+
+def autograd_sequence_number(grad_fn: Any) -> int:
+    """The number an autograd node got when forward made it. torch 2.11 to 2.15."""
+    return grad_fn._sequence_nr()
+
+
+@contextlib.contextmanager
+def single_threaded_autograd() -> Iterator[None]:
+    """Run backward on the calling thread, so that context variables and annotations hold."""
+    with torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+@contextlib.contextmanager
+def selective_checkpoint_as_in_eager() -> Iterator[None]:
+    """Let selective checkpointing save and recompute while it is traced, as it does eagerly.
+
+    torch.utils.checkpoint sees make_fx at work and takes it for torch.compile: it then keeps
+    every result, recomputes nothing, only tags, and takes in-place meta functions for mutations
+    of what it keeps ("Tensor cached during selective activation checkpoint has been mutated").
+    This context says that somebody traces what eager would do. torch 2.13; a torch without
+    the context raises what it raises.
+    """
+    context = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
+    with context():
+        yield
+
+
+def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:
+    """Give a node a readable name. fx has no public call for it. torch 2.11 to 2.15."""
+    node._rename(name)
+    if node.op == "placeholder":
+        node.target = node.name
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """Equal for two (fake) tensors exactly when they share a storage. torch 2.11 to 2.15."""
+    return tensor.untyped_storage()._cdata
+
+
+@contextlib.contextmanager
+def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
+    """Let `model` hold other tensors for a while, and put its own back whatever happens.
+
+    `replacement` goes from id(tensor) to the tensor that stands in for it, so tied
+    parameters stay tied. Every attribute that is assigned meanwhile is put back too, and so is
+    what is in the dicts, lists and sets that are attributes: caches, counters, the list of
+    weights that an LSTM keeps. The dictionaries `_parameters` and
+    `_buffers` have held a module's tensors since the first release of torch.nn;
+    torch.nn.utils.stateless does the same but allows no call other than forward.
+    """
+    kinds = ("_parameters", "_buffers", "_modules")
+    saved = [
+        (module, dict(vars(module)), [dict(vars(module)[kind]) for kind in kinds])
+        for module in model.modules()
+    ]
+    containers = [
+        (value, copy.copy(value))
+        for module, attributes, _ in saved
+        for value in attributes.values()
+        if type(value) in (dict, list, set)
+    ]
+    try:
+        for module, _, (parameters, buffers, _) in saved:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    module._parameters[name] = replacement[id(parameter)]  # type: ignore[assignment]
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    module._buffers[name] = replacement[id(buffer)]
+        yield
+    finally:
+        for module, attributes, contents in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for kind, content in zip(kinds, contents, strict=True):
+                vars(module)[kind].clear()
+                vars(module)[kind].update(content)
+        for container, content in containers:
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
+    """A tensor's hooks on its gradient, and those that run once it is in `.grad`.
+
+    Tensor.register_hook and register_post_accumulate_grad_hook keep them here; there is no
+    public way to ask for them. torch 2.11 to 2.15.
+    """
+    on_gradient = getattr(tensor, "_backward_hooks", None) or {}
+    after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
+    return list(on_gradient.values()), list(after.values())
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, examples: list[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Inductor on a graph that has its backward already, as a function of a boxed list.
+
+    torch._inductor.compile is the documented way in for an FX graph; the settings are private
+    names of its configuration. torch 2.13 to 2.15.
+    """
+    import torch._inductor
+    import torch._inductor.config as inductor_config
+
+    settings = {
+        # the order of collectives is the graph's, decided by passes that every rank shares
+        "reorder_for_compute_comm_overlap": False,
+        "reorder_for_locality": False,
+    }
+    with inductor_config.patch(settings):
+        compiled = torch._inductor.compile(module, list(examples))
+
+    def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        values = tuple(boxed)
+        boxed.clear()
+        return compiled(*values)
+
+    return run
+
+
+def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
+    """What torch.distributed.set_timeout is to become public as. torch 2.11 to 2.15."""
+    _set_pg_timeout(timeout, group)

@@ -1,0 +1,90 @@
+"""The wording that all config errors share: where, key, value, problem, remedy."""
+
+import difflib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from graph_trainer.errors import ConfigError
+
+COMMAND_LINE = "command line"
+"""What messages call the place that flags come from."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the keys of a merged config come from."""
+
+    file: str = "config"
+    """The file's name, or what else stands for it."""
+    flags: frozenset[str] = frozenset()
+    """The keys that flags set."""
+
+    def of(self, *keys: str) -> str:
+        """The place of the first of these keys that a flag set, otherwise the file."""
+        return COMMAND_LINE if any(key in self.flags for key in keys) else self.file
+
+
+def show(value: Any) -> str:
+    """`value` as a TOML author would write it, cut after 80 characters."""
+    if isinstance(value, bool):
+        text = "true" if value else "false"
+    elif isinstance(value, str):
+        text = json.dumps(value, ensure_ascii=False)
+    else:
+        text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
+    """Up to `count` of the `known` names that look like `name`, best first."""
+    by_folded = {k.lower().replace("-", "_"): k for k in known}
+    folded = name.lower().replace("-", "_")
+    # One wrong letter in "8b" is half the name.
+    cutoff = 0.5 if len(name) <= 3 else 0.6
+    close = difflib.get_close_matches(folded, by_folded, n=count, cutoff=cutoff)
+    return [by_folded[c] for c in close]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean a, b or c? " for the known names close to `name`, or ""."""
+    close = nearest(name, known)
+    return f"Did you mean {join_or(close)}? " if close else ""
+
+
+def did_you_mean_key(key: str, here: Iterable[str], everywhere: Iterable[str]) -> str:
+    """`did_you_mean` for a full key: its siblings, then its name in another section.
+
+    The right key in the wrong section is as common as a typo.
+
+    Arguments:
+        here: the known keys of the same section, as `section.key`.
+        everywhere: all known keys, as `section.key`.
+    """
+    leaf = key.rpartition(".")[2]
+    siblings = {k.rpartition(".")[2]: k for k in here}
+    everywhere = list(everywhere)
+    guesses = [siblings[near] for near in nearest(leaf, siblings)]
+    guesses += [k for k in everywhere if k.rpartition(".")[2] == leaf and k not in guesses]
+    guesses = guesses or nearest(key, everywhere)
+    return f"Did you mean {join_or(guesses[:3])}? " if guesses else ""
+
+
+def join_or(names: Iterable[str]) -> str:
+    """ "a", "a or b", "a, b or c"."""
+    listed = list(names)
+    return ", ".join(listed[:-1]) + " or " + listed[-1] if len(listed) > 1 else "".join(listed)
+
+
+def bad_value(where: str | Origin, key: str, value: Any, problem: str, remedy: str) -> ConfigError:
+    """The error for a known key whose value cannot be used.
+
+    Arguments:
+        where: the file, or "command line", or the origin of a merged config's keys.
+        key: the full key, `section.key`.
+        problem: what is wrong, a clause without a full stop.
+        remedy: what to write instead, a sentence.
+    """
+    place = where.of(key) if isinstance(where, Origin) else where
+    return ConfigError(f"{place}: {key} = {show(value)}: {problem}. {remedy}")

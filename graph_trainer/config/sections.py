@@ -1,0 +1,57 @@
+"""The sections of the config that are graph_trainer's own."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+from torchtitan.config import CompileConfig
+
+NOT_TORCH_COMPILE = (
+    "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
+    "configures the captured step. Leave it out and set compile.mode, compile.backend and "
+    "compile.passes"
+)
+"""What is said about the inherited keys of [compile]."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GraphCompileConfig(CompileConfig):
+    """[compile]: how the train step is captured, transformed and run."""
+
+    mode: Literal["aot_fx_trace", "eager"] = "aot_fx_trace"
+    """
+    "aot_fx_trace" captures forward, loss and backward as one graph and runs that;
+    "eager" runs the same sharded model in torchtitan's own loop, without a capture.
+    """
+
+    backend: Literal["eager", "inductor"] = "eager"
+    """
+    What runs the captured graph: "eager" calls its operators one by one, bitwise equal
+    to the model itself; "inductor" compiles the whole graph. No effect in mode "eager".
+    """
+
+    passes: list[str] = field(default_factory=lambda: ["default"])
+    """
+    The graph passes to run, in order. "default" stands for the default list; any other
+    entry is a pass name as `graph-trainer passes` lists them.
+    """
+
+    disable_passes: list[str] = field(default_factory=list)
+    """Passes to leave out of the list above, by name."""
+
+    verify_passes: bool = False
+    """
+    Run the expensive checks after every pass. Slow; for writing and debugging passes.
+    """
+
+    max_graphs: int = 8
+    """
+    How many captured graphs are kept, one for each shape of batch. Beyond it the one
+    used longest ago is dropped and captured again when its shape comes back.
+    """
+
+    # torchtitan's torch.compile switches mean nothing to a captured step. They stay,
+    # because torchtitan's components read them, and can be set from nowhere.
+    enable: Annotated[bool, tyro.conf.Suppress] = False
+    enable_async_tensor_parallel: Annotated[bool, tyro.conf.Suppress] = False
+    components: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)

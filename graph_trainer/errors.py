@@ -1,0 +1,25 @@
+"""The errors that graph_trainer raises on purpose.
+
+Every message says what was asked, what was found, where (config key, node or
+parameter FQN) and what to do about it.
+"""
+
+
+class GraphTrainerError(Exception):
+    """Base class of every error that graph_trainer raises on purpose."""
+
+
+class ConfigError(GraphTrainerError):
+    """A configuration file, flag or dataset path that cannot be used as given."""
+
+
+class CaptureError(GraphTrainerError):
+    """A train step that cannot be captured, or a call that does not fit its graph."""
+
+
+class PassError(GraphTrainerError):
+    """A pass list that makes no sense, or a pass that failed."""
+
+
+class VerificationError(GraphTrainerError):
+    """A graph that breaks a contract, or ranks whose graphs do not agree."""

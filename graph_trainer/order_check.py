@@ -1,0 +1,251 @@
+"""Before the first collective: do all ranks issue the same ones in the same order?"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from itertools import zip_longest
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from graph_trainer.analysis.collectives import Collective, collectives
+from graph_trainer.errors import VerificationError
+from graph_trainer.joint_graph import JointGraph, Role
+
+Ranks = tuple[int, ...]
+Entry = tuple[str, Ranks, str, int, str, int | None]
+"""`Collective.entry()`, and how many have been issued when it is waited for."""
+Sequence = list[tuple[Entry, str]]
+"""What one rank issues, in order: what others must agree on, and a line for a person."""
+Digests = dict[Ranks, str]
+Short = dict[str, tuple[int, str]]
+"""By a digest of a group's ranks: how many they are, and the digest of what is issued."""
+
+_PAIRS_SHOWN = 4
+_ERROR_SHOWN = 4000  # every rank receives as much from each
+
+T = TypeVar("T")
+
+
+def check_order_across_ranks(joint: JointGraph | Exception) -> None:
+    """Refuse a graph unless it cannot hang.
+
+    Every rank hands out, for each group it is in, a digest of what it issues on that group
+    and at which place of its whole sequence. Where all members of every group agree, each
+    place of the sequence is one collective that all its members reach after the same earlier
+    places, so none can wait for another in a circle. Only where some differ are the
+    sequences themselves exchanged. Costs one small exchange of objects on the default group.
+
+    Arguments:
+        joint: this rank's graph; or the error because of which there is none, which is raised
+            here, when the other ranks have heard of it and need not wait.
+
+    Raises:
+        VerificationError: on every rank alike, with the first differing entry of two ranks; or
+            with the error of another rank.
+    """
+    if _alone() and not isinstance(joint, Exception):
+        return
+    mine: Sequence | Exception
+    try:
+        mine = joint if isinstance(joint, Exception) else sequence_of(collectives(joint))
+    except VerificationError as error:
+        mine = error
+    outcome = mine if isinstance(mine, Exception) else shortened(digests_of(mine))
+    everyone = _exchange(outcome, "capture the step")
+    assert not isinstance(mine, Exception)  # it would have been raised
+    if all_agree(everyone):
+        return
+    digests: list[Digests] = [{}] * dist.get_world_size()
+    dist.all_gather_object(digests, digests_of(mine))
+    pairs = disagreeing_pairs(digests)
+    # Whole sequences of all ranks would be gigabytes on thousands of them. Every rank knows
+    # the same pairs, so only those ranks need to say what they issue.
+    pairs = pairs[:_PAIRS_SHOWN]
+    named = {rank for pair in pairs for rank in pair}
+    sequences: list[Sequence] = [[]] * dist.get_world_size()
+    dist.all_gather_object(sequences, mine if dist.get_rank() in named else [])
+    raise VerificationError(_refusal(sequences, pairs))
+
+
+def check_all_compiled(error: Exception | None) -> None:
+    """Let no rank run a step that another one could not compile: it would wait for it.
+
+    Arguments:
+        error: why this rank could not, raised here when the others have heard of it.
+
+    Raises:
+        VerificationError: with the error of another rank.
+    """
+    _exchange(error, "compile the step")
+
+
+def _exchange(mine: T | Exception, what: str) -> list[T]:
+    """What every rank has, by rank; an error on all of them where one has an error."""
+    if _alone():
+        if isinstance(mine, Exception):
+            raise mine
+        return [mine]
+    text = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN] if isinstance(mine, Exception) else ""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (text, None if text else mine))
+    if isinstance(mine, Exception):
+        raise mine
+    raise_first_failure([text for text, _ in everyone], what)
+    return [value for _, value in everyone]
+
+
+def _alone() -> bool:
+    """Whether there is no one to ask: the members of a fake group say nothing."""
+    return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+
+
+def raise_first_failure(texts: list[str], what: str) -> None:
+    """Raise what a rank says went wrong, if any does. Arguments: by rank, "" for nothing."""
+    for rank, text in enumerate(texts):
+        if text:
+            raise VerificationError(f"rank {rank} could not {what}: {text}")
+
+
+def sequence_of(issued: list[Collective]) -> Sequence:
+    """What one rank says of the collectives that it issues."""
+    return [
+        ((*c.entry(), c.waited_after), f"{c.describe()}, {_waited(c.waited_after)}") for c in issued
+    ]
+
+
+def _waited(after: int | None) -> str:
+    return "never waited for" if after is None else f"waited for when {after} are issued"
+
+
+def check_sequences(sequences: list[Sequence]) -> None:
+    """What `check_order_across_ranks` checks, for sequences that are all at hand.
+
+    Arguments:
+        sequences: by global rank, what the rank issues: (entry, line for a person) of each
+            collective.
+
+    Raises:
+        VerificationError: with the first differing entry of two ranks.
+    """
+    pairs = disagreeing_pairs([digests_of(sequence) for sequence in sequences])
+    if pairs:
+        raise VerificationError(_refusal(sequences, pairs[:_PAIRS_SHOWN]))
+
+
+def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
+    """Refuse a graph captured for another batch shape if only this rank might issue it.
+
+    A rank that captures again does so alone, so it may not talk to the others. It need not:
+    the collectives must be of the same kinds on the same groups in the same order, and of the
+    same sizes too, unless all members of the group surely got a batch of this shape. Those
+    are groups that share no two ranks with a data-parallel group, one that FSDP communicates
+    on in the first graph: tensor parallelism's, say. Without FSDP no one knows which ranks
+    share a batch, so every size must stay. Where waits stand concerns this rank alone.
+
+    Raises:
+        VerificationError: with the first collective that differs.
+    """
+    before, after = collectives(first), collectives(later)
+    data_parallel = {c.ranks for c in before if c.role in (Role.UNSHARD, Role.REDUCE_GRAD)}
+
+    def may_resize(c: Collective) -> bool:
+        if c.role in (Role.UNSHARD, Role.REDUCE_GRAD) or not data_parallel:
+            return False
+        return all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
+
+    for a, b in zip(before, after, strict=False):
+        if _shapeless(a) != _shapeless(b) or (a.entry() != b.entry() and not may_resize(a)):
+            raise VerificationError(
+                "the graph of this batch's shape issues other collectives than the first graph: "
+                f"{b.describe()} instead of {a.describe()}; other ranks may have a batch of "
+                "another shape, so batches that change what is communicated cannot be mixed in "
+                "one run: pad them to one shape"
+            )
+    if len(before) != len(after):
+        raise VerificationError(
+            f"the graph of this batch's shape issues {len(after)} collectives and the first "
+            f"graph {len(before)}; batches that change what is communicated cannot be mixed"
+        )
+
+
+def _shapeless(c: Collective) -> object:
+    return (c.kind, c.ranks, c.dtype, c.reduction)
+
+
+def digests_of(sequence: Sequence) -> Digests:
+    """For each group that one rank communicates in, a digest of what it issues there and at
+    which place of its whole sequence. Linear in collectives."""
+    by_group: dict[Ranks, list[object]] = defaultdict(list)
+    for place, (entry, _) in enumerate(sequence):
+        by_group[_ranks(entry)].append((place, entry))
+    return {
+        ranks: hashlib.sha256(repr(entries).encode()).hexdigest()
+        for ranks, entries in by_group.items()
+    }
+
+
+def shortened(digests: Digests) -> Short:
+    """Digests without the groups' ranks, of which there may be thousands for each group."""
+    return {
+        hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]: (len(ranks), digest)
+        for ranks, digest in digests.items()
+    }
+
+
+def all_agree(everyone: list[Short]) -> bool:
+    """Whether every group is known to all its members, with one digest. By global rank."""
+    said: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    for groups in everyone:
+        for group, entry in groups.items():
+            said[group].append(entry)
+    return all(len(set(es)) == 1 and len(es) == es[0][0] for es in said.values())
+
+
+def disagreeing_pairs(digests: list[Digests]) -> list[tuple[int, int]]:
+    """For every group whose members do not all agree, two that differ. Linear in the sizes of
+    the groups.
+
+    Arguments:
+        digests: by global rank.
+    """
+    pairs: dict[tuple[int, int], None] = {}
+    for ranks in dict.fromkeys(ranks for groups in digests for ranks in groups):
+        first = ranks[0]
+        expected = digests[first].get(ranks)
+        other = next((r for r in ranks if digests[r].get(ranks) != expected), None)
+        if other is not None:
+            pairs[(first, other)] = None
+    return list(pairs)
+
+
+def _ranks(entry: Entry) -> Ranks:
+    return entry[1]
+
+
+def _refusal(sequences: list[Sequence], pairs: list[tuple[int, int]]) -> str:
+    place, a, b = min((_first_difference(sequences[a], sequences[b], a, b), a, b) for a, b in pairs)
+    detail = (
+        f"rank {a} issues {_at(sequences[a], place)}; rank {b} issues {_at(sequences[b], place)}"
+    )
+    return (
+        "the ranks' graphs do not issue the same collectives in the same order; running them "
+        f"would hang. First difference, collective {place}: {detail}. Look for code in the model "
+        "or the loss that depends on the rank, and for different configs or versions on the ranks."
+    )
+
+
+def _first_difference(one: Sequence, two: Sequence, a: int, b: int) -> int:
+    """The first place where either of two ranks issues on a group of both something else than
+    the other."""
+    for place, (left, right) in enumerate(zip_longest(one, two)):
+        entries = [pair[0] for pair in (left, right) if pair is not None]
+        together = any({a, b} <= set(_ranks(entry)) for entry in entries)
+        if together and (len(entries) == 1 or entries[0] != entries[1]):
+            return place
+    raise AssertionError("digests of the same group differ and its entries do not")
+
+
+def _at(sequence: Sequence, place: int) -> str:
+    return sequence[place][1] if place < len(sequence) else "nothing more"

@@ -1,0 +1,67 @@
+"""python -m graph_trainer.train: one rank of a run, as torchrun starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from graph_trainer.errors import GraphTrainerError
+
+VALIDATE_ONLY = "--validate-only"
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Train with the flags given.
+
+    With --validate-only check them, print how many ranks they are for and return: WORLD_SIZE
+    where it is set, or else what the degrees of parallelism multiply to.
+
+    Raises:
+        GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
+    """
+    from graph_trainer.config import check_config, load_config, wanted_ranks
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    validate_only = VALIDATE_ONLY in words
+    config = load_config([word for word in words if word != VALIDATE_ONLY])
+    if validate_only:
+        ranks = int(os.environ.get("WORLD_SIZE", wanted_ranks(config)))
+        check_config(config, ranks)
+        print(ranks)
+        return
+
+    import torch.distributed as dist
+    from torchtitan.observability import structured_logger
+    from torchtitan.tools.logging import init_logger
+
+    init_logger()
+    structured_logger.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
+    trainer = config.build()
+    try:
+        if config.checkpoint.create_seed_checkpoint:
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        else:
+            trainer.train()
+    finally:
+        trainer.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def run() -> int:
+    """`main` for a shell: one readable message and exit code 2 for an error of ours."""
+    try:
+        main()
+    except GraphTrainerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run())

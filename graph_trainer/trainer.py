@@ -1,0 +1,133 @@
+"""GraphTrainer: torchtitan's trainer, with one captured graph for forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graph_trainer.config import GraphCompileConfig, save_resolved_config
+from graph_trainer.console import show_report
+from graph_trainer.fqn import clean_fqn
+from graph_trainer.joint_graph import JointGraph
+from graph_trainer.loss import ChunkedCrossEntropyLoss
+from graph_trainer.passes import PassConfig, Report
+from graph_trainer.titan_compat import process_group_timeouts
+from graph_trainer.train_step import TrainStep
+
+from torchtitan.tools.logging import logger  # isort: skip
+from torchtitan.trainer import Trainer  # isort: skip
+
+
+class GraphTrainer(Trainer):
+    """A torchtitan Trainer whose forward_backward_step runs the joint graph.
+
+    Everything else is torchtitan's: data, gradient accumulation, clipping, optimizer,
+    schedule, validation, metrics, checkpoints. With `compile.mode = "eager"` so is the
+    forward and backward, on the same sharded model: the reference for numbers.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's config with graph_trainer's own [compile] section."""
+
+        compile: GraphCompileConfig = field(default_factory=GraphCompileConfig)
+
+        module: Annotated[str, tyro.conf.Suppress] = ""
+        """The module whose config_registry `base` is looked up in."""
+
+        base: Annotated[str, tyro.conf.Suppress] = ""
+        """The registry entry this config began as."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        if isinstance(self.loss_fn, ChunkedCrossEntropyLoss):
+            (model,) = self.model_parts
+            self.loss_fn.attach(model)
+        compile_config = config.compile
+        self._captured_step: TrainStep | None = None
+        if compile_config.mode == "aot_fx_trace":
+            self._captured_step = TrainStep(
+                self._loss_of_batch,
+                passes=PassConfig(
+                    reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+                    pipeline_parallel=self.parallel_dims.pp_enabled,
+                    passes=tuple(compile_config.passes),
+                    disable_passes=tuple(compile_config.disable_passes),
+                    verify_passes=compile_config.verify_passes,
+                ),
+                backend=compile_config.backend,
+                max_graphs=compile_config.max_graphs,
+                on_event=logger.info,
+                on_report=self._show_report,
+            )
+        if dist.get_rank() == 0:
+            save_resolved_config(config, config.dump_folder)
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss of one microbatch, its gradients added to `.grad`; as torchtitan's own."""
+        if self._captured_step is None:
+            return super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
+        inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
+        (model,) = self.model_parts
+        with self.train_context():
+            loss, gradients = self._captured_step(
+                model, inputs, labels, global_valid_tokens, **extra
+            )
+        accumulate_gradients(model, gradients)
+        return loss
+
+    def train(self) -> None:
+        """torchtitan's loop."""
+        with process_group_timeouts():
+            super().train()
+
+    def _loss_of_batch(
+        self,
+        model: nn.Module,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        **extra: Any,
+    ) -> torch.Tensor:
+        prediction = model(inputs, **extra)
+        positions = {"positions": extra["positions"]} if "positions" in extra else {}
+        loss, _ = self.loss_fn(prediction, labels, global_valid_tokens, **positions)
+        return loss
+
+    def _show_report(self, joint: JointGraph, report: Report) -> None:
+        if dist.get_rank() == 0:
+            show_report(report)
+
+
+def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    """Add gradients by FQN to the parameters' `.grad`, as autograd would: the first one is
+    kept as it is, later ones are added in place."""
+    left = dict(gradients)
+    for name, parameter in model.named_parameters():
+        gradient = left.pop(clean_fqn(name), None)
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            _local(parameter.grad).add_(_local(gradient))
+    assert not left, f"gradients of parameters that the model does not have: {sorted(left)}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# Without arguments: lint, format, types, then every unit and integration test.
+# With arguments: pytest alone, with these; paths are relative to the checkout.
+set -euo pipefail
+
+here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
+# shellcheck source=scripts/environment.sh
+source "$here/scripts/environment.sh"
+
+use_environment dev graph_trainer torch torchtitan \
+    hypothesis mypy pytest pytest_timeout ruff transformers
+cd "$here"
+
+# Tests start many ranks on few cores, and never need the network.
+export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
+
+if (($# > 0)); then
+    exec "$python" -m pytest "$@"
+fi
+
+# Every gate runs, so that one call shows all there is to mend.
+failed=()
+gate() {
+    echo "== $*"
+    "$python" -m "$@" || failed+=("$*")
+}
+gate ruff check .
+gate ruff format --check .
+gate mypy
+gate pytest
+
+if ((${#failed[@]} > 0)); then
+    printf 'failed: %s\n' "${failed[@]}" >&2
+    exit 1
+fi

@@ -1,0 +1,118 @@
+"""Start real ranks with torchrun, once, and collect what each of them reports.
+
+A test calls `run_ranks`; the script it names calls `report` on every rank when its cases are
+done. Starting processes and importing torch costs far more than a tiny case, so a script runs
+all its cases in one launch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+_FOLDER = "GRAPH_TRAINER_TEST_RESULTS"
+_LINES_SHOWN = 60
+
+
+class RanksFailed(AssertionError):
+    """Ranks that ended badly, did not end in time or reported nothing."""
+
+
+def report(results: Any) -> None:
+    """Hand this rank's results to the test that launched it. Called by scripts, once."""
+    path = Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json"
+    path.write_text(json.dumps(results))
+
+
+def run_ranks(
+    script: Path | str, ranks: int, args: Sequence[str] = (), timeout: float = 120.0
+) -> list[Any]:
+    """Run `script` on `ranks` gloo ranks of this machine and wait for all of them.
+
+    Arguments:
+        script: what each rank runs; it must call `report`.
+        args: the script's command line.
+        timeout: seconds until every process of the launch is killed.
+
+    Returns:
+        what each rank reported, by rank.
+
+    Raises:
+        RanksFailed: with the end of what the failing ranks wrote to stderr.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        environment = os.environ | {
+            _FOLDER: name,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        }
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
+        # a free port chosen by torchrun: two suites may run on one machine
+        command += ["--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]
+        launched = subprocess.Popen(
+            [*command, str(script), *args],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            status = launched.wait(timeout)
+        except subprocess.TimeoutExpired:
+            _kill(launched)
+            raise RanksFailed(
+                f"{ranks} ranks of {script} did not end within {timeout} s{_stderr(folder)}"
+            ) from None
+        finally:
+            _kill(launched)
+        if status != 0:
+            raise RanksFailed(f"{script} ended with status {status}{_stderr(folder)}")
+        missing = [r for r in range(ranks) if not (folder / f"{r}.json").exists()]
+        if missing:
+            raise RanksFailed(f"ranks {missing} of {script} reported nothing{_stderr(folder)}")
+        return [json.loads((folder / f"{r}.json").read_text()) for r in range(ranks)]
+
+
+def _kill(launched: subprocess.Popen[bytes]) -> None:
+    """End the launcher and what it started: torchrun gives each rank a session of its own, so
+    they are found by their parents."""
+    pids = [launched.pid, *_descendants(launched.pid)] if launched.poll() is None else []
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    launched.wait()
+
+
+def _descendants(pid: int) -> Iterable[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return
+    for child in map(int, children):
+        yield child
+        yield from _descendants(child)
+
+
+def _stderr(folder: Path) -> str:
+    """The end of every rank's stderr, those with a traceback first."""
+    logs = sorted(folder.glob("logs/**/stderr.log"))
+    texts = [(log.parent.name, log.read_text(errors="replace").strip()) for log in logs]
+    texts.sort(key=lambda entry: "Traceback" not in entry[1])
+    shown = [
+        f"\n--- stderr of rank {rank} ---\n" + "\n".join(text.splitlines()[-_LINES_SHOWN:])
+        for rank, text in texts
+        if text
+    ]
+    return "".join(shown)

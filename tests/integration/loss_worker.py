@@ -1,0 +1,247 @@
+"""The chunked cross-entropy on two gloo ranks; test_loss.py launches this and asserts.
+
+First Llama 3's debug model, sharded in two ways, against torchtitan's own loss; then the loss
+alone, on a vocabulary that is split over the ranks, against the unsharded computation.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from graph_trainer.analysis.collectives import collectives
+from graph_trainer.config import load_config
+from graph_trainer.loss import ChunkedCrossEntropyLoss
+from graph_trainer.trainer import GraphTrainer
+from tests.integration.launch import report
+
+from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
+
+BATCH, SEQUENCE, DIM = 2, 10, 8
+VOCABULARIES = (8, 7, 1)  # even, uneven, and a rank without a row
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INPUTS = ("replicated", "plain", "by_sequence")
+
+_LLAMA = [
+    *("--training.local_batch_size", "2", "--training.seq_len", "30"),
+    *("--training.mixed_precision_param", "float32", "--debug.seed", "42"),
+]
+LLAMA_MESHES = {
+    "fsdp2": ["--parallelism.data_parallel_shard_degree", "2"],
+    "tp2": [
+        *("--parallelism.data_parallel_shard_degree", "1"),
+        *("--parallelism.tensor_parallel_degree", "2"),
+    ],
+}
+
+
+class Head(nn.Module):
+    """A model of nothing but an output head."""
+
+    _skip_lm_head = False
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.lm_head.weight = nn.Parameter(weight)
+
+
+def loss_on(weight: torch.Tensor) -> tuple[ChunkedCrossEntropyLoss, nn.Parameter]:
+    model = Head(weight)
+    loss = ChunkedCrossEntropyLoss.Config(num_chunks=4).build()
+    loss.attach(model)
+    return loss, model.lm_head.weight
+
+
+def inputs(vocabulary: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """The same on every rank: hidden states, weight, labels and the number of valid tokens."""
+    g = torch.Generator().manual_seed(vocabulary)
+    hidden = torch.randn(BATCH, SEQUENCE, DIM, generator=g).to(dtype)
+    weight = torch.randn(vocabulary, DIM, generator=g).to(dtype)
+    labels = torch.randint(0, vocabulary, (BATCH, SEQUENCE), generator=g)
+    labels[0, :4] = IGNORE_INDEX
+    return hidden, weight, labels, (labels != IGNORE_INDEX).sum()
+
+
+def sharded(
+    whole: torch.Tensor, mesh: DeviceMesh, placement: Shard | Replicate, parts: list[torch.Tensor]
+) -> DTensor:
+    local = parts[dist.get_rank()].clone()
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def rows(weight: torch.Tensor) -> list[torch.Tensor]:
+    """Each rank's rows; the last rank's may be none."""
+    parts = list(weight.chunk(dist.get_world_size()))
+    return parts + [weight[:0]] * (dist.get_world_size() - len(parts))
+
+
+def split_vocabulary(vocabulary: int, dtype: torch.dtype, given: str) -> dict[str, Any]:
+    """Loss and gradients of a head that two ranks share, beside those of one rank alone."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, labels, tokens = inputs(vocabulary, dtype)
+    whole, whole_weight = loss_on(weight)
+    whole_hidden = hidden.clone().requires_grad_()
+    expected, _ = whole(whole_hidden, labels, tokens)
+    expected.backward()
+
+    split, split_weight = loss_on(sharded(weight, mesh, Shard(0), rows(weight)))
+    if given == "plain":
+        split_hidden = hidden.clone()
+    elif given == "replicated":
+        split_hidden = sharded(hidden, mesh, Replicate(), [hidden] * 2)
+    else:
+        split_hidden = sharded(hidden, mesh, Shard(1), list(hidden.chunk(2, dim=1)))
+    split_hidden.requires_grad_()
+    found, _ = split(split_hidden, labels, tokens)
+    found.backward()
+    gradient = split_hidden.grad
+    placements = str(getattr(gradient, "placements", None))
+    if isinstance(gradient, DTensor):
+        gradient = gradient.full_tensor()
+    losses = [torch.zeros_like(found.detach()) for _ in range(dist.get_world_size())]
+    dist.all_gather(losses, found.detach())
+    with torch.no_grad():
+        validated, _ = split(split_hidden, labels, tokens)
+    return {
+        "loss": error(found, expected),
+        "same_loss": torch.equal(losses[0], losses[1]),
+        "validation_same": torch.equal(found, validated),
+        "hidden": error(gradient, whole_hidden.grad),
+        "hidden_placements": placements,
+        "weight": error(split_weight.grad.full_tensor(), whole_weight.grad),
+        "weight_placements": str(split_weight.grad.placements),
+        "local_rows": split_weight.grad.to_local().shape[0],
+    }
+
+
+def whole_vocabulary() -> dict[str, Any]:
+    """A head that tensor parallelism leaves alone: every rank computes the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    hidden, weight, labels, tokens = inputs(7, torch.float32)
+    whole, whole_weight = loss_on(weight)
+    whole_hidden = hidden.clone().requires_grad_()
+    whole(whole_hidden, labels, tokens)[0].backward()
+    copied, copied_weight = loss_on(sharded(weight, mesh, Replicate(), [weight] * 2))
+    copied_hidden = sharded(hidden, mesh, Replicate(), [hidden] * 2).requires_grad_()
+    copied(copied_hidden, labels, tokens)[0].backward()
+    return {
+        "hidden": torch.equal(copied_hidden.grad.full_tensor(), whole_hidden.grad),
+        "weight": torch.equal(copied_weight.grad.full_tensor(), whole_weight.grad),
+    }
+
+
+def bad_labels() -> list[str]:
+    """What each label that is no token is told; a rank that waited for the other would hang."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    messages = []
+    for label in (-1, 7, 8, 100):
+        hidden, weight, labels, tokens = inputs(7, torch.float32)
+        labels[1, 3] = label
+        split, _ = loss_on(sharded(weight, mesh, Shard(0), rows(weight)))
+        try:
+            split(sharded(hidden, mesh, Replicate(), [hidden] * 2), labels, tokens)
+            messages.append("")
+        except RuntimeError as found:
+            messages.append(str(found))
+    return messages
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative L2 norm of the difference; absolute where everything should be zero."""
+    found, expected = found.detach().double(), expected.detach().double()
+    norm = float(expected.norm())
+    return float((found - expected).norm()) / (norm or 1.0)
+
+
+def run_llama(flags: list[str], folder: Path, *, mode: str, chunked: bool) -> dict[str, Any]:
+    """Two microbatches' losses and gradients, and what a graph says of the head's collectives."""
+    config = load_config([*_LLAMA, *flags, "--compile.mode", mode, "--dump_folder", str(folder)])
+    if chunked:
+        config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
+    trainer: GraphTrainer = config.build()
+    (model,) = trainer.model_parts
+    if chunked:
+        trainer.loss_fn.attach(model)
+    batches = trainer.batch_generator(trainer.dataloader)
+    losses = []
+    for _ in range(2):
+        batch, labels = next(batches)
+        tokens = torch.tensor(labels.numel())
+        losses.append(
+            trainer.forward_backward_step(
+                input_dict=batch, labels=labels, global_valid_tokens=tokens
+            ).detach()
+        )
+    result: dict[str, Any] = {
+        "losses": losses,
+        "gradients": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
+    }
+    if mode != "eager":
+        (joint,) = trainer._captured_step.joint_graphs()
+        found = Counter(
+            f"{c.kind} in {c.phase}"
+            for c in collectives(joint)
+            if c.parameter == "lm_head.weight" and c.role is not None
+        )
+        result["head"] = dict(found)
+    trainer.close()
+    return result
+
+
+def llama(name: str, folder: Path) -> dict[str, Any]:
+    flags = LLAMA_MESHES[name]
+    expected = run_llama(flags, folder, mode="eager", chunked=False)
+    eager = run_llama(flags, folder, mode="eager", chunked=True)
+    results: dict[str, Any] = {
+        "losses": [error(a, b) for a, b in zip(eager["losses"], expected["losses"], strict=True)],
+        "gradients": {n: error(eager["gradients"][n], g) for n, g in expected["gradients"].items()},
+    }
+    for policy in ("always", "default"):
+        policy_flags = [*flags, "--parallelism.fsdp_reshard_after_forward", policy]
+        captured = run_llama(policy_flags, folder, mode="aot_fx_trace", chunked=True)
+        results[policy] = {
+            "head": captured["head"],
+            "losses": [
+                torch.equal(a, b) for a, b in zip(captured["losses"], eager["losses"], strict=True)
+            ],
+            "differing": [
+                n
+                for n, g in eager["gradients"].items()
+                if not torch.equal(g, captured["gradients"][n])
+            ],
+        }
+    return results
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    # The first trainer makes the process group and everything after it uses that one: a second
+    # one under the same launch can find the addresses that the first left in its store, and hang.
+    results: dict[str, Any] = {name: llama(name, folder) for name in LLAMA_MESHES}
+    results["split"] = {
+        f"{vocabulary}-{dtype}-{given}": split_vocabulary(vocabulary, DTYPES[dtype], given)
+        for vocabulary in VOCABULARIES
+        for dtype in DTYPES
+        for given in INPUTS
+    }
+    results["whole"] = whole_vocabulary()
+    results["bad_labels"] = bad_labels()
+    report(results)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

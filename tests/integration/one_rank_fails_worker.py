@@ -1,0 +1,42 @@
+"""A step that one of two ranks cannot capture, or not compile; test_one_rank_fails.py asserts."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_trainer as gt
+from graph_trainer.train_step import TrainStep
+from tests.integration.launch import report
+
+
+def main() -> None:
+    # a rank that waits in vain shall say so within the test's time
+    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    model = gt.simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
+    odd = dist.get_rank() == 1
+
+    def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    def error_of(step: TrainStep, columns: int) -> str:
+        try:
+            step(model, torch.ones(2, columns))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    step = TrainStep(loss_fn)
+    results = {"capture": error_of(step, 5 if odd else 4)}
+    results["compile"] = error_of(TrainStep(loss_fn, backend="egaer" if odd else "eager"), 4)
+    results["afterwards"] = error_of(step, 4)
+    report(results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The launcher that other integration tests rely on: results, errors and time-outs."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch import RanksFailed, run_ranks
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+from tests.integration.launch import report
+rank = int(os.environ["RANK"])
+what, folder = sys.argv[1], Path(sys.argv[2])
+(folder / f"pid{rank}").write_text(str(os.getpid()))
+if what == "fails" and rank == 1:
+    raise ValueError("rank one is unwell")
+if what == "hangs":
+    print("waiting for nobody", file=sys.stderr, flush=True)
+    time.sleep(600)
+if what != "silent" or rank != 1:
+    report({"rank": rank, "world": int(os.environ["WORLD_SIZE"])})
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "worker.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def test_results_come_back_by_rank(script: Path, tmp_path: Path) -> None:
+    results = run_ranks(script, 3, ["works", str(tmp_path)], timeout=100)
+    assert results == [{"rank": r, "world": 3} for r in range(3)]
+
+
+def test_a_failing_rank_is_shown(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match="rank one is unwell"):
+        run_ranks(script, 2, ["fails", str(tmp_path)], timeout=100)
+
+
+def test_a_rank_without_results_is_named(script: Path, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed, match=r"ranks \[1\].*reported nothing"):
+        run_ranks(script, 2, ["silent", str(tmp_path)], timeout=100)
+
+
+def test_a_hanging_launch_is_killed_whole(script: Path, tmp_path: Path) -> None:
+    start = time.monotonic()
+    # long enough for both ranks to have started on a busy machine
+    with pytest.raises(RanksFailed, match="did not end within 25"):
+        run_ranks(script, 2, ["hangs", str(tmp_path)], timeout=25)
+    assert time.monotonic() - start < 60
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid*")]
+    assert len(pids) == 2
+    for pid in pids:
+        for _ in range(50):
+            if not _alive(pid):
+                break
+            time.sleep(0.1)
+        assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    # killed, and not yet fetched by whoever inherited it
+    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]

@@ -1,0 +1,104 @@
+"""The chunked cross-entropy on two gloo ranks: tensor parallelism, FSDP, captured and not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.launch import run_ranks
+
+WORKER = Path(__file__).with_name("loss_worker.py")
+RANKS = 2
+VOCABULARIES = (8, 7, 1)
+INPUTS = ("replicated", "plain", "by_sequence")
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, RANKS, [str(tmp_path_factory.mktemp("loss"))], timeout=500)
+
+
+# Two ranks round each summand of the hidden states' gradient, and their sum, where one rank
+# rounds once; the softmax's sum comes in another order. Everything else is the same arithmetic:
+# two roundings more than the two of one rank, and sums of ten float32 terms.
+TOLERANCE = {dtype: math.sqrt(4) * u + 10 * UNIT["fp32"] for dtype, u in UNIT.items()}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
+def test_a_split_vocabulary_gives_the_whole_ones_numbers(
+    ranks: list[dict[str, Any]], vocabulary: int, dtype: str, given: str
+) -> None:
+    rows_of_rank = {8: (4, 4), 7: (4, 3), 1: (1, 0)}[vocabulary]
+    for rank, rows in zip(ranks, rows_of_rank, strict=True):
+        case = rank["split"][f"{vocabulary}-{dtype}-{given}"]
+        for name in ("loss", "hidden", "weight"):
+            assert case[name] < TOLERANCE[dtype], name
+        assert case["same_loss"], "the ranks do not agree on the loss"
+        assert case["validation_same"]
+        assert case["weight_placements"] == "(Shard(dim=0),)"
+        assert case["local_rows"] == rows
+
+
+def test_the_hidden_states_gradient_goes_home_as_they_came(ranks: list[dict[str, Any]]) -> None:
+    """What was split by sequence gets its part of the gradient; the sum is a reduce-scatter."""
+    found = {g: ranks[0]["split"][f"7-fp32-{g}"]["hidden_placements"] for g in INPUTS}
+    assert found == {
+        "plain": "None",
+        "replicated": "(Replicate(),)",
+        "by_sequence": "(Shard(dim=1),)",
+    }
+
+
+def test_a_head_that_is_not_split_is_computed_whole(ranks: list[dict[str, Any]]) -> None:
+    assert [rank["whole"] for rank in ranks] == [{"hidden": True, "weight": True}] * RANKS
+
+
+def test_a_bad_label_raises_on_every_rank(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for message in rank["bad_labels"]:
+            assert "out of bounds" in message
+
+
+# Both losses round logits and gradients in float32, and the gradient goes back through six
+# layers of about ten operators each, every one of which rounds: see tests/integration/test_llama.
+LLAMA_TOLERANCE = math.sqrt(2 * 60) * UNIT["fp32"]
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
+def test_llama_trains_as_with_torchtitans_loss(ranks: list[dict[str, Any]], mesh: str) -> None:
+    for rank in ranks:
+        assert max(rank[mesh]["losses"]) < LLAMA_TOLERANCE
+        assert len(rank[mesh]["gradients"]) > 40
+        name, worst = max(rank[mesh]["gradients"].items(), key=lambda entry: entry[1])
+        assert worst < LLAMA_TOLERANCE, name
+
+
+@pytest.mark.parametrize("policy", ["always", "default"])
+@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
+def test_captured_llama_is_eager_bit_by_bit(
+    ranks: list[dict[str, Any]], mesh: str, policy: str
+) -> None:
+    for rank in ranks:
+        assert rank[mesh][policy]["losses"] == [True, True]
+        assert rank[mesh][policy]["differing"] == []
+
+
+@pytest.mark.parametrize("policy", ["always", "default"])
+def test_the_head_is_gathered_once_and_reduced_once(
+    ranks: list[dict[str, Any]], policy: str
+) -> None:
+    for rank in ranks:
+        assert rank["fsdp2"][policy]["head"] == {
+            "all_gather_into_tensor in loss": 1,
+            "reduce_scatter_tensor in backward": 1,
+        }
+        # one data-parallel rank: each rank's rows of the head are all there is
+        assert rank["tp2"][policy]["head"] == {}

@@ -1,0 +1,114 @@
+"""The README's commands that start ranks, run as written but for two steps."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graph_trainer.passes import registered_passes
+from tests.unit import test_readme as readme
+
+pytestmark = pytest.mark.timeout(300)
+
+SECONDS = 240
+SHORTER = " --training.steps 2 --metrics.log_freq 1"
+TRAINING = [c for c in readme.commands(start_ranks=True) if "./run_train.sh" in c[1]]
+TESTING = [c for c in readme.commands(start_ranks=True) if "./run_train.sh" not in c[1]]
+
+TABLE = {"after", "capture", *registered_passes()}
+"""The first column of the passes' table."""
+
+
+def run(command: str, folder: Path) -> str:
+    """Everything that a command of the README prints, in a folder like a reader's."""
+    process = subprocess.Popen(
+        ["bash", "-c", f"exec env {command}"],
+        cwd=folder,
+        env=readme.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun, which ends its ranks
+        output, _ = process.communicate(timeout=60)
+        raise AssertionError(f"`{command}` did not end within {SECONDS} s\n{output}") from None
+    assert process.returncode == 0, f"`{command}`\n{output}"
+    return output
+
+
+def lines_of(output: str) -> list[str]:
+    """What is said in each line, without colours, ranks, dates and measured numbers."""
+    plain = re.sub(r"\x1b\[[\d;]*m", "", output)
+    said = [re.sub(r"^\[rank\d+\]:(\[titan\].*? - INFO - )?", "", x) for x in plain.splitlines()]
+    return [line for text in said if (line := _normal(text))]
+
+
+def _normal(text: str) -> str:
+    """A row of the table: its name, gathers and reductions. Any other line without its numbers."""
+    columns = re.split(r"\s{2,}", text.strip())
+    if columns[0] in TABLE:
+        name, _, gather_forward, gather_backward, reduce, *_ = columns
+        return " | ".join([name, gather_forward, gather_backward, reduce])
+    return re.sub(r"\d[\d.,]*", "#", " ".join(text.split()))
+
+
+def missing(shown: list[str], found: list[str]) -> list[str]:
+    """The lines of `shown` that do not stand in `found` in this order; one that ends in "..." is
+    the beginning of a line."""
+    rest = iter(found)
+    return [line for line in shown if not any(_is_shown(line, other) for other in rest)]
+
+
+def _is_shown(line: str, other: str) -> bool:
+    return other.startswith(line[:-3]) if line.endswith("...") else other == line
+
+
+@pytest.mark.parametrize(("block", "command"), [pytest.param(*c, id=c[1]) for c in TRAINING])
+def test_a_command_that_trains(block, command, tmp_path):
+    output = run(command + SHORTER, readme.workplace(tmp_path))
+    lines = lines_of(output)
+    assert "Training completed" in lines
+    assert sum(line.startswith("step: # loss: #") for line in lines) == 2
+    assert ("Capturing the train step" in lines) == ("--compile.mode eager" not in command)
+    assert (tmp_path / "outputs/config.toml").exists()
+    # Log and table reach the screen through two pipes: each is in order, the two are not.
+    shown = lines_of("\n".join(line for line in block.output if line.strip() != "..."))
+    for part in (True, False):
+        wanted = [line for line in shown if (" | " in line) == part]
+        assert bool(wanted) == bool(shown)
+        assert not missing(wanted, lines), "it shows now:\n" + output
+
+
+def test_the_readme_shows_what_training_shows():
+    assert sum(bool(block.output) for block, _ in TRAINING) == 1
+
+
+@pytest.mark.parametrize("command", [pytest.param(c[1], id=c[1]) for c in TESTING])
+def test_a_command_that_tests_finds_the_tests(command, tmp_path):
+    output = run(command + " --collect-only -q", readme.workplace(tmp_path))
+    assert "tests/unit/test_readme.py" in output and "tests/integration/" in output
+
+
+def test_the_python_example_runs_under_torchrun_with_the_change_that_is_named(tmp_path):
+    (named,) = re.findall(r"Under torchrun, write `(.*?)`", readme.PROSE)
+    (block,) = (b for b in readme.BLOCKS if "torch.optim" in b.text)
+    source, changes = re.subn(r"dist\.init_process_group\(.*\)", named, block.text)
+    assert changes == 1
+    checks = (
+        '\nassert report.last.count("all_gather_into_tensor") > 0'
+        "\nassert loss.item() < 1, loss.item()\n"
+    )
+    (tmp_path / "example.py").write_text(source + checks)
+    launch = [Path(sys.executable).name, "-m", "torch.distributed.run", "--standalone"]
+    output = run(shlex.join([*launch, "--nproc_per_node=2", "example.py"]), tmp_path)
+    assert output.count("step 0: loss") == 2

@@ -1,0 +1,579 @@
+"""run_train.sh, run_tests.sh and their kin, on a machine made of stubs.
+
+PATH holds the few tools that the scripts may use and Pythons that log what they are asked to run,
+so a whole fresh machine, its installation included, takes a fraction of a second. The scripts lie
+in a folder with a space in its name.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASH = shutil.which("bash") or "bash"
+TOOLS = [
+    "bash",
+    "cat",
+    "cksum",
+    "dirname",
+    "env",
+    "flock",
+    "grep",
+    "head",
+    "mkdir",
+    "cp",
+    "readlink",
+    "sleep",
+    "tr",
+]
+
+# Knows the modules named in the file beside it with the ending .has; logs what it runs.
+STUB_PYTHON = """\
+#!BASH
+self=${BASH_SOURCE[0]}
+if [[ $1 == -P ]]; then
+    # The probe: -P -c PROGRAM MODULE...
+    [[ -e $self.old ]] && exit 2
+    shift 3
+    for module in "$@"; do grep -qx "$module" "$self.has" || exit 1; done
+    exit 0
+elif [[ $1 == -V ]]; then
+    echo "Python ${STUB_VERSION:-3.12.1}"
+    exit 0
+fi
+{
+    printf '%q ' "$self" "$PWD" "${WORLD_SIZE:-}" "${OMP_NUM_THREADS:-}" "${HF_HUB_OFFLINE:-}" \\
+        "${CI:-}" "${NODE_RANK:-}" "${PYTORCH_ALLOC_CONF:-}" "$@"
+    echo
+} >>"$STUB_LOG"
+case "$*" in
+"-m venv --clear "*)
+    mkdir -p "$4/bin"
+    cp "$self" "$4/bin/python"
+    printf '%s\\n' venv ensurepip ${STUB_NO_PIP:-pip} >"$4/bin/python.has"
+    ;;
+"-m ensurepip") echo pip >>"$self.has" ;;
+"-m pip install"*) sleep "${STUB_PIP_TAKES:-0}" ;;
+*--help*) echo "the options" ;;
+*--validate-only*) echo "${STUB_RANKS:-2}" ;;
+"-m pytest"*) cat >>"$STUB_LOG.stdin" ;;
+esac
+if [[ -n ${STUB_FAILS:-} && "$*" == *$STUB_FAILS* ]]; then exit "${STUB_CODE:-1}"; fi
+"""
+
+ALL_MODULES = [
+    "graph_trainer",
+    "torch",
+    "torchtitan",
+    "hypothesis",
+    "mypy",
+    "pytest",
+    "pytest_timeout",
+    "ruff",
+    "transformers",
+]
+TRAINING_MODULES = ALL_MODULES[:3]
+
+
+class Call(NamedTuple):
+    """One thing that a stub Python was asked to run."""
+
+    python: Path
+    cwd: Path
+    environment: dict[str, str]
+    arguments: list[str]
+
+    def flag(self, name: str) -> str:
+        return self.arguments[self.arguments.index(name) + 1]
+
+
+class Machine:
+    """A checkout, a home folder to call from, and a PATH of stubs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkout = folder / "a checkout"
+        self.cwd = folder / "somewhere else"
+        self.bin = folder / "bin"
+        self.log = folder / "log"
+        for made in (self.checkout / "scripts", self.cwd, self.bin):
+            made.mkdir(parents=True)
+        for name in (
+            "run_train.sh",
+            "run_tests.sh",
+            "scripts/environment.sh",
+            "scripts/slurm/multinode.sbatch",
+            ".ci/run",
+        ):
+            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, self.checkout / name)
+        (self.checkout / "pyproject.toml").write_text("[project]\n")
+        (self.checkout / "constraints.txt").write_text("torch==1\n")
+        for tool in TOOLS:
+            found = shutil.which(tool)
+            assert found, tool
+            (self.bin / tool).symlink_to(found)
+        self.tool("nproc", "echo 8")
+
+    def tool(self, name: str, body: str) -> None:
+        path = self.bin / name
+        path.write_text(f"#!{BASH}\n{body}\n")
+        path.chmod(0o755)
+
+    def python(self, name: str, modules: list[str], *, old: bool = False) -> None:
+        path = self.bin / name
+        path.write_text(STUB_PYTHON.replace("BASH", BASH, 1))
+        path.chmod(0o755)
+        Path(f"{path}.has").write_text("\n".join(modules) + "\n")
+        if old:
+            Path(f"{path}.old").touch()
+
+    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [self.checkout / script, *arguments],
+            cwd=self.cwd,
+            env={"PATH": str(self.bin), "STUB_LOG": str(self.log), **environment},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def call(
+        self, script: str, *arguments: str, expect: int = 0, stdin: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        process = self.start(script, *arguments, **environment)
+        out, err = process.communicate(stdin, timeout=30)
+        assert process.returncode == expect, f"exit {process.returncode}\n{out}\n{err}"
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+    def calls(self) -> list[Call]:
+        """Everything run since last asked."""
+        if not self.log.exists():
+            return []
+        calls = []
+        names = [
+            "WORLD_SIZE",
+            "OMP_NUM_THREADS",
+            "HF_HUB_OFFLINE",
+            "CI",
+            "NODE_RANK",
+            "PYTORCH_ALLOC_CONF",
+        ]
+        for line in self.log.read_text().splitlines():
+            python, cwd, *rest = shlex.split(line)
+            environment = dict(zip(names, rest[: len(names)], strict=True))
+            calls.append(Call(Path(python), Path(cwd), environment, rest[len(names) :]))
+        self.log.unlink()
+        return calls
+
+    def installations(self) -> list[str]:
+        """What pip was asked to install since last asked."""
+        return [c.flag("-e") for c in self.calls() if c.arguments[:3] == ["-m", "pip", "install"]]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """A machine with a bare Python and nothing installed."""
+    machine = Machine(tmp_path)
+    machine.python("python3", ["venv", "ensurepip"])
+    return machine
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Machine:
+    """A machine whose active environment has everything."""
+    machine = Machine(tmp_path)
+    machine.python("python", ALL_MODULES)
+    return machine
+
+
+# ---------------------------------------------------------------------------- starting the ranks
+
+
+def test_one_check_then_the_ranks(installed: Machine) -> None:
+    installed.call("run_train.sh", "--training.steps", "3")
+    check, ranks = installed.calls()
+    flags = ["--training.steps", "3"]
+    assert check.arguments == ["-m", "graph_trainer.train", "--validate-only", *flags]
+    assert check.environment["WORLD_SIZE"] == ""
+    assert ranks.arguments[:2] == ["-m", "torch.distributed.run"]
+    assert ranks.arguments[-len(flags) - 2 :] == ["-m", "graph_trainer.train", *flags]
+    assert ranks.flag("--nproc_per_node") == "2"
+    assert ranks.flag("--rdzv_endpoint") == "localhost:0"
+    assert ranks.flag("--local-ranks-filter") == "0"
+    # Relative paths, ./outputs among them, are the user's.
+    assert check.cwd == ranks.cwd == installed.cwd
+    assert not (installed.checkout / ".venv").exists()
+
+
+def test_without_gpus_the_degrees_choose(installed: Machine) -> None:
+    """The check answers with what the degrees of parallelism multiply to."""
+    installed.call("run_train.sh", STUB_RANKS="8")
+    assert installed.calls()[-1].flag("--nproc_per_node") == "8"
+    message = installed.call("run_train.sh", expect=2, STUB_RANKS="many")
+    assert "many" in message.stderr
+
+
+def test_the_environment_chooses(installed: Machine) -> None:
+    installed.call(
+        "run_train.sh", NGPU="4", MODULE="my.model", CONFIG="my.toml", LOG_RANK="0,1", NNODES="1"
+    )
+    check, ranks = installed.calls()
+    assert check.environment["WORLD_SIZE"] == "4"
+    for call in (check, ranks):
+        assert (call.flag("--module"), call.flag("--config")) == ("my.model", "my.toml")
+    assert ranks.flag("--nproc_per_node") == "4"
+    assert ranks.flag("--local-ranks-filter") == "0,1"
+
+
+@pytest.mark.parametrize(
+    "flags", [["--module", "m", "--config", "c"], ["--module=m", "--config=c"]]
+)
+def test_flags_win_over_the_environment(installed: Machine, flags: list[str]) -> None:
+    installed.call("run_train.sh", *flags, "x y", MODULE="my.model", CONFIG="my.toml")
+    for call in installed.calls():
+        assert call.arguments[-len(flags) - 1 :] == [*flags, "x y"]
+        assert not {"my.model", "my.toml", "debugmodel"} & set(call.arguments)
+
+
+@pytest.mark.parametrize(
+    ("smi", "environment", "ranks"),
+    [
+        ("printf 'GPU %s: a\\n  MIG 1g: b\\n' 0 1 2", {}, "3"),
+        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": "0,2"}, "2"),
+        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": ""}, "2"),
+        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": "-1"}, "2"),
+        ("printf 'GPU %s: a\\n' 0", {}, "1"),
+        ("printf 'GPU %s: a\\n' 0", {"NGPU": "4"}, "4"),
+        ("echo 'cannot reach the driver'; exit 9", {}, "2"),
+    ],
+)
+def test_as_many_ranks_as_gpus(
+    installed: Machine, smi: str, environment: dict[str, str], ranks: str
+) -> None:
+    installed.tool("nvidia-smi", smi)
+    installed.call("run_train.sh", **environment)
+    assert installed.calls()[-1].flag("--nproc_per_node") == ranks
+
+
+@pytest.mark.parametrize(
+    ("environment", "threads"),
+    [
+        ({"NGPU": "2"}, "4"),
+        ({"NGPU": "3"}, "2"),
+        ({"NGPU": "16"}, "1"),
+        ({"NGPU": "1"}, ""),
+        ({"NGPU": "2", "OMP_NUM_THREADS": "7"}, "7"),
+    ],
+)
+def test_ranks_share_the_cores(
+    installed: Machine, environment: dict[str, str], threads: str
+) -> None:
+    installed.call("run_train.sh", **environment)
+    assert installed.calls()[-1].environment["OMP_NUM_THREADS"] == threads
+
+
+def test_no_rank_starts_on_a_bad_config(installed: Machine) -> None:
+    installed.call("run_train.sh", expect=2, STUB_FAILS="--validate-only", STUB_CODE="2")
+    assert len(installed.calls()) == 1
+
+
+def test_the_exit_code_is_the_runs(installed: Machine) -> None:
+    installed.call("run_train.sh", expect=7, STUB_FAILS="torch.distributed.run", STUB_CODE="7")
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_starts_no_rank(installed: Machine, flag: str) -> None:
+    done = installed.call("run_train.sh", flag)
+    (call,) = installed.calls()
+    assert call.arguments[:2] == ["-m", "graph_trainer.train"] and flag in call.arguments
+    for name in ["NGPU", "MODULE", "CONFIG", "LOG_RANK", "NNODES", "NODE_RANK", "RDZV_ENDPOINT"]:
+        assert name in done.stdout
+    if flag == "--help":
+        assert "the options" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NGPU": "two"}, "NGPU=two"),
+        ({"NGPU": "0"}, "NGPU=0"),
+        ({"NGPU": "08"}, "NGPU=08"),
+        ({"NGPU": "-1"}, "NGPU=-1"),
+        ({"NNODES": "1:4"}, "NNODES=1:4"),
+        ({"NNODES": "2"}, "RDZV_ENDPOINT=host:port"),
+        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
+        ({"NODE_RANK": "x"}, "NODE_RANK=x"),
+    ],
+)
+def test_a_bad_environment_is_one_message(
+    installed: Machine, environment: dict[str, str], message: str
+) -> None:
+    done = installed.call("run_train.sh", expect=2, **environment)
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert installed.calls() == []
+
+
+@pytest.mark.parametrize(("node", "host"), [("0", "is_host=1"), ("1", "is_host=0")])
+def test_several_machines(installed: Machine, node: str, host: str) -> None:
+    several = {"NNODES": "2", "NGPU": "8", "RDZV_ENDPOINT": "first:29500"}
+    installed.call("run_train.sh", NODE_RANK=node, **several)
+    check, ranks = installed.calls()
+    assert check.environment["WORLD_SIZE"] == "16"
+    assert (ranks.flag("--nnodes"), ranks.flag("--node_rank")) == ("2", node)
+    assert ranks.flag("--rdzv_endpoint") == "first:29500"
+    assert ranks.flag("--rdzv_conf") == host
+
+
+def test_slurm_gives_each_node_its_rank(installed: Machine) -> None:
+    installed.tool("scontrol", 'printf "%s\\n" node7 node8')
+    installed.tool(
+        "srun",
+        '[[ $1 == --kill* ]] && shift; for i in 0 1; do SLURM_NODEID=$i "$@" || exit; done',
+    )
+    installed.call(
+        "scripts/slurm/multinode.sbatch",
+        "--config",
+        "8b",
+        SLURM_SUBMIT_DIR=str(installed.checkout),
+        SLURM_JOB_NODELIST="node[7-8]",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_JOB_ID="1042",
+        NGPU="8",
+    )
+    ranks = [c for c in installed.calls() if "torch.distributed.run" in c.arguments]
+    assert [c.environment["NODE_RANK"] for c in ranks] == ["0", "1"]
+    for call in ranks:
+        assert call.flag("--nnodes") == "2"
+        assert call.flag("--rdzv_endpoint") == "node7:29542"
+        assert call.flag("--config") == "8b"
+
+
+# ------------------------------------------------------------------------------------- the set-up
+
+
+def test_a_fresh_machine_installs_once(machine: Machine) -> None:
+    machine.call("run_train.sh")
+    calls = machine.calls()
+    venv = machine.checkout / ".venv"
+    assert [c.arguments[:2] for c in calls] == [
+        ["-m", "venv"],
+        ["-m", "pip"],
+        ["-m", "graph_trainer.train"],
+        ["-m", "torch.distributed.run"],
+    ]
+    assert {c.python for c in calls[1:]} == {venv / "bin/python"}
+    assert calls[1].flag("-c") == str(machine.checkout / "constraints.txt")
+    assert calls[1].flag("-e") == str(machine.checkout)
+
+    machine.call("run_train.sh")
+    assert [c.arguments[1] for c in machine.calls()] == [
+        "graph_trainer.train",
+        "torch.distributed.run",
+    ]
+
+
+@pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
+def test_new_dependencies_are_installed(machine: Machine, changed: str) -> None:
+    machine.call("run_train.sh")
+    machine.calls()
+    with (machine.checkout / changed).open("a") as file:
+        file.write("# other\n")
+    machine.call("run_train.sh")
+    assert len(machine.installations()) == 1
+    machine.call("run_train.sh", STUB_VERSION="3.13.9")
+    assert len(machine.installations()) == 1
+
+
+def test_the_dev_extra_is_added_and_serves_training(machine: Machine) -> None:
+    here = str(machine.checkout)
+    machine.call("run_train.sh")
+    machine.call("run_tests.sh")
+    machine.call("run_tests.sh")
+    machine.call("run_train.sh")
+    assert machine.installations() == [here, f"{here}[dev]"]
+
+
+def test_a_failed_installation_is_taken_up_again(machine: Machine) -> None:
+    done = machine.call("run_train.sh", expect=2, STUB_FAILS="pip install")
+    assert "set-up" in done.stderr and "again" in done.stderr
+    assert not any("torch.distributed.run" in c.arguments for c in machine.calls())
+    machine.call("run_train.sh")
+    assert len(machine.installations()) == 1
+
+
+def test_calls_at_once_install_once(machine: Machine) -> None:
+    first = machine.start("run_train.sh", STUB_PIP_TAKES="1")
+    deadline = time.monotonic() + 20
+    while not (machine.log.exists() and "pip install" in machine.log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    second = machine.call("run_train.sh", STUB_PIP_TAKES="1")
+    assert "waiting for another set-up" in second.stderr
+    first.communicate(timeout=30)
+    assert first.returncode == 0
+    assert len(machine.installations()) == 1
+
+
+def test_an_environment_without_pip_gets_one(machine: Machine) -> None:
+    machine.call("run_train.sh", STUB_NO_PIP="none")
+    assert [c.arguments[1] for c in machine.calls()][:3] == ["venv", "ensurepip", "pip"]
+
+
+def test_training_needs_no_development_tools(machine: Machine) -> None:
+    machine.python("python", TRAINING_MODULES)
+    machine.call("run_train.sh")
+    assert machine.installations() == []
+
+
+@pytest.mark.parametrize("missing", ALL_MODULES)
+def test_the_tests_need_every_tool(machine: Machine, missing: str) -> None:
+    machine.python("python", [name for name in ALL_MODULES if name != missing])
+    machine.call("run_tests.sh")
+    assert machine.installations() == [f"{machine.checkout}[dev]"]
+
+
+@pytest.mark.parametrize("missing", TRAINING_MODULES)
+def test_a_broken_active_environment_is_not_used(machine: Machine, missing: str) -> None:
+    machine.python("python", [name for name in TRAINING_MODULES if name != missing])
+    machine.call("run_train.sh")
+    assert len(machine.installations()) == 1
+
+
+def test_an_old_python_is_passed_over(machine: Machine) -> None:
+    machine.python("python3", ["venv", "ensurepip"], old=True)
+    machine.tool("python3.13", "echo a shim that fails >&2; exit 127")
+    machine.python("python3.12", ["venv", "ensurepip"])
+    machine.call("run_train.sh")
+    assert machine.calls()[0].python.name == "python3.12"
+
+
+def test_the_user_names_the_python(machine: Machine) -> None:
+    machine.python("pythonic", ["venv", "ensurepip"])
+    machine.call("run_train.sh", PYTHON=str(machine.bin / "pythonic"))
+    assert machine.calls()[0].python.name == "pythonic"
+
+
+@pytest.mark.parametrize("modules", [["venv"], []])
+def test_no_fit_python_is_one_message(machine: Machine, modules: list[str]) -> None:
+    machine.python("python3", modules)
+    done = machine.call("run_train.sh", expect=2, STUB_VERSION="3.9.2")
+    assert "Python 3.11 or newer" in done.stderr and "Python 3.9.2" in done.stderr
+    assert "python3-venv" in done.stderr
+    assert machine.calls() == []
+
+
+def test_a_link_to_the_script_works(machine: Machine) -> None:
+    link = machine.cwd / "train"
+    link.symlink_to(machine.checkout / "run_train.sh")
+    subprocess.run(
+        [link],
+        cwd=machine.cwd,
+        env={"PATH": str(machine.bin), "STUB_LOG": str(machine.log)},
+        check=True,
+        timeout=30,
+    )
+    assert machine.installations() == [str(machine.checkout)]
+
+
+@pytest.mark.parametrize(
+    ("modules", "path", "found"),
+    [
+        (["json"], "", True),
+        (["json", "no_such_module"], "", False),
+        # A checkout in the current folder is no installation, nor is what is left of one.
+        (["package"], "", False),
+        (["package"], "PACKAGE", True),
+        (["folder"], "PACKAGE", False),
+    ],
+)
+def test_what_counts_as_installed(
+    tmp_path: Path, modules: list[str], path: str, found: bool
+) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("raise SystemExit('asking imports nothing')")
+    (tmp_path / "folder").mkdir()
+    done = subprocess.run(
+        [
+            BASH,
+            "-c",
+            'source "$1/scripts/environment.sh"; shift; has_modules "$@"',
+            "-",
+            REPOSITORY,
+            sys.executable,
+            *modules,
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path.replace("PACKAGE", str(tmp_path))},
+        check=False,
+        timeout=30,
+    )
+    assert (done.returncode == 0) == found
+
+
+# ------------------------------------------------------------------------------ running the tests
+
+
+def test_every_gate_runs_and_then_the_tests(installed: Machine) -> None:
+    installed.call("run_tests.sh")
+    calls = installed.calls()
+    assert [" ".join(c.arguments) for c in calls] == [
+        "-m ruff check .",
+        "-m ruff format --check .",
+        "-m mypy",
+        "-m pytest",
+    ]
+    for call in calls:
+        assert call.cwd == installed.checkout
+        assert call.environment["OMP_NUM_THREADS"] == call.environment["HF_HUB_OFFLINE"] == "1"
+
+
+@pytest.mark.parametrize("gate", ["ruff check", "ruff format", "mypy", "pytest"])
+def test_each_gate_fails_the_whole(installed: Machine, gate: str) -> None:
+    done = installed.call("run_tests.sh", expect=1, STUB_FAILS=f"-m {gate}", STUB_CODE="5")
+    assert f"failed: {gate}" in done.stderr
+    assert len(installed.calls()) == 4
+
+
+def test_arguments_go_to_pytest_alone(installed: Machine) -> None:
+    installed.call("run_tests.sh", "-k", "a or b", expect=3, STUB_FAILS="pytest", STUB_CODE="3")
+    (call,) = installed.calls()
+    assert call.arguments == ["-m", "pytest", "-k", "a or b"]
+
+
+def test_continuous_integration_asks_nothing(installed: Machine) -> None:
+    installed.call(".ci/run", stdin="an answer\n")
+    assert {c.environment["CI"] for c in installed.calls()} == {"true"}
+    assert Path(f"{installed.log}.stdin").read_text() == ""
+
+
+# ------------------------------------------------------------------------------------- all scripts
+
+SCRIPTS = [
+    "run_train.sh",
+    "run_tests.sh",
+    ".ci/run",
+    "scripts/environment.sh",
+    "scripts/slurm/multinode.sbatch",
+]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_bash_can_read_it(script: str) -> None:
+    """Also with shellcheck, which knows far more, where a machine has it."""
+    checks = [[BASH, "-n", script]]
+    if shellcheck := shutil.which("shellcheck"):
+        checks.append([shellcheck, "-x", script])
+    for check in checks:
+        done = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
