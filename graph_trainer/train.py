@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from graph_trainer.errors import GraphTrainerError
 
@@ -63,5 +65,19 @@ def run() -> int:
     return 0
 
 
+def leave(status: int) -> NoReturn:
+    """End this process with `status`, everything flushed, without Python's finalization.
+
+    gloo's threads outlive `destroy_process_group` and may drop the last reference to a tensor
+    while the interpreter is torn down: the process then aborts ("terminate called without an
+    active exception") and a run that did all its work counts as failed (pytorch/pytorch
+    issue 190489, pull request 179291).
+    """
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(run())
+    leave(run())

@@ -1,6 +1,6 @@
 """Start real ranks with torchrun, once, and collect what each of them reports.
 
-A test calls `run_ranks`; the script it names calls `report` on every rank when its cases are
+A test calls `run_ranks`; the script it names calls `finish` on every rank when its cases are
 done. Starting processes and importing torch costs far more than a tiny case, so a script runs
 all its cases in one launch.
 """
@@ -15,7 +15,11 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from graph_trainer.train import leave
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "GRAPH_TRAINER_TEST_RESULTS"
@@ -30,6 +34,14 @@ def report(results: Any) -> None:
     """Hand this rank's results to the test that launched it. Called by scripts, once."""
     path = Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json"
     path.write_text(json.dumps(results))
+
+
+def finish(results: Any) -> NoReturn:
+    """Report, wait for the other ranks and leave. The end of a script that trained."""
+    report(results)
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)
 
 
 def run_ranks(

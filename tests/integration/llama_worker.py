@@ -35,7 +35,7 @@ from graph_trainer.joint_graph import (
 )
 from graph_trainer.train_step import TrainStep
 from graph_trainer.trainer import GraphTrainer
-from tests.integration.launch import report
+from tests.integration.launch import finish
 
 STEPS = 3
 
@@ -293,9 +293,7 @@ def main() -> None:
         results["cases"][name] = run_case(case, folder, reference)
     if plan.get("differ"):
         results["differ"] = graphs_that_differ()
-    report(results)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from graph_trainer.config import load_config
 from graph_trainer.trainer import GraphTrainer
-from tests.integration.launch import report
+from tests.integration.launch import finish
 
 FLAGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "1", "--debug.seed", "42"),
@@ -75,9 +75,7 @@ def main() -> None:
         "checkpoints": sorted(p.name for p in (written / "checkpoint").iterdir()),
         "config": (written / "config.toml").read_text(),
     }
-    report(result)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(result)
 
 
 if __name__ == "__main__":

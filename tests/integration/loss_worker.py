@@ -21,7 +21,7 @@ from graph_trainer.analysis.collectives import collectives
 from graph_trainer.config import load_config
 from graph_trainer.loss import ChunkedCrossEntropyLoss
 from graph_trainer.trainer import GraphTrainer
-from tests.integration.launch import report
+from tests.integration.launch import finish
 
 from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
 
@@ -238,9 +238,7 @@ def main() -> None:
     }
     results["whole"] = whole_vocabulary()
     results["bad_labels"] = bad_labels()
-    report(results)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.train_step import TrainStep
-from tests.integration.launch import report
+from tests.integration.launch import finish
 
 
 def main() -> None:
@@ -34,8 +34,7 @@ def main() -> None:
     results = {"capture": error_of(step, 5 if odd else 4)}
     results["compile"] = error_of(TrainStep(loss_fn, backend="egaer" if odd else "eager"), 4)
     results["afterwards"] = error_of(step, 4)
-    report(results)
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from graph_trainer.analysis.collectives import collectives
 from graph_trainer.initialize import SameOnAnyMesh
 from graph_trainer.joint_graph import Role, is_backward
 from graph_trainer.simple_fsdp import shard_of
-from tests.integration.launch import report
+from tests.integration.launch import finish
 
 STEPS = 3
 LEARNING_RATE = 0.1
@@ -503,9 +503,7 @@ def main() -> None:
         except Exception:
             # every rank runs the same case, so every rank fails here or none does
             results[name] = {"error": traceback.format_exc()}
-    report(results)
-    dist.barrier()
-    dist.destroy_process_group()
+    finish(results)
 
 
 if __name__ == "__main__":
