@@ -4,9 +4,11 @@ from graph_trainer.capture import capture
 from graph_trainer.compile import Step, compile
 from graph_trainer.errors import (
     CaptureError,
+    CheckpointError,
     ConfigError,
     GraphTrainerError,
     PassError,
+    TrainingError,
     VerificationError,
 )
 from graph_trainer.joint_graph import JointGraph
@@ -15,6 +17,7 @@ from graph_trainer.simple_fsdp import MixedPrecisionPolicy, sharded_parameters, 
 
 __all__ = [
     "CaptureError",
+    "CheckpointError",
     "ConfigError",
     "GraphTrainerError",
     "JointGraph",
@@ -24,6 +27,7 @@ __all__ = [
     "PassError",
     "Stage",
     "Step",
+    "TrainingError",
     "VerificationError",
     "capture",
     "compile",

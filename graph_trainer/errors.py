@@ -23,3 +23,11 @@ class PassError(GraphTrainerError):
 
 class VerificationError(GraphTrainerError):
     """A graph that breaks a contract, or ranks whose graphs do not agree."""
+
+
+class CheckpointError(GraphTrainerError):
+    """A checkpoint that cannot be written, or none that can be loaded."""
+
+
+class TrainingError(GraphTrainerError):
+    """A run that cannot go on: a loss that is not finite, or ranks that did not arrive."""

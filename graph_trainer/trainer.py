@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -11,6 +12,7 @@ import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graph_trainer.checkpointer import with_checked_checkpoints
 from graph_trainer.config import GraphCompileConfig, save_resolved_config
 from graph_trainer.console import show_report
 from graph_trainer.fqn import clean_fqn
@@ -45,7 +47,9 @@ class GraphTrainer(Trainer):
         """The registry entry this config began as."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config)
+        checked = copy.copy(config)  # what is saved as config.toml stays as it was given
+        checked.checkpoint = with_checked_checkpoints(config.checkpoint)
+        super().__init__(checked)
         if isinstance(self.loss_fn, ChunkedCrossEntropyLoss):
             (model,) = self.model_parts
             self.loss_fn.attach(model)

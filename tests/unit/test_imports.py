@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "graph_trainer"
 # it is not.
 PLUGIN = {
     "__main__",
+    "checkpointer",
     "cli",
     "config",
     "data",
