@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,6 +28,8 @@ examples:
       every key of that config, with its documentation and its value
   graph-trainer config --config 8b --training.steps 100 > my.toml
       the config those flags resolve to, as a file to give back with --config
+  graph-trainer config --schema
+      the JSON schema of the config files, from which an editor completes them
   graph-trainer passes
       the graph passes, in the order of their stages
 """
@@ -38,6 +40,8 @@ configs (default graph_trainer.llama3), --config one of them (default debugmodel
 to a .toml file. Flags override the file, the file overrides the registry entry its `base`
 names.
 """
+
+SCHEMA = "--schema"
 
 Exec = Callable[[Sequence[str], dict[str, str]], int]
 
@@ -79,16 +83,17 @@ def report(error: GraphTrainerError) -> int:
 def train(argv: Sequence[str]) -> int:
     """Train: as one rank under a launcher, otherwise by launching the ranks.
 
+    A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
+
     Arguments:
         argv: the config's flags.
     Raises:
         GraphTrainerError: bad input, found before any rank is started.
     """
     if "RANK" in os.environ:
-        from graph_trainer.train import main as train_main
+        from graph_trainer.train import leave, run
 
-        train_main(list(argv))
-        return 0
+        leave(run(argv))
     return launch(argv)
 
 
@@ -133,8 +138,6 @@ def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list
     Raises:
         ConfigError: several machines without an address to meet at.
     """
-    from graph_trainer.errors import ConfigError
-
     endpoint = os.environ.get("RDZV_ENDPOINT", "localhost:0")
     if machines > 1 and "RDZV_ENDPOINT" not in os.environ:
         raise ConfigError(
@@ -164,8 +167,6 @@ def ranks_per_machine() -> int | None:
 
 
 def _positive(name: str, default: int) -> int:
-    from graph_trainer.errors import ConfigError
-
     text = os.environ.get(name, str(default))
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ConfigError(
@@ -183,13 +184,31 @@ def _execve(command: Sequence[str], environment: dict[str, str]) -> int:
 def print_config(argv: Sequence[str]) -> int:
     """Print the resolved config of the flags as TOML, on any machine.
 
+    With --schema alone print the JSON schema of the config files instead.
+
     Raises:
         ConfigError: bad input.
     """
     from graph_trainer.config import config_to_toml, load_config
 
+    if SCHEMA in argv:
+        if list(argv) != [SCHEMA]:
+            others = " ".join(word for word in argv if word != SCHEMA)
+            raise ConfigError(
+                f"command line: {SCHEMA} stands alone, found {others}: the schema is the same for "
+                f"every config. Leave one of the two out."
+            )
+        return print_schema()
     config = load_config(argv, prog="graph-trainer config")
     sys.stdout.write(config_to_toml(config))
+    return 0
+
+
+def print_schema() -> int:
+    """Print the JSON schema of the config files."""
+    from graph_trainer.config.schema import toml_schema
+
+    print(json.dumps(toml_schema(), indent=2))
     return 0
 
 
@@ -243,7 +262,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="{train,config,passes}")
     for name, text in (
         ("train", "train; launches the ranks where no launcher did"),
-        ("config", "print the resolved config as TOML"),
+        ("config", "print the resolved config as TOML, or with --schema its JSON schema"),
         ("passes", "list the graph passes"),
     ):
         commands.add_parser(name, help=text)

@@ -55,10 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def run() -> int:
+def run(argv: Sequence[str] | None = None) -> int:
     """`main` for a shell: one readable message and exit code 2 for an error of ours."""
     try:
-        main()
+        main(argv)
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

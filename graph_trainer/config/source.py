@@ -87,7 +87,7 @@ def registry_module(name: str) -> ModuleType:
                 raise ConfigError(f"--module {name}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
-    known = list(_known_modules())
+    known = list(known_modules())
     raise ConfigError(
         f"--module {name}: no such module of configs. {did_you_mean(name, known)}"
         f"Known modules: {', '.join(known)}; or name a package of your own with a "
@@ -95,7 +95,8 @@ def registry_module(name: str) -> ModuleType:
     )
 
 
-def _known_modules() -> Iterator[str]:
+def known_modules() -> Iterator[str]:
+    """The packages of configs that graph_trainer has itself."""
     import graph_trainer
 
     for info in pkgutil.iter_modules(graph_trainer.__path__):

@@ -79,14 +79,36 @@ def test_a_number_of_ranks_that_is_none_is_refused(name, value, capsys, monkeypa
     assert code == 2 and name in err and value in err
 
 
-def test_under_a_launcher_train_is_one_rank(monkeypatch):
+@pytest.mark.parametrize("status", [0, 2])
+def test_under_a_launcher_train_is_one_rank_and_leaves_without_finalization(status, monkeypatch):
     import graph_trainer.train as train
 
     calls = []
-    monkeypatch.setattr(train, "main", calls.append)
+
+    def leave(status):
+        raise SystemExit(("left", status))
+
+    monkeypatch.setattr(train, "run", lambda argv: calls.append(argv) or status)
+    monkeypatch.setattr(train, "leave", leave)
     monkeypatch.setenv("RANK", "0")
-    assert cli.main(["train", "--training.steps", "3"]) == 0
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["train", "--training.steps", "3"])
+    assert ended.value.code == ("left", status)
     assert calls == [["--training.steps", "3"]]
+
+
+def test_a_rank_tells_its_mistake_in_one_message_and_leaves_with_2(monkeypatch):
+    """A real process, as a launcher starts it: nothing of finalization runs."""
+    probe = (
+        "import atexit, sys; from graph_trainer.cli import main\n"
+        "atexit.register(print, 'finalized')\n"
+        "main(['train', '--training.stepz', '3'])"
+    )
+    monkeypatch.setenv("RANK", "0")
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert "--training.steps" in done.stderr
 
 
 def test_without_gpus_two_ranks(monkeypatch):

@@ -75,6 +75,7 @@ ALL_MODULES = [
     "torch",
     "torchtitan",
     "hypothesis",
+    "jsonschema",
     "mypy",
     "pytest",
     "pytest_timeout",
