@@ -558,6 +558,22 @@ def test_continuous_integration_asks_nothing(installed: Machine) -> None:
     assert Path(f"{installed.log}.stdin").read_text() == ""
 
 
+def test_ci_installs_the_tool_that_the_multi_node_test_needs_where_it_lacks(
+    installed: Machine,
+) -> None:
+    asked = installed.checkout / "asked"
+    # The tests may run as somebody else.
+    script = installed.checkout / ".ci/run"
+    script.write_text(script.read_text().replace("EUID == 0", "0 == 0"))
+    installed.tool("apt-get", f"echo $* >>'{asked}'")
+    installed.call(".ci/run")
+    assert asked.read_text().splitlines() == ["-qq update", "-qq install --yes iproute2"]
+    asked.unlink()
+    installed.tool("ip", "")
+    installed.call(".ci/run")
+    assert not asked.exists()
+
+
 # ------------------------------------------------------------------------------------- all scripts
 
 SCRIPTS = [
@@ -566,6 +582,7 @@ SCRIPTS = [
     ".ci/run",
     "scripts/environment.sh",
     "scripts/slurm/multinode.sbatch",
+    "tests/integration/two_nodes.sh",
 ]
 
 
