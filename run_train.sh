@@ -15,6 +15,8 @@ In the environment (a flag wins over it):
   NNODES         machines: 1
   NODE_RANK      which of them this one is, from 0; rank 0 hosts the rendezvous
   RDZV_ENDPOINT  where the machines meet, host:port; needed when there are several
+  MAX_RESTARTS   how often all ranks are started anew after one has failed, going on from the last
+                 checkpoint; needs checkpoint.enable: 0
   PYTHON         the Python to make .venv with
 
 EOF
@@ -59,6 +61,9 @@ is_number "$NNODES" 1 || fail "NNODES=$NNODES: the number of machines, 1 or more
 if ((NNODES > 1)); then NGPU=${NGPU:-2}; fi
 [[ -z ${NGPU:-} ]] || is_number "$NGPU" 1 ||
     fail "NGPU=$NGPU: the number of ranks on this machine, 1 or more"
+export MAX_RESTARTS=${MAX_RESTARTS:-0}
+is_number "$MAX_RESTARTS" 0 ||
+    fail "MAX_RESTARTS=$MAX_RESTARTS: how often the ranks may be started anew, 0 or more"
 if ! is_number "${NODE_RANK:-0}" 0 || ((${NODE_RANK:-0} >= NNODES)); then
     fail "NODE_RANK=$NODE_RANK: which of the $NNODES machines this one is, 0 to $((NNODES - 1))"
 fi
@@ -103,5 +108,5 @@ fi
 # exec: a signal reaches torchrun itself, which ends every rank.
 exec "$python" -m torch.distributed.run --nproc_per_node "$NGPU" --nnodes "$NNODES" \
     --node_rank "${NODE_RANK:-0}" --rdzv_backend c10d \
-    --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" \
+    --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" --max_restarts "$MAX_RESTARTS" \
     --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 "$@"

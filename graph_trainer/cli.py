@@ -103,7 +103,8 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
     The environment decides the ranks, as torchtitan's run_train.sh has it: NGPU on each
     machine (default: its GPUs; without
     any, what the degrees of parallelism multiply to, or 2), NNODES, NODE_RANK and RDZV_ENDPOINT for
-    several machines, LOG_RANK for the local ranks that print (default 0).
+    several machines, LOG_RANK for the local ranks that print (default 0), MAX_RESTARTS for how
+    often all ranks are started anew after one has failed (default 0).
 
     Arguments:
         argv: the config's flags.
@@ -112,6 +113,7 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
         ConfigError: the config, or one of these variables, cannot be used.
     """
     from graph_trainer.config import check_config, load_config, wanted_ranks
+    from graph_trainer.train import restarts
 
     machines = _positive("NNODES", 1)
     ranks = ranks_per_machine()
@@ -121,7 +123,8 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
         check_config(config, ranks)
     else:
         ranks = ranks or 2
-        load_config(argv, world_size=ranks * machines)
+        config = load_config(argv, world_size=ranks * machines)
+    restarts(config)
     command = torchrun_command(argv, ranks, machines)
     environment = dict(os.environ)
     # torchrun gives each rank one thread where nobody says otherwise; on a CPU the
@@ -149,6 +152,7 @@ def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list
     if "NODE_RANK" in os.environ:
         command.append(f"--node_rank={os.environ['NODE_RANK']}")
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+    command.append(f"--max_restarts={os.environ.get('MAX_RESTARTS', '0')}")
     command += [f"--local-ranks-filter={os.environ.get('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
     return [*command, "-m", "graph_trainer.train", *argv]
 

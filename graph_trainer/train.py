@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
+import traceback
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError, GraphTrainerError
+
+if TYPE_CHECKING:
+    from graph_trainer.trainer import GraphTrainer
+
+MAX_RESTARTS = "MAX_RESTARTS"
+"""The variable that says how often torchrun may start all ranks anew after one has failed."""
 
 VALIDATE_ONLY = "--validate-only"
 
@@ -30,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if validate_only:
         ranks = int(os.environ.get("WORLD_SIZE", wanted_ranks(config)))
         check_config(config, ranks)
+        restarts(config)
         print(ranks)
         return
 
@@ -55,13 +64,50 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
+def restarts(config: GraphTrainer.Config) -> int:
+    """How often the launcher may start the ranks anew: MAX_RESTARTS in the environment, or 0.
+
+    Raises:
+        ConfigError: it is no number, or a restart would not go on where the run had been.
+    """
+    text = os.environ.get(MAX_RESTARTS, "0")
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigError(
+            f"environment: {MAX_RESTARTS} = {text!r}: not a number of restarts. Set it to 0 or "
+            "more, or unset it."
+        )
+    checkpoint = config.checkpoint
+    for key, value, wanted in (
+        ("enable", checkpoint.enable, True),
+        ("load_only", checkpoint.load_only, False),
+        ("load_step", checkpoint.load_step, -1),
+    ):
+        if int(text) and value != wanted:
+            raise ConfigError(
+                f"environment: {MAX_RESTARTS} = {text}, but checkpoint.{key} = {value}: a restart "
+                "goes on from the newest checkpoint of the run. Set checkpoint."
+                f"{key} = {wanted}, or unset {MAX_RESTARTS}."
+            )
+    return int(text)
+
+
 def run(argv: Sequence[str] | None = None) -> int:
-    """`main` for a shell: one readable message and exit code 2 for an error of ours."""
+    """`main` for a shell: one readable message and exit code 2 for an error of ours, a
+    traceback and 1 for any other.
+
+    SIGINT ends the process at once, as SIGTERM does. Python's KeyboardInterrupt would wait for
+    a collective to return, and the other ranks are ending as well; a checkpoint is safe, since
+    it gets its name only when it is complete.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(argv)
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except Exception:
+        traceback.print_exc()  # here, because `leave` skips what would print it
+        return 1
     return 0
 
 

@@ -13,6 +13,7 @@ from graph_trainer import cli
 def no_launcher(monkeypatch):
     for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("MAX_RESTARTS", raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
@@ -222,3 +223,23 @@ def test_passes_takes_no_arguments_and_unknown_commands_are_refused(capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "examples:" in out
+
+
+def test_train_asks_for_restarts_where_a_checkpoint_is_there_to_go_on_from(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_execve", lambda command, environment: print(*command) or 0)
+    monkeypatch.setenv("NGPU", "2")
+    assert "--max_restarts=0" in run(capsys, "train")[1]
+    monkeypatch.setenv("MAX_RESTARTS", "3")
+    checkpoint = ["--checkpoint.enable"]
+    code, out, _ = run(capsys, "train", *checkpoint)
+    assert code == 0 and "--max_restarts=3" in out
+    for flags, key in (
+        ([], "checkpoint.enable"),
+        ([*checkpoint, "--checkpoint.load_only"], "checkpoint.load_only"),
+        ([*checkpoint, "--checkpoint.load_step", "4"], "checkpoint.load_step"),
+    ):
+        code, out, err = run(capsys, "train", *flags)
+        assert (code, out) == (2, "") and f"MAX_RESTARTS = 3, but {key} = " in err
+    monkeypatch.setenv("MAX_RESTARTS", "twice")
+    code, _, err = run(capsys, "train", *checkpoint)
+    assert code == 2 and "MAX_RESTARTS = 'twice'" in err

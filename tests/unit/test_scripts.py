@@ -74,6 +74,7 @@ ALL_MODULES = [
     "graph_trainer",
     "torch",
     "torchtitan",
+    "hatchling",
     "hypothesis",
     "jsonschema",
     "mypy",
@@ -234,6 +235,12 @@ def test_the_environment_chooses(installed: Machine) -> None:
         assert (call.flag("--module"), call.flag("--config")) == ("my.model", "my.toml")
     assert ranks.flag("--nproc_per_node") == "4"
     assert ranks.flag("--local-ranks-filter") == "0,1"
+    assert ranks.flag("--max_restarts") == "0"
+
+
+def test_restarts_are_asked_for(installed: Machine) -> None:
+    installed.call("run_train.sh", MAX_RESTARTS="3")
+    assert installed.calls()[-1].flag("--max_restarts") == "3"
 
 
 @pytest.mark.parametrize(
@@ -299,6 +306,7 @@ def test_help_starts_no_rank(installed: Machine, flag: str) -> None:
     assert call.arguments[:2] == ["-m", "graph_trainer.train"] and flag in call.arguments
     for name in ["NGPU", "MODULE", "CONFIG", "LOG_RANK", "NNODES", "NODE_RANK", "RDZV_ENDPOINT"]:
         assert name in done.stdout
+    assert "MAX_RESTARTS" in done.stdout
     if flag == "--help":
         assert "the options" in done.stdout
 
@@ -314,6 +322,7 @@ def test_help_starts_no_rank(installed: Machine, flag: str) -> None:
         ({"NNODES": "2"}, "RDZV_ENDPOINT=host:port"),
         ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
         ({"NODE_RANK": "x"}, "NODE_RANK=x"),
+        ({"MAX_RESTARTS": "always"}, "MAX_RESTARTS=always"),
     ],
 )
 def test_a_bad_environment_is_one_message(
