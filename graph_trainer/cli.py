@@ -1,4 +1,4 @@
-"""graph-trainer: train, list the passes, print a config.
+"""graph-trainer: train, print a config, list the passes, examine the machine.
 
 Everything heavy is imported by the subcommand that needs it, so that --help and a
 mistyped subcommand answer at once.
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
     from rich.table import Table
 
 _EXAMPLES = """\
@@ -32,6 +33,8 @@ examples:
       the JSON schema of the config files, from which an editor completes them
   graph-trainer passes
       the graph passes, in the order of their stages
+  graph-trainer doctor
+      what this machine has, what will not work on it, and what to do about that
 """
 
 _RULES = """\
@@ -52,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Arguments:
         argv: the words after the program's name; None takes the process's own.
     Returns:
-        The exit code: 0, or 2 after an error of the user's, told in one message.
+        The exit code: 0, or 2 after an error of the user's, told in one message; 1 where the
+        doctor found what keeps this machine from training.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
@@ -68,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             if words[1:]:
                 parser.error(f"passes takes no arguments, found {' '.join(words[1:])}")
             return print_passes()
+        if arguments.command == "doctor":
+            if words[1:]:
+                parser.error(f"doctor takes no arguments, found {' '.join(words[1:])}")
+            return print_doctor()
     except GraphTrainerError as e:
         return report(e)
     parser.print_help()
@@ -218,12 +226,25 @@ def print_schema() -> int:
 
 def print_passes() -> int:
     """Print the table of all passes, at most 100 columns wide."""
+    _print_table(passes_table())
+    return 0
+
+
+def print_doctor() -> int:
+    """Print what this machine has and lacks; 1 where something keeps it from training."""
+    from graph_trainer.doctor import State, examine, report
+
+    findings = examine()
+    _print_table(report(findings))
+    return int(any(each.state is State.BROKEN for each in findings))
+
+
+def _print_table(table: "RenderableType") -> None:
     from rich.console import Console
 
     terminal = Console()
     width = min(terminal.width, 100) if terminal.is_terminal else 100
-    Console(width=width).print(passes_table())
-    return 0
+    Console(width=width).print(table)
 
 
 def passes_table() -> "Table":
@@ -263,11 +284,12 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{_RULES}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="{train,config,passes}")
+    commands = parser.add_subparsers(dest="command", metavar="{train,config,passes,doctor}")
     for name, text in (
         ("train", "train; launches the ranks where no launcher did"),
         ("config", "print the resolved config as TOML, or with --schema its JSON schema"),
         ("passes", "list the graph passes"),
+        ("doctor", "say what this machine has, and what will not work on it"),
     ):
         commands.add_parser(name, help=text)
     return parser

@@ -28,6 +28,7 @@ PLUGIN = {
     "config",
     "data",
     "device",
+    "doctor",
     "loss",
     "parallelize",
     "titan_compat",
