@@ -5,6 +5,7 @@ from graph_trainer.compile import Step, compile
 from graph_trainer.errors import (
     CaptureError,
     CheckpointError,
+    CollectiveError,
     ConfigError,
     GraphTrainerError,
     PassError,
@@ -18,6 +19,7 @@ from graph_trainer.simple_fsdp import MixedPrecisionPolicy, sharded_parameters, 
 __all__ = [
     "CaptureError",
     "CheckpointError",
+    "CollectiveError",
     "ConfigError",
     "GraphTrainerError",
     "JointGraph",

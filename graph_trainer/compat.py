@@ -46,8 +46,10 @@ c10d_functional = torch.ops._c10d_functional
 # torch 2.11 to 2.15.
 import torch.utils._pytree as pytree  # noqa: E402  # isort: skip
 
-# The process group behind a name in a graph. Private; torch 2.11 to 2.15.
+# The process group behind a name in a graph, and the store by which the ranks met. Private;
+# torch 2.11 to 2.15.
 from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
+    _get_default_store,
     _resolve_process_group,
     _set_pg_timeout,
 )
@@ -62,6 +64,7 @@ __all__ = [
     "concatenate_meshes",
     "detect_fake_mode",
     "current_sequence_number",
+    "default_store",
     "group_ranks",
     "is_traceable_wrapper_subclass",
     "pytree",
@@ -83,6 +86,11 @@ def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
 def group_ranks(group_name: str) -> tuple[int, ...]:
     """The global ranks of the process group that a collective in a graph names."""
     return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))  # type: ignore[arg-type]
+
+
+def default_store() -> dist.Store:
+    """The key-value store of the default process group; any rank may use it at any time."""
+    return _get_default_store()
 
 
 def concatenate_meshes(meshes: list[Any]) -> Any:

@@ -13,6 +13,7 @@ from graph_trainer.backends import BoxedFunction, compile_with
 from graph_trainer.errors import CaptureError
 from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import Input, InputKind, JointGraph, OutputKind
+from graph_trainer.stall import failed_collective
 from graph_trainer.subclasses import unwrap, wrap
 
 Gradients = dict[str, torch.Tensor]
@@ -44,12 +45,19 @@ class Step:
 
         Raises:
             CaptureError: the model's tensors or the batch are not those that were captured.
+            CollectiveError: a collective timed out or lost its connection (gloo; see `stall`).
         """
         values = self._state_values(model)
         self._check_mode(model)
         values += self._batch_values(args, kwargs)
-        with self._as_captured():
-            results = iter(self._run(values))
+        try:
+            with self._as_captured():
+                results = iter(self._run(values))
+        except RuntimeError as error:
+            failed = failed_collective(error, self.joint)
+            if failed is None:
+                raise
+            raise failed from error
         loss: torch.Tensor | None = None
         gradients: Gradients = {}
         for spec in self.joint.signature.outputs:

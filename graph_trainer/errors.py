@@ -31,3 +31,14 @@ class CheckpointError(GraphTrainerError):
 
 class TrainingError(GraphTrainerError):
     """A run that cannot go on: a loss that is not finite, or ranks that did not arrive."""
+
+
+class CollectiveError(GraphTrainerError):
+    """A collective of this rank that failed: timed out, or lost the connection to another rank."""
+
+    def __init__(self, place: str, reason: str) -> None:
+        super().__init__(f"{place} failed: {reason}. Another rank has ended, or did not come.")
+        self.place = place
+        """Which collective, and where in the model or the loop."""
+        self.reason = reason
+        """What the backend said."""

@@ -15,6 +15,7 @@ from graph_trainer.batch import Batch, constant_key
 from graph_trainer.capture import LossFn, capture
 from graph_trainer.compat import pytree
 from graph_trainer.compile import Gradients, Step, compile
+from graph_trainer.errors import CollectiveError, VerificationError
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.order_check import (
     check_all_compiled,
@@ -22,7 +23,10 @@ from graph_trainer.order_check import (
     check_same_collectives,
 )
 from graph_trainer.passes import PassConfig, Report, run_passes
+from graph_trainer.stall import tell_failure, told_failure
 from graph_trainer.subclasses import unwrap
+
+_ERROR_SHOWN = 4000
 
 OnEvent = Callable[[str], None]
 
@@ -35,9 +39,10 @@ class TrainStep:
     beyond `max_graphs` is dropped.
 
     Batches may differ from rank to rank, so a rank that meets a new one talks to no other:
-    its graph must issue what the first one did. All else is the program's own doing and must
-    happen on every rank in the same step: the first graph for it is checked against the
-    other ranks'.
+    its graph must issue what the first one did. If it has none to issue, it leaves word before
+    it fails, and the others, whose collectives fail when it ends, raise what it said. All else
+    is the program's own doing and must happen on every rank in the same step: the first graph
+    for it is checked against the other ranks'.
 
     Arguments:
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
@@ -75,6 +80,7 @@ class TrainStep:
         Raises:
             CaptureError: the step cannot be captured.
             VerificationError: the ranks' graphs differ, or another rank has no graph.
+            CollectiveError: a collective timed out or lost its connection (gloo; see `stall`).
         """
         program = _program_key(model, args, kwargs)
         key = (program, _batch_key(args, kwargs))
@@ -86,7 +92,13 @@ class TrainStep:
         if step is None:
             step = self._prepare(program, model, args, kwargs)
         self._keep(program, key, step)
-        return step(model, *args, **kwargs)
+        try:
+            return step(model, *args, **kwargs)
+        except CollectiveError as error:
+            failure = told_failure()
+            if failure:
+                raise VerificationError(failure) from error
+            raise
 
     def joint_graphs(self) -> list[JointGraph]:
         """The graphs that are kept now, least recently used first."""
@@ -114,21 +126,23 @@ class TrainStep:
             joint = capture(model, self._loss_fn, args, kwargs)
             captured = time.perf_counter()
             report = run_passes(joint, self._passes)
+            passed = time.perf_counter()
+            if not together:
+                check_same_collectives(self._firsts[program], joint)
         except Exception as error:
             if together:
                 check_order_across_ranks(error)
+            tell_failure(f"could not capture the step again, {_said(error)}")
             raise
-        passed = time.perf_counter()
         if together:
             check_order_across_ranks(joint)
-        else:
-            check_same_collectives(self._firsts[program], joint)
         checked = time.perf_counter()
         try:
             step = compile(joint, self._backend)
         except Exception as error:
             if together:
                 check_all_compiled(error)
+            tell_failure(f"could not compile the step again, {_said(error)}")
             raise
         compiled = time.perf_counter()
         if together:
@@ -141,6 +155,10 @@ class TrainStep:
         )
         self._on_report(joint, report)
         return step
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
 
 
 def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,16 @@ import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.checkpointer import with_checked_checkpoints
+from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.config import GraphCompileConfig, save_resolved_config
 from graph_trainer.console import show_report
+from graph_trainer.errors import CollectiveError
 from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.loss import ChunkedCrossEntropyLoss
+from graph_trainer.loss_guard import LossGuard
 from graph_trainer.passes import PassConfig, Report
+from graph_trainer.stall import outside_the_graph, with_the_others
 from graph_trainer.titan_compat import process_group_timeouts
 from graph_trainer.train_step import TrainStep
 
@@ -54,6 +58,8 @@ class GraphTrainer(Trainer):
             (model,) = self.model_parts
             self.loss_fn.attach(model)
         compile_config = config.compile
+        self._losses = LossGuard()
+        self._microbatches = 0
         self._captured_step: TrainStep | None = None
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
@@ -82,18 +88,62 @@ class GraphTrainer(Trainer):
     ) -> torch.Tensor:
         """Loss of one microbatch, its gradients added to `.grad`; as torchtitan's own."""
         if self._captured_step is None:
-            return super().forward_backward_step(
+            loss = super().forward_backward_step(
                 input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
             )
+        else:
+            loss = self._run_captured_step(
+                self._captured_step, input_dict, labels, global_valid_tokens
+            )
+        self._guard(loss)
+        return loss
+
+    def _run_captured_step(
+        self, step: TrainStep, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
         with self.train_context():
-            loss, gradients = self._captured_step(
-                model, inputs, labels, global_valid_tokens, **extra
-            )
+            loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
         return loss
+
+    def _guard(self, loss: torch.Tensor) -> None:
+        """Stop before a step is logged, or saved, whose loss is not finite."""
+        self._losses.see(self.step, loss)
+        self._microbatches += 1
+        if self._microbatches % self.gradient_accumulation_steps:
+            return
+        checkpointer = self.checkpointer
+        saves = isinstance(checkpointer, CheckedCheckpointManager) and checkpointer.saves_at(
+            self.step, last_step=self.step == self.config.training.steps
+        )
+        if saves or self.metrics_processor.should_log(self.step):
+            self._losses.check()
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """torchtitan's step.
+
+        Raises:
+            TrainingError: the loss is not finite, found when a step is logged or saved; or a
+                collective failed (gloo), with the step, the collective and the ranks that did
+                not come.
+        """
+        try:
+            super().train_step(data_iterator)
+        except CollectiveError as error:
+            self._say_who_is_missing(error, error)
+        except RuntimeError as error:
+            failed = outside_the_graph(error)
+            if failed is None:
+                raise
+            self._say_who_is_missing(failed, error)
+
+    def _say_who_is_missing(self, failed: CollectiveError, error: Exception) -> NoReturn:
+        # At once, because the launcher may end this rank while it still asks the others.
+        logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
+        raise with_the_others(failed, self.step) from error
 
     def train(self) -> None:
         """torchtitan's loop."""

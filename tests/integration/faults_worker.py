@@ -1,0 +1,226 @@
+"""Runs of the whole trainer in which something goes wrong; test_faults.py reads what they say.
+
+Two ranks. The last case leaves the ranks unable to talk, so the worker ends there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.tools.logging import logger
+
+from graph_trainer.checkpoint_files import damage
+from graph_trainer.compat import default_store
+from graph_trainer.config import load_config
+from graph_trainer.errors import GraphTrainerError
+from graph_trainer.train import leave
+from graph_trainer.trainer import GraphTrainer
+from tests.integration.launch import report
+
+FLAGS = [
+    *("--training.seq_len", "64", "--training.local_batch_size", "1", "--debug.seed", "42"),
+    *("--metrics.log_freq", "100", "--checkpoint.enable", "--checkpoint.interval", "2"),
+    *("--checkpoint.keep_latest_k", "2", "--comm.train_timeout_seconds", "5"),
+]
+Change = Callable[[GraphTrainer], None]
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def run(folder: Path, *flags: str, change: Change = lambda trainer: None) -> dict[str, Any]:
+    """Train, and tell what came of it on this rank."""
+    said = Lines()
+    logger.addHandler(said)
+    config = load_config([*FLAGS, "--dump_folder", str(folder), *flags])
+    trainer: GraphTrainer = config.build()
+    change(trainer)
+    start = time.monotonic()
+    error = ""
+    try:
+        trainer.train()
+    except GraphTrainerError as e:
+        error = f"{type(e).__name__}: {e}"
+    seconds = time.monotonic() - start
+    trainer.close()
+    logger.removeHandler(said)
+    return {
+        "step": trainer.step,
+        "error": error,
+        "seconds": seconds,
+        "lines": said.lines,
+        "parameters": {
+            name: p.to_local().clone() for name, p in trainer.model_parts[0].named_parameters()
+        },
+    }
+
+
+def shown(result: dict[str, Any]) -> dict[str, Any]:
+    """What can go to the test as JSON."""
+    return {k: v for k, v in result.items() if k != "parameters"}
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    return [n for n, p in a["parameters"].items() if not torch.equal(p, b["parameters"][n])]
+
+
+def names(folder: Path) -> list[str]:
+    dist.barrier()
+    return sorted(p.name for p in (folder / "checkpoint").iterdir())
+
+
+def on_rank_0(work: Callable[[], Any]) -> None:
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def at_step(
+    step: int,
+    rank: int,
+    act: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
+    *,
+    before: Callable[[], None] = lambda: None,
+) -> Change:
+    """Do something before one step on one rank, or with its loss."""
+
+    def change(trainer: GraphTrainer) -> None:
+        captured = trainer._captured_step
+
+        def run_step(*args: Any, **kwargs: Any) -> Any:
+            here = trainer.step == step and dist.get_rank() == rank
+            if here:
+                before()
+            loss, gradients = captured(*args, **kwargs)
+            return act(loss) if here else loss, gradients
+
+        trainer._captured_step = run_step  # type: ignore[assignment]
+
+    return change
+
+
+def shorter_from(step: int) -> Change:
+    """Batches of half the length from some step on."""
+
+    def change(trainer: GraphTrainer) -> None:
+        batches = trainer.batch_generator
+
+        def halved(data: Any) -> Iterator[Any]:
+            for number, (inputs, labels) in zip(itertools.count(1), batches(data), strict=False):
+                if number >= step:
+                    inputs = {k: v[:, : v.shape[1] // 2] for k, v in inputs.items()}
+                    labels = labels[:, : labels.shape[1] // 2]
+                yield inputs, labels
+
+        trainer.batch_generator = halved
+
+    return change
+
+
+def full_disk(trainer: GraphTrainer) -> None:
+    """From step 4 on rank 1 can write no file beyond 1 MB."""
+    earlier = Path(trainer.config.dump_folder) / "checkpoint" / "step-2"
+
+    def fill() -> None:
+        while not earlier.exists():  # an asynchronous save may still be at it
+            time.sleep(0.01)
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, hard))
+
+    at_step(4, 1, before=fill)(trainer)
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cases(folder: Path) -> Iterator[tuple[str, Any]]:
+    three, four = ("--training.steps", "3"), ("--training.steps", "4")
+    full = ("--checkpoint.no-last_save_model_only",)
+    eight = (*full, "--training.steps", "8", "--checkpoint.keep_latest_k")
+    whole = run(folder / "whole", *eight, "0")
+    yield "whole", shown(whole) | {"names": names(folder / "whole")}
+
+    for name in ("damaged", "hopeless", "chosen"):
+        copy = folder / name / "checkpoint"
+        on_rank_0(lambda to=copy: shutil.copytree(folder / "whole/checkpoint", to))
+    # the newest has a wrong bit, the one before is short, the one before that is good
+    damaged = folder / "damaged/checkpoint"
+    on_rank_0(lambda: flip_a_bit(damaged / "step-8/__1_0.distcp"))
+    on_rank_0(lambda: os.truncate(damaged / "step-6/__0_0.distcp", 1000))
+    on_rank_0(lambda: (damaged / "writing-9").mkdir())
+    resumed = run(folder / "damaged", *eight, "2")
+    yield (
+        "damaged",
+        shown(resumed)
+        | {
+            "differs": differing(whole, resumed),
+            "names": names(folder / "damaged"),
+            "damage": [damage(damaged / f"step-{step}") for step in (4, 6, 8)],
+        },
+    )
+    # asked for by name it is refused
+    on_rank_0(lambda: (folder / "chosen/checkpoint/step-8/__0_0.distcp").unlink())
+    chosen = run(folder / "chosen", *eight, "0", "--checkpoint.load_step", "8")
+    yield "chosen", shown(chosen)
+    for path in sorted(p for p in (folder / "hopeless/checkpoint").iterdir()):
+        on_rank_0(lambda path=path: flip_a_bit(path / ".metadata"))
+    yield "hopeless", shown(run(folder / "hopeless", *eight, "0"))
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for mode in ("disabled", "async"):
+        full_folder = folder / f"full-{mode}"
+        stopped = run(full_folder, *eight, "2", "--checkpoint.async_mode", mode, change=full_disk)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        found = damage(full_folder / "checkpoint/step-2")
+        yield f"full {mode}", shown(stopped) | {"names": names(full_folder), "damage": found}
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        return loss * torch.inf
+
+    nan = run(folder / "nan", *four, change=at_step(3, 1, poison))
+    yield "not finite", shown(nan) | {"names": names(folder / "nan")}
+
+    short = run(folder / "short", *three, change=shorter_from(2))
+    eager = run(folder / "short-eager", *three, "--compile.mode", "eager", change=shorter_from(2))
+    yield "shape", shown(short) | {"differs": differing(short, eager)}
+
+    def stall() -> None:
+        default_store().wait(["the other rank has reported"])
+        leave(0)
+
+    yield "stall", shown(run(folder / "stall", *four, change=at_step(3, 1, before=stall)))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {}
+    # rank 1 does not come back from its last case
+    for name, result in cases(Path(sys.argv[1])):
+        results[name] = result
+        report(results)
+    default_store().set("the other rank has reported", os.environ["RANK"])
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

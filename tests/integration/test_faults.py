@@ -1,0 +1,218 @@
+"""Nothing is lost and nobody hangs when ranks, disks, files, numbers or launchers fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graph_trainer.checkpoint_files import METADATA, damage, sums_of
+from tests.integration.faults_worker import FLAGS
+from tests.integration.launch import ROOT, _descendants, run_ranks
+
+HERE = Path(__file__).parent
+
+Results = list[dict[str, Any]]
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("faults")
+
+
+@pytest.fixture(scope="module")
+def results(folder: Path) -> Results:
+    """What each of two ranks reports, by rank and case."""
+    return run_ranks(HERE / "faults_worker.py", 2, [str(folder)], timeout=600)
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_newest_good_one(results: Results) -> None:
+    for rank in (0, 1):
+        assert results[rank]["whole"]["names"] == ["step-2", "step-4", "step-6", "step-8"]
+        case = results[rank]["damaged"]
+        assert (case["error"], case["step"], case["differs"]) == ("", 8, [])
+        told = [line for line in case["lines"] if "damaged and not used" in line]
+        for line, step, file in zip(told, (8, 6), ("__1_0", "__0_0"), strict=True):
+            assert f"step-{step} is damaged" in line and f"{file}.distcp" in line
+            assert line.endswith("going back to step 4")
+        # What a killed run left is gone. Two are to be kept, which damaged ones are not counted
+        # among: when step 6 was written anew, 4 and 6 were the two, and nothing is removed at
+        # the last step.
+        assert case["names"] == ["step-4", "step-6", "step-8"]
+        assert case["damage"] == [[], [], []]
+
+
+def test_where_no_checkpoint_is_good_nothing_is_trained(results: Results) -> None:
+    for rank in (0, 1):
+        hopeless, chosen = results[rank]["hopeless"], results[rank]["chosen"]
+        assert hopeless["step"] == chosen["step"] == 0
+        for step in (2, 4, 6, 8):
+            assert f"step-{step} is damaged and not used: .metadata" in hopeless["error"]
+        assert hopeless["error"].startswith("CheckpointError: none of the checkpoints in ")
+        assert "step-8 is damaged: __0_0.distcp is missing" in chosen["error"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(
+    results: Results, folder: Path, mode: str
+) -> None:
+    """Rank 1's disk is full: both ranks stop, with its words. An asynchronous save is waited for
+    at the next one, and what it has written before the disk was full is whole, too."""
+    for rank in (0, 1):
+        case = results[rank][f"full {mode}"]
+        path = folder / f"full-{mode}" / "checkpoint"
+        assert case["error"].startswith(f"CheckpointError: the checkpoint {path}/step-4 could not")
+        assert f"rank 1: OSError: [Errno 27] File too large: '{path}/writing-4'" in case["error"]
+        assert f"the last complete one is {path}/step-2" in case["error"]
+        assert (case["names"], case["damage"]) == (["step-2"], [])
+
+
+def test_a_loss_that_is_not_finite_stops_every_rank_before_the_save(results: Results) -> None:
+    """Step 3 is neither logged nor saved; step 4 is saved, and never is."""
+    for rank in (0, 1):
+        case = results[rank]["not finite"]
+        assert case["error"].startswith("TrainingError: step 3: the loss is not finite (rank 1: ")
+        assert (case["step"], case["names"]) == (4, ["step-2"])
+
+
+def test_a_batch_of_another_shape_is_captured_again(results: Results) -> None:
+    for rank in (0, 1):
+        case = results[rank]["shape"]
+        assert (case["error"], case["step"], case["differs"]) == ("", 3, [])
+        (again,) = [line for line in case["lines"] if line.startswith("Captured again")]
+        assert "(1, 32)" in again
+
+
+def test_a_rank_that_stalls_is_named_with_the_collective(results: Results) -> None:
+    """Rank 1 stops before the graph of step 3: rank 0 waits in the first all-gather."""
+    case = results[0]["stall"]
+    assert "stall" not in results[1]
+    assert case["error"].startswith("TrainingError: step 3: all_gather_into_tensor of ")
+    assert "over ranks [0, 1] in module 'tok_embeddings'" in case["error"]
+    assert "parameter 'tok_embeddings.weight', forward" in case["error"]
+    assert "Waiting: rank 0 in all_gather_into_tensor" in case["error"]
+    assert "Did not arrive: rank 1, " in case["error"]
+    # said at once as well, for the launcher may not wait for the rest
+    assert any(line.startswith("step 3, rank 0: all_gather_into") for line in case["lines"])
+    assert case["seconds"] < 60
+
+
+class Run:
+    """A launcher, the processes that it starts and what they print."""
+
+    def __init__(self, command: list[str], folder: Path, log: str, **environment: str) -> None:
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        self.folder, self.log = folder, folder / log
+        with self.log.open("w") as output:
+            self.launcher = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ
+                | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NGPU": "2"}
+                | environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.processes():
+            os.kill(pid, signal.SIGKILL)
+
+    def processes(self) -> list[int]:
+        return [p for p in (self.launcher.pid, *_descendants(self.launcher.pid)) if lives(p)]
+
+    def rank(self, rank: int) -> int:
+        """The process of a rank."""
+        for pid in self.processes():
+            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in environment:
+                return pid
+        raise AssertionError(f"no rank {rank}: {self.log.read_text()[-3000:]}")
+
+    def wait_for(self, happened: Callable[[], bool], seconds: float = 120) -> None:
+        until = time.monotonic() + seconds
+        while not happened():
+            assert time.monotonic() < until, self.log.read_text()[-3000:]
+            assert self.launcher.poll() is None, self.log.read_text()[-3000:]
+            time.sleep(0.002)
+
+    def status(self, seconds: float) -> int:
+        """The launcher's exit status; it must end in time."""
+        return self.launcher.wait(seconds)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def steps(checkpoints: Path) -> list[str]:
+    return sorted(p.name for p in checkpoints.glob("step-*"))
+
+
+def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
+    results: Results, folder: Path, tmp_path: Path
+) -> None:
+    """One run of eight steps that needs four launches; its checkpoint of the last step is
+    bitwise that of the run without a fault, optimizer, data and counters included."""
+    flags = [*FLAGS, "--checkpoint.no-last_save_model_only", "--training.steps", "8"]
+    flags += ["--metrics.log_freq", "1", "--checkpoint.keep_latest_k", "0"]
+    train = [str(ROOT / "run_train.sh"), *flags]
+    slow = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    slow += [str(HERE / "slow_save_worker.py"), *flags]
+    checkpoints = tmp_path / "outputs" / "checkpoint"
+
+    with Run(train, tmp_path, "killed.log", MAX_RESTARTS="1") as run:
+        run.wait_for((checkpoints / "step-2").exists)
+        first = run.rank(0)
+        os.kill(run.rank(1), signal.SIGKILL)
+        killed = time.monotonic()
+        run.wait_for(lambda: not lives(first))
+        assert time.monotonic() - killed < 60
+        # torchrun starts both anew, and they go on after step 2
+        run.wait_for((checkpoints / "step-4").exists)
+        processes = run.processes()
+        os.kill(run.rank(0), signal.SIGKILL)
+        assert run.status(60) != 0
+        assert not any(map(lives, processes))
+    text = run.log.read_text()
+    assert re.findall(r"Loading the checkpoint from \S*/step-(\d)\.", text) == ["2"]
+    assert steps(checkpoints) == ["step-2", "step-4"]
+
+    for sent, before in ((signal.SIGTERM, "4"), (signal.SIGINT, "4")):
+        with Run(slow, tmp_path, f"{sent.name}.log") as run:
+            data = checkpoints / "writing-6" / "__0_0.distcp"
+            run.wait_for(lambda data=data: data.exists() and data.stat().st_size > 0)  # type: ignore[misc]
+            processes = run.processes()
+            assert len(processes) >= 3
+            os.kill(run.launcher.pid, sent)
+            assert run.status(60) != 0
+            assert not any(map(lives, processes))
+        assert f"/step-{before}." in run.log.read_text()
+        assert steps(checkpoints) == ["step-2", "step-4"]
+        assert [damage(checkpoints / name) for name in steps(checkpoints)] == [[], []]
+
+    with Run(train, tmp_path, "last.log") as run:
+        assert run.status(120) == 0, run.log.read_text()[-3000:]
+    assert sorted(p.name for p in checkpoints.iterdir()) == [f"step-{n}" for n in (2, 4, 6, 8)]
+    whole = sums_of(folder / "whole" / "checkpoint" / "step-8")
+    ended = sums_of(checkpoints / "step-8")
+    assert whole is not None and ended is not None
+    del whole[METADATA], ended[METADATA]  # it holds the folder's name
+    assert ended == whole, json.dumps([ended, whole])
