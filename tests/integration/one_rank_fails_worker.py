@@ -1,4 +1,7 @@
-"""A step that one of two ranks cannot capture, or not compile; test_one_rank_fails.py asserts."""
+"""A step that one of two ranks cannot capture, or not compile; test_one_rank_fails.py asserts.
+
+After the last case the ranks cannot talk to each other, so the worker ends there.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
+from graph_trainer.train import leave
 from graph_trainer.train_step import TrainStep
-from tests.integration.launch import finish
+from tests.integration.launch import report
 
 
 def main() -> None:
@@ -23,10 +27,13 @@ def main() -> None:
     def loss_fn(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()
 
+    causes: list[str] = []
+
     def error_of(step: TrainStep, columns: int) -> str:
         try:
             step(model, torch.ones(2, columns))
         except Exception as error:
+            causes.append(str(error.__cause__))
             return f"{type(error).__name__}: {error}"
         return ""
 
@@ -34,7 +41,11 @@ def main() -> None:
     results = {"capture": error_of(step, 5 if odd else 4)}
     results["compile"] = error_of(TrainStep(loss_fn, backend="egaer" if odd else "eager"), 4)
     results["afterwards"] = error_of(step, 4)
-    finish(results)
+    # The first graph is there, so a rank with another batch asks nobody. It fails and ends; the
+    # other one is in the middle of its step.
+    results["later"] = error_of(step, 5 if odd else 4)
+    report(results | {"cause": causes[-1]})
+    leave(0)
 
 
 if __name__ == "__main__":

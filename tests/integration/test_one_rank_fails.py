@@ -1,4 +1,4 @@
-"""Where one rank fails before the first step, none is left waiting for it: real gloo ranks."""
+"""Where one rank has no graph for a step, none is left waiting for it: real gloo ranks."""
 
 from __future__ import annotations
 
@@ -15,3 +15,9 @@ def test_every_rank_hears_of_the_rank_that_failed() -> None:
         assert told[what].startswith(f"VerificationError: rank 1 could not {what} the step: {own}")
         assert failed[what].startswith(f"{own}: ")
     assert told["afterwards"] == failed["afterwards"] == ""
+    assert failed["later"].startswith("CaptureError: ")
+    assert told["later"].startswith(
+        "VerificationError: rank 1 could not capture the step again, CaptureError: "
+    )
+    # at once, not when its time ran out
+    assert "Connection" in told["cause"] and "Timed out" not in told["cause"]
