@@ -8,6 +8,16 @@ from collections.abc import Iterator
 import pytest
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cpu",
+        choices=("cpu", "cuda"),
+        help="where the ranks of tests/integration/test_matrix.py compute: on CPU over gloo, or on "
+        "one GPU each over nccl",
+    )
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     cuda_tests = [item for item in items if item.get_closest_marker("cuda")]
     if not cuda_tests:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from graph_trainer.train import leave
@@ -45,14 +46,20 @@ def finish(results: Any) -> NoReturn:
 
 
 def run_ranks(
-    script: Path | str, ranks: int, args: Sequence[str] = (), timeout: float = 120.0
+    script: Path | str,
+    ranks: int,
+    args: Sequence[str] = (),
+    timeout: float = 120.0,
+    device: str = "cpu",
 ) -> list[Any]:
-    """Run `script` on `ranks` gloo ranks of this machine and wait for all of them.
+    """Run `script` on `ranks` ranks of this machine and wait for all of them.
 
     Arguments:
         script: what each rank runs; it must call `report`.
         args: the script's command line.
         timeout: seconds until every process of the launch is killed.
+        device: "cpu" hides GPUs from the ranks, so that they compute on CPU and talk over gloo;
+            "cuda" gives each rank one, and nccl.
 
     Returns:
         what each rank reported, by rank.
@@ -60,6 +67,10 @@ def run_ranks(
     Raises:
         RanksFailed: with the end of what the failing ranks wrote to stderr.
     """
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        raise RanksFailed(
+            f"{script} wants {ranks} GPUs, one a rank, and there are {torch.cuda.device_count()}"
+        )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         environment = os.environ | {
@@ -67,6 +78,8 @@ def run_ranks(
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
         }
+        if device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]
         # a free port chosen by torchrun: two suites may run on one machine
         command += ["--standalone", "--log-dir", str(folder / "logs"), "--redirects", "3"]

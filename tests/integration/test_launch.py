@@ -49,6 +49,14 @@ def test_a_rank_without_results_is_named(script: Path, tmp_path: Path) -> None:
         run_ranks(script, 2, ["silent", str(tmp_path)], timeout=100)
 
 
+def test_a_rank_without_a_gpu_of_its_own_is_refused(
+    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(RanksFailed, match="wants 2 GPUs, one a rank, and there are 1"):
+        run_ranks(script, 2, ["works", str(tmp_path)], timeout=100, device="cuda")
+
+
 def test_a_hanging_launch_is_killed_whole(script: Path, tmp_path: Path) -> None:
     start = time.monotonic()
     # long enough for both ranks to have started on a busy machine

@@ -68,7 +68,7 @@ def test_a_bad_label_raises_on_every_rank(ranks: list[dict[str, Any]]) -> None:
 
 
 # Both losses round logits and gradients in float32, and the gradient goes back through six
-# layers of about ten operators each, every one of which rounds: see tests/integration/test_llama.
+# layers of about ten operators each, every one of which rounds: see tests/integration/matrix.
 LLAMA_TOLERANCE = math.sqrt(2 * 60) * UNIT["fp32"]
 
 

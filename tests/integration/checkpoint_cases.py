@@ -1,0 +1,119 @@
+"""Checkpoints across meshes and programs: jobs of matrix_worker.py.
+
+All of them train with the schedule of four steps and save after the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.matrix import FP32, FSDP4_TP2, FSDP8, Flags, rows
+from tests.integration.recorded import Recorded, differing
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+SAVED = 2
+_FLAGS: Flags = FP32 | {
+    "checkpoint.enable": True,
+    "checkpoint.interval": SAVED,
+    "checkpoint.keep_latest_k": 0,
+    "training.steps": SAVED + 2,
+}
+# What another program saved says nothing of a place in our data.
+_OTHER_DATA: Flags = {"checkpoint.exclude_from_loading": "dataloader"}
+
+
+def saved_on_eight(folder: Path) -> dict[str, Any]:
+    """Four steps on fsdp 8; two of them again from the checkpoint, on the same mesh and another.
+
+    Leaves the checkpoint, and the batches of the last two steps in `batches_after.pt`.
+    """
+    whole = Recorded(_FLAGS | FSDP8, folder / "ours")
+    for _ in range(SAVED):
+        whole.step()
+    whole.trainer.checkpointer.save(whole.trainer.step)
+    seen: list[Batch] = []
+    whole.batches = _keeping(whole.batches, seen)
+    for _ in range(2):
+        whole.step()
+    _save_global_batches(seen, folder / "batches_after.pt")
+    result = {"losses": whole.global_losses()}
+    again = resumed(_FLAGS | FSDP8, folder / "ours")
+    result["resumed_at"] = again.trainer.step
+    for _ in range(2):
+        again.step()
+    result["differing"] = differing(whole, again, last=2)
+    again.close()
+    whole.close()
+    other = resumed(_FLAGS | FSDP4_TP2, folder / "ours")
+    for _ in range(2):
+        other.step()
+    result["fsdp4_tp2"] = other.global_losses()
+    other.close()
+    return result
+
+
+def resumed_on_one_rank(folder: Path) -> list[float]:
+    """Losses of the two steps after the checkpoint that eight ranks left."""
+    one = resumed(_FLAGS | rows(8), folder / "ours")
+    for _ in range(2):
+        one.step()
+    one.close()
+    return one.global_losses()
+
+
+def resumed_from_plain_torchtitan(folder: Path) -> list[float]:
+    """Losses on eight ranks after the checkpoint that plain torchtitan left, on its batches."""
+    recorded = resumed(_FLAGS | FSDP8 | _OTHER_DATA, folder / "plain")
+    mine = _rows_of_rank(torch.load(folder / "batches.pt")[SAVED:])
+    recorded.batches = recorded.trainer.batch_generator(mine)
+    for _ in range(2):
+        recorded.step()
+    recorded.close()
+    return recorded.global_losses()
+
+
+CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
+    "saved": saved_on_eight,
+    "one_rank": resumed_on_one_rank,
+    "from_plain": resumed_from_plain_torchtitan,
+}
+
+
+def resumed(flags: Flags, folder: Path) -> Recorded:
+    recorded = Recorded(flags, folder)
+    assert recorded.trainer.checkpointer.load(SAVED), "there is no such checkpoint"
+    return recorded
+
+
+def _keeping(batches: Iterator[Batch], seen: list[Batch]) -> Iterator[Batch]:
+    for inputs, labels in batches:
+        seen.append(({name: value.clone() for name, value in inputs.items()}, labels.clone()))
+        yield inputs, labels
+
+
+def _save_global_batches(mine: list[Batch], path: Path) -> None:
+    """Every rank's rows one below the other, as one rank would be given them."""
+    every: list[list[Batch]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, mine)
+    whole = [
+        (
+            {name: torch.cat([inputs[name] for inputs, _ in parts]) for name in parts[0][0]},
+            torch.cat([labels for _, labels in parts]),
+        )
+        for parts in zip(*every, strict=True)
+    ]
+    if dist.get_rank() == 0:
+        torch.save(whole, path)
+
+
+def _rows_of_rank(batches: list[Batch]) -> Iterator[Batch]:
+    """One row for each rank."""
+    row = slice(dist.get_rank(), dist.get_rank() + 1)
+    for inputs, labels in batches:
+        yield {name: value[row].clone() for name, value in inputs.items()}, labels[row].clone()

@@ -1,0 +1,56 @@
+"""Which collectives really run, as the process groups themselves tell the profiler."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Issued = dict[str, int]
+T = TypeVar("T")
+
+# What a backend calls the collectives of a graph. gloo has no reduce-scatter of its own and does
+# an all-reduce. The names of nccl are those that its source gives its events; no run on GPUs
+# has confirmed them yet.
+_EVENTS = {
+    "gloo": {
+        "all_gather_into_tensor": "gloo:all_gather",
+        "reduce_scatter_tensor": "gloo:all_reduce",
+        "all_reduce": "gloo:all_reduce",
+    },
+    "nccl": {
+        "all_gather_into_tensor": "nccl:_all_gather_base",
+        "reduce_scatter_tensor": "nccl:_reduce_scatter_base",
+        "all_reduce": "nccl:all_reduce",
+    },
+}
+
+
+def count_issued(step: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, Issued]:
+    """Run a step; what it returned, and how often each collective was started meanwhile."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        result = step(*args, **kwargs)
+    names = (event.name for event in profile.events())
+    return result, dict(Counter(n for n in names if n.startswith(tuple(f"{b}:" for b in _EVENTS))))
+
+
+def expected_events(kinds: Mapping[str, int]) -> Issued:
+    """What `count_issued` finds on this launch's backend if a graph's collectives all run.
+
+    Arguments:
+        kinds: how many collectives of each kind the graph has.
+    """
+    events = _EVENTS[_backend()]
+    expected: Counter[str] = Counter()
+    for kind, count in kinds.items():
+        expected[events[kind]] += count
+    return dict(expected)
+
+
+def _backend() -> str:
+    """The backend of the device that ranks compute on: "cpu:gloo,cuda:nccl" has two."""
+    configured = str(dist.get_backend_config())
+    return "nccl" if torch.accelerator.is_available() and "nccl" in configured else "gloo"

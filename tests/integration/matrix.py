@@ -1,0 +1,197 @@
+"""The integration matrix: what is trained on real ranks, and what must hold of it.
+
+To add a case, add a line to MATRIX: a name, how many ranks, flags as on the command line, the
+reshard policies to run it with, and what must hold. test_matrix.py finds it there; all cases of
+one number of ranks run in one launch. To see what one costs: `pytest tests/integration/
+test_matrix.py -k NAME --durations 0 -rP` shows the seconds of each case of its launch.
+
+Every policy runs wherever FSDP is on, in float32. bfloat16 changes which dtype a chain casts to
+and reduces in, and that is the same chain on every mesh: it runs with every policy on fsdp8, and
+with one on each other mesh, all three being met. Sequences are short, because what is tested is
+in the graph and not in the length.
+
+What is held elsewhere (public_api_cases.py: on three and four ranks):
+
+    odd, odd_four, hybrid_odd: 10, 3 and 1 rows over three and four ranks, tied, frozen and unread
+        parameters, a scalar, a buffer that forward replaces; 3 rows over eight: PUBLIC below
+    cnn: the buffers of batch norm; gpt2_tied: tied weights of another library's model
+    gpt2_dropout, checkpointed_dropout, resumed_dropout: drawn once, and again from the seed
+    checkpoint_cases.py: checkpoints of other meshes and of plain torchtitan, on eight ranks
+    test_loop.py: torchtitan's whole loop, with schedule, validation, metrics and checkpoints
+    test_loss.py: the chunked loss, an output head that tensor parallelism splits
+    test_run_train.py: ./run_train.sh as a user calls it
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+Flags = dict[str, Any]
+
+STEPS = 3
+
+
+class Holds(Enum):
+    """What must hold of a case, with every policy it runs with."""
+
+    BITWISE = auto()
+    """Loss, every gradient and the parameters after three steps are the eager model's, bit by
+    bit, on every rank; validation losses too where validation is on."""
+
+    ONE_RANK = auto()
+    """Losses and gradients are those of one rank on the global batch, within TOLERANCE."""
+
+    COLLECTIVES = auto()
+    """The process groups are asked for what the graph lists, no more and no less."""
+
+    RESHARD = auto()
+    """What backward gathers again is what the policy says. For cases with all three."""
+
+    MEMORY = auto()
+    """What lives at the border of forward and backward, and at the peak, is what the policy
+    says. For cases with all three and weights large beside activations."""
+
+    VALIDATION = auto()
+    """Validation runs, and its loss is one rank's within TOLERANCE."""
+
+    DOUBLE_BATCH = auto()
+    """Accumulated gradients and losses are those of one batch of as many rows, within
+    TOLERANCE."""
+
+    REPEATS = auto()
+    """Another run gives the same bits. For deterministic mode."""
+
+    CLOSE = auto()
+    """Losses are the eager model's within TOLERANCE. For backends that fuse."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model trained for STEPS steps, eagerly and captured."""
+
+    name: str
+    ranks: int
+    flags: Flags
+    policies: tuple[str, ...]
+    holds: frozenset[Holds]
+
+    @property
+    def global_rows(self) -> int:
+        """Sequences in one step, over all ranks and microbatches."""
+        given = self.flags.get("training.global_batch_size")
+        return given or self.flags["training.local_batch_size"] * self.data_ranks
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks // self.flags.get("parallelism.tensor_parallel_degree", 1)
+
+    @property
+    def on_one_rank(self) -> Flags:
+        """Flags for one rank on the global batch."""
+        dtype = "training.mixed_precision_param"
+        return COMMON | {dtype: self.flags[dtype]} | rows(self.global_rows) | VALIDATE
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[self.flags["training.mixed_precision_param"]]
+
+
+# How far the gradient of one parameter may be from one rank's, as a relative L2 norm. Both
+# sum the same products in another order, and each of the model's about 60 operators in a row
+# (6 layers, 5 of them with a rounding of their own, forward and backward) rounds its result:
+# independent roundings of unit u add up to sqrt(60) u of relative error on either side.
+# Microbatches are other ranks' rows under another name: accumulating them sums the products of
+# one batch in another order too, and the same bound holds.
+#
+# AdamW's first steps are sign(gradient) * lr, so a gradient element whose sign differs moves
+# its weight the other way: losses of later steps are held to the gradients' relative error.
+TOLERANCE = {
+    dtype: math.sqrt(2 * 60) * unit
+    for dtype, unit in {"float32": 2**-24, "bfloat16": 2**-9}.items()
+}
+
+
+def shard(ranks: int) -> Flags:
+    return {"parallelism.data_parallel_shard_degree": ranks}
+
+
+def replicate(copies: int) -> Flags:
+    return {"parallelism.data_parallel_replicate_degree": copies}
+
+
+def tensor(ranks: int) -> Flags:
+    return {"parallelism.tensor_parallel_degree": ranks}
+
+
+def rows(sequences: int) -> Flags:
+    """Sequences of a microbatch and data-parallel rank."""
+    return {"training.local_batch_size": sequences}
+
+
+COMMON: Flags = {"training.seq_len": 16, "metrics.log_freq": 1, "debug.seed": 42}
+FP32: Flags = {"training.mixed_precision_param": "float32"}
+BF16: Flags = {"training.mixed_precision_param": "bfloat16"}
+VALIDATE: Flags = {"validator.enable": True, "validator.steps": 1}
+ACCUMULATE: Flags = {"training.global_batch_size": 16}  # two microbatches of eight rows
+DETERMINISTIC: Flags = {"debug.deterministic": True}
+INDUCTOR: Flags = {"compile.backend": "inductor"}
+
+EVERY = ("always", "never", "default")
+ALWAYS, NEVER, DEFAULT = ("always",), ("never",), ("default",)
+
+TRAINS = frozenset({Holds.BITWISE, Holds.ONE_RANK, Holds.COLLECTIVES})
+RESHARDS = TRAINS | {Holds.RESHARD}
+VALIDATES = frozenset({Holds.VALIDATION})
+REMEMBERS = frozenset({Holds.MEMORY})
+ACCUMULATES = frozenset({Holds.DOUBLE_BATCH})
+REPEATS = frozenset({Holds.BITWISE, Holds.REPEATS})
+FUSED = frozenset({Holds.CLOSE, Holds.COLLECTIVES})
+
+# Meshes: data-parallel rows times their number are always eight rows, on six ranks six.
+FSDP8 = shard(8) | rows(1)
+FSDP4_TP2 = shard(4) | tensor(2) | rows(2)
+HSDP2X4 = replicate(2) | shard(4) | rows(1)
+HSDP2X2_TP2 = replicate(2) | shard(2) | tensor(2) | rows(2)
+DDP8 = replicate(8) | shard(1) | rows(1)
+TP8 = shard(1) | tensor(8) | rows(8)
+FSDP3_TP2 = shard(3) | tensor(2) | rows(2)  # three shards divide no weight evenly
+
+MATRIX = (
+    Case("fsdp8_fp32", 8, FSDP8 | FP32, EVERY, RESHARDS),
+    Case("fsdp8_bf16", 8, FSDP8 | BF16, EVERY, RESHARDS | REMEMBERS),
+    Case("fsdp4_tp2_fp32", 8, FSDP4_TP2 | FP32 | VALIDATE, EVERY, RESHARDS | VALIDATES),
+    Case("fsdp4_tp2_bf16", 8, FSDP4_TP2 | BF16, ALWAYS, TRAINS),
+    Case("hsdp2x4_fp32", 8, HSDP2X4 | FP32, EVERY, RESHARDS),
+    Case("hsdp2x4_bf16", 8, HSDP2X4 | BF16, NEVER, TRAINS),
+    Case("hsdp2x2_tp2_fp32", 8, HSDP2X2_TP2 | FP32 | VALIDATE, EVERY, RESHARDS | VALIDATES),
+    Case("hsdp2x2_tp2_bf16", 8, HSDP2X2_TP2 | BF16, DEFAULT, TRAINS),
+    Case("ddp8_fp32", 8, DDP8 | FP32, DEFAULT, TRAINS),
+    Case("ddp8_bf16", 8, DDP8 | BF16, DEFAULT, TRAINS),
+    Case("tp8_fp32", 8, TP8 | FP32 | VALIDATE, DEFAULT, TRAINS | VALIDATES),
+    Case("tp8_bf16", 8, TP8 | BF16, DEFAULT, TRAINS),
+    Case("accumulate_fp32", 8, HSDP2X4 | FP32 | ACCUMULATE, DEFAULT, TRAINS | ACCUMULATES),
+    Case("fsdp3_tp2_fp32", 6, FSDP3_TP2 | FP32 | VALIDATE, EVERY, RESHARDS | VALIDATES),
+    Case("fsdp3_tp2_bf16", 6, FSDP3_TP2 | BF16, DEFAULT, TRAINS),
+    Case("deterministic_bf16", 2, shard(2) | rows(1) | BF16 | DETERMINISTIC, DEFAULT, REPEATS),
+    Case("fsdp2_inductor_bf16", 2, shard(2) | rows(2) | BF16 | INDUCTOR, ALWAYS, FUSED),
+    Case("tp2_inductor_fp32", 2, shard(1) | tensor(2) | rows(4) | FP32 | INDUCTOR, DEFAULT, FUSED),
+)
+
+# Cases of the public API (public_api_cases.py) that are run on eight ranks as well.
+PUBLIC = ("odd",)
+
+
+def holding(what: Holds) -> list[Case]:
+    """The cases of which something must hold."""
+    return [case for case in MATRIX if what in case.holds]
+
+
+def arguments(flags: Flags) -> list[str]:
+    """Flags as words of a command line; True is a flag without a value."""
+    words = []
+    for key, value in flags.items():
+        words += [f"--{key}"] if value is True else [f"--{key}", str(value)]
+    return words
