@@ -126,7 +126,14 @@ class _Applier:
             )
         for key in keys:
             if key not in hints:
-                raise self.unknown_key(prefix + key, key, None, hints, prefix)
+                guess = did_you_mean_key(prefix + key, [prefix + k for k in hints], self.all_keys)
+                raise bad_value(
+                    self.where,
+                    prefix + UNSET,
+                    keys,
+                    f"{show(key)} is no key of this section",
+                    f"{guess}Remove it from the list.",
+                )
             if key in table:
                 raise bad_value(
                     self.where,
@@ -180,15 +187,17 @@ class _Applier:
             and f.default_factory is dataclasses.MISSING
         ]
         if missing:
+            keys = " and ".join(prefix + m for m in missing)
+            has = "has" if len(missing) == 1 else "have"
             raise ConfigError(
-                f"{self.where}: [{prefix[:-1]}]: {', '.join(missing)} missing. Add "
-                f"{' and '.join(prefix + m for m in missing)}, which have no default."
+                f"{self.where}: [{prefix[:-1]}] = {show(changes)}: {', '.join(missing)} missing. "
+                f"Add {keys}, which {has} no default."
             )
 
     def refused(self, error: Exception, prefix: str, changes: dict[str, Any]) -> ConfigError:
         given = ", ".join(f"{prefix}{k} = {show(v)}" for k, v in changes.items())
         return ConfigError(
-            f"{self.where}: [{prefix[:-1] or 'top level'}] is refused: {error} "
+            f"{self.where}: [{prefix[:-1] or 'top level'}] is refused: {str(error).rstrip('.')}. "
             f"It was given {given or 'no keys'}. Change one of them."
         )
 

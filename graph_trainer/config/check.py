@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
+from graph_trainer.config.check_optimizer import check_optimizer
 from graph_trainer.config.messages import Origin, bad_value, did_you_mean, show
 from graph_trainer.errors import ConfigError, PassError
 
@@ -62,6 +63,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     _at_least("metrics.log_freq", 1),
     _at_least("checkpoint.interval", 1),
+    _at_least("checkpoint.load_step", -1, "Set the step to load, or -1 for the last one."),
     _at_least("validator.freq", 1),
     _at_least("profiler.profile_freq", 1),
     _at_least("lr_scheduler.warmup_steps", 0),
@@ -81,6 +83,12 @@ _RULES: tuple[_Rule, ...] = (
     _at_least("comm.init_timeout_seconds", 1),
     _at_least("comm.train_timeout_seconds", 1),
     _at_least("compile.max_graphs", 1),
+    (
+        "debug.seed",
+        lambda value: value is None or -(2**63) <= value < 2**64,
+        "not a number of 64 bits",
+        "Set a seed from 0 to 18446744073709551615, or unset it.",
+    ),
     (
         "parallelism.spmd_backend",
         lambda value: value == "partial_dtensor",
@@ -160,6 +168,8 @@ def check_config(
     """
     where = origin or Origin()
     _check_rules(config, where)
+    _check_profiler(config.profiler, where)
+    check_optimizer(config.optimizer.param_groups, where)
     data_degree = _check_mesh(config.parallelism, world_size, where)
     _check_batch(config, data_degree, where)
     _check_shapes(config, where)
@@ -176,6 +186,19 @@ def _check_rules(config: Any, where: Origin) -> None:
         value = getattr(holder, name)
         if not holds(value):
             raise bad_value(where, key, value, problem, remedy)
+
+
+def _check_profiler(profiler: Any, where: Origin) -> None:
+    least = profiler.profiler_warmup + profiler.profiler_active
+    if profiler.enable_profiling and profiler.profile_freq < least:
+        raise bad_value(
+            where,
+            "profiler.profile_freq",
+            profiler.profile_freq,
+            f"fewer steps than profiler.profiler_warmup = {profiler.profiler_warmup} and "
+            f"profiler.profiler_active = {profiler.profiler_active} take",
+            f"Set profiler.profile_freq to {least} or more.",
+        )
 
 
 _DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")

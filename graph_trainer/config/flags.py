@@ -134,7 +134,11 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
 
 
 def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
-    name = next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")[0]
+    name, equals, value = next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")
+    if not equals:  # the word that follows it, unless that is a flag
+        following = unknown[unknown.index(name) + 1 :][:1]
+        value = next((word for word in following if not word.startswith("-")), "")
+    given = f" {value}" if value else ""
     remedy = f"`{prog} --help` lists every flag."
     if not name.startswith("--"):
         return ConfigError(
@@ -152,7 +156,7 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
         return ConfigError(f"{COMMAND_LINE}: --{key}: {NOT_TORCH_COMPILE}. {remedy}")
     if "." in key and getattr(config, section, 0) is None:
         guess = f"[{section}] is switched off; --{section}.type chooses what it shall be. "
-    return ConfigError(f"{COMMAND_LINE}: unknown flag --{key}. {guess}{remedy}")
+    return ConfigError(f"{COMMAND_LINE}: --{key}{given}: unknown flag. {guess}{remedy}")
 
 
 def _plain_message(text: str, args: list[str], prog: str) -> str:

@@ -67,7 +67,9 @@ def _from_files(module: str | None, name: str | None) -> tuple[Any, str]:
     table = read_toml(path)
     file_module = _name(table, "module", where) or DEFAULT_MODULE
     base = _name(table, "base", where)
-    module = module or file_module
+    if module is None:
+        registry_module(file_module, where)
+        module = file_module
     if base is None:
         functions = registry_functions(registry_module(module))
         raise ConfigError(

@@ -61,15 +61,18 @@ def _syntax_error(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
     )
 
 
-def registry_module(name: str) -> ModuleType:
+def registry_module(name: str, where: str | None = None) -> ModuleType:
     """The module of registry functions that `--module name` means.
 
     Takes a package with a config_registry module, or such a module itself;
     "graph_trainer." may be left out.
 
+    Arguments:
+        where: who names it, for the error message; None means the flag.
     Raises:
         ConfigError: there is none, or its import fails.
     """
+    asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
     if all(part.isidentifier() for part in name.split(".")):
         for candidate in (
             f"{name}.config_registry",
@@ -82,14 +85,14 @@ def registry_module(name: str) -> ModuleType:
                 # Missing is the candidate itself or a package above it: try the next.
                 if e.name is not None and (candidate + ".").startswith(e.name + "."):
                     continue
-                raise ConfigError(f"--module {name}: its import fails: {e}. Install it.") from e
+                raise ConfigError(f"{asked}: its import fails: {e}. Install it.") from e
             except ImportError as e:
-                raise ConfigError(f"--module {name}: its import fails: {e}. Mend it.") from e
+                raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
     known = list(known_modules())
     raise ConfigError(
-        f"--module {name}: no such module of configs. {did_you_mean(name, known)}"
+        f"{asked}: no such module of configs. {did_you_mean(name, known)}"
         f"Known modules: {', '.join(known)}; or name a package of your own with a "
         "config_registry module."
     )

@@ -1,6 +1,7 @@
 """Names, precedence, what the entries hold, and the way to TOML and back."""
 
 import dataclasses
+import re
 import shutil
 import sys
 import types
@@ -237,16 +238,20 @@ def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
     config.training.max_norm = draw(FLOATS | st.just(float("inf")) | st.integers(1, 9))
     config.optimizer.param_groups = [
         ParamGroupConfig(
-            pattern=draw(TEXT),
-            optimizer_name=draw(TEXT),
+            pattern=re.escape(draw(TEXT)),
+            optimizer_name=draw(st.sampled_from(["Adam", "AdamW"])),
             optimizer_kwargs={
                 "lr": draw(FLOATS),
-                "betas": (draw(FLOATS), 0.5),
-                **draw(st.dictionaries(TEXT.filter(lambda k: k != "unset"), FREE, max_size=3)),
+                "betas": (draw(st.floats(0, 0.99)), 0.5),
+                "amsgrad": draw(st.booleans()),
             },
         )
-        for _ in range(draw(st.integers(0, 2)))
+        for _ in range(draw(st.integers(1, 2)))
     ]
+    words = TEXT.filter(lambda k: k != "unset")
+    config.optimizer.optimizer_factory_kwargs_by_name = draw(
+        st.dictionaries(words, st.dictionaries(words, FREE, max_size=3), max_size=2)
+    )
     config.override.imports = draw(
         st.lists(TEXT | st.tuples(TEXT, st.dictionaries(TEXT, FLOATS, max_size=2)), max_size=2)
     )

@@ -13,7 +13,8 @@ from graph_trainer import cli
 from graph_trainer.config import config_to_toml, load_config
 from graph_trainer.config.fields import settable_keys
 from graph_trainer.config.schema import toml_schema
-from tests.unit.test_config_errors import BASE, IN_FILES
+from tests.unit.bad_input import IN_FILES
+from tests.unit.test_config_errors import BASE
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.toml"))
@@ -100,7 +101,7 @@ REFUSED_BY_THE_SCHEMA = [
 
 @pytest.mark.parametrize("kind", REFUSED_BY_THE_SCHEMA)
 def test_a_wrong_key_or_type_does_not_fit(kind, validator):
-    assert errors(validator, BASE + IN_FILES[kind][0])
+    assert errors(validator, BASE + IN_FILES[kind].given)
 
 
 @pytest.mark.parametrize(
