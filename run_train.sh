@@ -64,6 +64,9 @@ if ((NNODES > 1)); then NGPU=${NGPU:-2}; fi
 export MAX_RESTARTS=${MAX_RESTARTS:-0}
 is_number "$MAX_RESTARTS" 0 ||
     fail "MAX_RESTARTS=$MAX_RESTARTS: how often the ranks may be started anew, 0 or more"
+# The agent's own store keeps the addresses of the ranks that are gone, and new ranks connect to
+# those (torch 2.13; pytorch issue 167288). Without it every start makes a store of its own.
+if ((MAX_RESTARTS > 0)); then export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; fi
 if ! is_number "${NODE_RANK:-0}" 0 || ((${NODE_RANK:-0} >= NNODES)); then
     fail "NODE_RANK=$NODE_RANK: which of the $NNODES machines this one is, 0 to $((NNODES - 1))"
 fi

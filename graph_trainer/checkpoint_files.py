@@ -25,6 +25,9 @@ from torch.futures import Future
 
 SUMS = "SHA256SUMS"
 METADATA = ".metadata"
+WRITING = "writing-"
+REPLACED = "replaced-"
+"""Before the step's number: the folder that is being written, and the one it takes the place of."""
 
 
 class PublishingWriter(FileSystemWriter):
@@ -90,7 +93,7 @@ class PublishingWriter(FileSystemWriter):
 def publish(written: Path, name: Path) -> None:
     """Give a finished folder its name, in place of what had it. Atomic on one file system."""
     _sync_folder(written)
-    replaced = name.with_name(f"replaced-{name.name.rpartition('-')[2]}")
+    replaced = name.with_name(f"{REPLACED}{name.name.rpartition('-')[2]}")
     if name.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         name.rename(replaced)

@@ -22,11 +22,17 @@ from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
-from graph_trainer.checkpoint_files import SUMS, PublishingWriter, damage, publish
+from graph_trainer.checkpoint_files import (
+    REPLACED,
+    SUMS,
+    WRITING,
+    PublishingWriter,
+    damage,
+    publish,
+)
 from graph_trainer.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d+)")
-_WRITING = "writing-"
 _HF_INDEX = "model.safetensors.index.json"
 _SHOWN = 5
 
@@ -85,7 +91,7 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         self._damaged.discard(checkpoint_id)
         final = Path(checkpoint_id)
-        writing = final.with_name(_WRITING + final.name.rpartition("-")[2])
+        writing = final.with_name(WRITING + final.name.rpartition("-")[2])
         try:
             saved: Future[Any] | AsyncSaveResponse | None = None
             if to_hf:
@@ -165,7 +171,11 @@ class CheckedCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         if not filesystem.is_remote(self.folder):
             if not self.load_only:
-                self._remove(list(Path(self.folder).glob(f"{_WRITING}*")))
+                left = [
+                    *Path(self.folder).glob(f"{WRITING}*"),
+                    *Path(self.folder).glob(f"{REPLACED}*"),
+                ]
+                self._remove(left)
             if step == -1:
                 step = self._newest_good_step()
         return super()._load(step)

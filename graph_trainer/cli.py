@@ -132,12 +132,16 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
     else:
         ranks = ranks or 2
         config = load_config(argv, world_size=ranks * machines)
-    restarts(config)
+    again = restarts(config)
     command = torchrun_command(argv, ranks, machines)
     environment = dict(os.environ)
     # torchrun gives each rank one thread where nobody says otherwise; on a CPU the
     # threads are what trains.
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
+    if again:
+        # The agent's own store keeps the addresses of the ranks that are gone, and new ranks
+        # connect to those (torch 2.13; pytorch issue 167288). Every start makes its own then.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     sys.stdout.flush()
     sys.stderr.flush()
     return (execute or _execve)(command, environment)

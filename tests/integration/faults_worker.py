@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.tools.logging import logger
+from torchtitan.tools.logging import init_logger, logger
 
 from graph_trainer.checkpoint_files import damage
 from graph_trainer.compat import default_store
@@ -213,6 +213,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    init_logger()
     results: dict[str, Any] = {}
     # rank 1 does not come back from its last case
     for name, result in cases(Path(sys.argv[1])):

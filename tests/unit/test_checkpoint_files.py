@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import pickle
 import resource
 import shutil
 from collections.abc import Iterator
@@ -131,6 +132,12 @@ def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -
     (left / "__7_0.distcp").write_text("of a run on eight ranks")
     saved = save(tmp_path, 2)
     assert sorted(p.name for p in saved.iterdir()) == [".metadata", SUMS, DATA]
+
+
+def test_a_writer_can_go_to_the_process_that_saves_asynchronously(tmp_path: Path) -> None:
+    writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
+    dcp.save({"weight": torch.ones(8)}, storage_writer=pickle.loads(pickle.dumps(writer)))
+    assert damage(tmp_path / "step-2") == [] and sums_of(tmp_path / "step-2") is not None
 
 
 def test_a_checkpoint_replaces_an_earlier_one_of_its_step(tmp_path: Path) -> None:
