@@ -63,8 +63,9 @@ def resumed_on_one_rank(folder: Path) -> list[float]:
     one = resumed(_FLAGS | rows(8), folder / "ours")
     for _ in range(2):
         one.step()
+    losses = one.global_losses()
     one.close()
-    return one.global_losses()
+    return losses
 
 
 def resumed_from_plain_torchtitan(folder: Path) -> list[float]:
@@ -74,8 +75,9 @@ def resumed_from_plain_torchtitan(folder: Path) -> list[float]:
     recorded.batches = recorded.trainer.batch_generator(mine)
     for _ in range(2):
         recorded.step()
+    losses = recorded.global_losses()
     recorded.close()
-    return recorded.global_losses()
+    return losses
 
 
 CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
