@@ -32,6 +32,8 @@ from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
 # Dense bf16 peak of the tensor cores, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
+VARIANTS = ("eager", "joint, eager", "torch.compile", "joint, inductor")
+
 
 def main() -> None:
     """Run every variant, print a table and one line of JSON."""
@@ -40,6 +42,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--json", help="write the results to this file as well")
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -103,7 +106,11 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
     }
     rows: dict[str, dict[str, float]] = {}
     reference = None
-    for name, prepare in variants.items():
+    for name in VARIANTS:
+        # eager runs in any case: it is what the others are compared with
+        if name not in ("eager", *arguments.variants):
+            continue
+        prepare = variants[name]
         start = time.perf_counter()
         step = prepare()
         result = step()

@@ -1,0 +1,93 @@
+"""Every benchmark runs, as small as it goes; what is timed is asserted nowhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDTH = 100
+
+
+def benchmark(module: str, *flags: str, timeout: float = 280) -> tuple[list[str], dict[str, Any]]:
+    """The lines of the table that a benchmark prints, and its JSON."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", module, *flags],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    *table, last = done.stdout.splitlines()
+    assert all(len(line) <= WIDTH for line in table), table
+    return table, json.loads(last)
+
+
+CAPTURE = ["--config", "debugmodel", "--fsdp", "2", "--tp", "2", "--sequence", "64"]
+
+
+def test_capture_measures_every_layer_count(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    flags = [*CAPTURE, "--layers", "1", "2", "--policies", "always", "--sides", "ours"]
+    _, results = benchmark("benchmarks.capture", *flags, "--json", str(path))
+    assert json.loads(path.read_text()) == results
+    one, two = results["rows"]
+    assert [one["layers"], two["layers"]] == [1, 2]
+    assert one["captured_nodes"] < two["captured_nodes"]
+    assert one["collectives"] < two["collectives"]
+    for row in (one, two):
+        assert row["capture_seconds"] > 0 and row["passes_seconds"] > 0 and row["peak_bytes"] > 0
+
+
+def test_the_peer_is_captured_beside_ours() -> None:
+    flags = [*CAPTURE, "--layers", "1", "--policies", "always"]
+    table, results = benchmark("benchmarks.capture", *flags)
+    ours, peer = results["rows"]
+    assert [ours["side"], peer["side"]] == ["ours", "peer"]
+    # the same model: as many weights to gather, and the peer's in fewer, larger buckets
+    assert 0 < peer["collectives"] < ours["collectives"]
+    assert 0.5 < peer["captured_nodes"] / ours["captured_nodes"] < 2
+    assert "x as fast" in table[-1]
+
+
+def test_always_holds_less_than_never() -> None:
+    _, results = benchmark("benchmarks.capture", *CAPTURE, "--layers", "4", "--sides", "ours")
+    always, never = results["rows"]
+    assert [always["policy"], never["policy"]] == ["always", "never"]
+    assert always["peak_bytes"] < never["peak_bytes"]
+    assert always["collectives"] > never["collectives"]
+
+
+@pytest.mark.timeout(600)
+def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
+    flags = ["--fsdp", "2", "--tp", "1", "--batch", "1", "--sequence", "32", "--rounds", "1"]
+    variants = ["eager", "never", "peer never"]
+    flags += ["--warmup", "1", "--variants", *variants]
+    _, results = benchmark("benchmarks.step", *flags, timeout=580)
+    rows = results["variants"]
+    assert list(rows) == variants
+    assert rows["eager"]["times_eager"] == 1
+    for row in rows.values():
+        assert row["step_seconds"] > 0
+        assert sum(row["shares"].values()) == pytest.approx(1)
+    ours, peer = rows["never"], rows["peer never"]
+    # what the graph predicts is what the step holds
+    assert ours["live_bytes"] == ours["predicted_bytes"]
+    assert 0 < peer["collectives"] < ours["collectives"]
+
+
+def test_gpu_runs_small_on_a_cpu() -> None:
+    flags = ["--size", "tiny", "--batch", "1", "--sequence", "16", "--steps", "1"]
+    variants = ["eager", "joint, eager"]
+    _, results = benchmark("benchmarks.gpu", *flags, "--variants", *variants)
+    assert list(results["variants"]) == variants
+    assert all(row["ratio"] > 0 for row in results["variants"].values())
