@@ -28,7 +28,7 @@ def compile_with(joint: JointGraph, backend: str) -> BoxedFunction:
     """
     if backend not in BACKENDS:
         near = difflib.get_close_matches(backend, BACKENDS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else ""
+        hint = f"; did you mean '{near[0]}'?" if near else "."
         raise ConfigError(
             f"compile.backend is '{backend}'{hint} It must be one of {', '.join(BACKENDS)}"
         )

@@ -261,11 +261,12 @@ def test_without_gpus_gloo_is_what_trains(machine):
     ]
 
 
-def test_long_findings_wrap_within_100_columns(capsys):
-    cli._print_table(
-        report([Finding(what="x", found="y" * 300, state=State.BROKEN, lacks="z" * 99)])
-    )
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+def test_long_findings_wrap_within_100_columns_and_lose_nothing(capsys):
+    long = Finding(what="x", found="7" * 300, state=State.BROKEN, lacks="8" * 199, remedy="9" * 399)
+    cli._print_table(report([long]))
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert [out.count(letter) for letter in "789"] == [300, 199, 399]
 
 
 def test_it_runs_where_torchtitan_cannot_be_imported(tmp_path):
