@@ -185,28 +185,32 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
         killed = time.monotonic()
         run.wait_for(lambda: not lives(first))
         assert time.monotonic() - killed < 60
-        # torchrun starts both anew, and they go on after step 2
+        # torchrun starts both anew, and they go on from there
         run.wait_for((checkpoints / "step-4").exists)
         processes = run.processes()
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.status(60) != 0
         assert not any(map(lives, processes))
     text = run.log.read_text()
-    assert re.findall(r"Loading the checkpoint from \S*/step-(\d)\.", text) == ["2"]
-    assert steps(checkpoints) == ["step-2", "step-4"]
+    # on a crowded machine the signal may come a checkpoint later than it was sent
+    (loaded,) = re.findall(r"Loading the checkpoint from \S*/step-(\d)\.", text)
+    assert loaded in "24"
+    left = steps(checkpoints)
+    assert left[:2] == ["step-2", "step-4"] and left[2:] in ([], ["step-6"])
+    last = int(left[-1].removeprefix("step-"))
+    data = checkpoints / f"writing-{last + 2}" / "__0_0.distcp"
 
-    for sent, before in ((signal.SIGTERM, "4"), (signal.SIGINT, "4")):
+    for sent in (signal.SIGTERM, signal.SIGINT):
         with Run(slow, tmp_path, f"{sent.name}.log") as run:
-            data = checkpoints / "writing-6" / "__0_0.distcp"
-            run.wait_for(lambda data=data: data.exists() and data.stat().st_size > 0)  # type: ignore[misc]
+            run.wait_for(lambda: data.exists() and data.stat().st_size > 0)
             processes = run.processes()
             assert len(processes) >= 3
             os.kill(run.launcher.pid, sent)
             assert run.status(60) != 0
             assert not any(map(lives, processes))
-        assert f"/step-{before}." in run.log.read_text()
-        assert steps(checkpoints) == ["step-2", "step-4"]
-        assert [damage(checkpoints / name) for name in steps(checkpoints)] == [[], []]
+        assert f"checkpoint from ./outputs/checkpoint/step-{last}." in run.log.read_text()
+        assert steps(checkpoints) == left
+        assert not any(damage(checkpoints / name) for name in left)
 
     with Run(train, tmp_path, "last.log") as run:
         assert run.status(300) == 0, run.log.read_text()[-3000:]
