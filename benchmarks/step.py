@@ -5,7 +5,8 @@
 
 All variants live in the same processes and step in turns, so that all meet the same machine; a
 ratio is the median of the ratios to the eager step of the same round. "eager" is torchtitan's
-loop on the model as graph_trainer shards it; the others name the reshard policy.
+loop on the model as graph_trainer shards it; the others name the reshard policy, and "overlap"
+adds the pass overlap_fsdp.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-VARIANTS = ("eager", "never", "default", "always", "peer never", "peer default", "peer always")
+POLICIES = ("never", "default", "always")
+VARIANTS = (
+    "eager",
+    *POLICIES,
+    *(f"{policy} overlap" for policy in POLICIES),
+    *(f"peer {policy}" for policy in POLICIES),
+)
 PARTS = ("compute", "gloo", "python", "clip", "optimizer", "rest")
 HEADINGS = {"optimizer": "optim"}
 _MIB = 1024**2
@@ -50,7 +57,7 @@ def parse() -> argparse.Namespace:
         "--variants",
         choices=VARIANTS,
         nargs="+",
-        default=["eager", "never", "always", "peer never", "peer always"],
+        default=[v for v in VARIANTS if "default" not in v],
     )
     parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
     parser.add_argument("--rounds", type=int, default=7)
@@ -152,23 +159,23 @@ def print_tables(results: dict[str, Any]) -> None:
         f"{case['rounds']} rounds; {results['cores']} cores"
     )
     print(
-        f"{'variant':<12}{'ms a step':>10}{'x eager':>8}"
-        + "".join(f"{HEADINGS.get(part, part):>9}" for part in PARTS)
+        f"{'variant':<15}{'ms a step':>10}{'x eager':>8}"
+        + "".join(f"{HEADINGS.get(part, part):>8}" for part in PARTS)
         + f"{'CPU ms':>8}{'+ gloo':>8}"
     )
     for name, row in results["variants"].items():
         ratio = f"{row['times_eager']:.2f}" if "times_eager" in row else "-"
         print(
-            f"{name:<12}{1e3 * row['step_seconds']:>10.0f}{ratio:>8}"
-            + "".join(f"{row['shares'][part]:>9.0%}" for part in PARTS)
+            f"{name:<15}{1e3 * row['step_seconds']:>10.0f}{ratio:>8}"
+            + "".join(f"{row['shares'][part]:>8.0%}" for part in PARTS)
             + f"{1e3 * row['main_thread_cpu_seconds']:>8.0f}"
             + f"{1e3 * row['other_threads_cpu_seconds']:>8.0f}"
         )
-    print(f"{'':<12}{'nodes':>10}{'collectives':>13}{'live MiB':>10}{'predicted MiB':>15}")
+    print(f"{'':<15}{'nodes':>10}{'collectives':>13}{'live MiB':>10}{'predicted MiB':>15}")
     for name, row in results["variants"].items():
         if "nodes" in row:
             print(
-                f"{name:<12}{row['nodes']:>10,}{row['collectives']:>13}"
+                f"{name:<15}{row['nodes']:>10,}{row['collectives']:>13}"
                 f"{row['live_bytes'] / _MIB:>10.1f}{row['predicted_bytes'] / _MIB:>15.1f}"
             )
 

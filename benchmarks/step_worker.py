@@ -26,6 +26,7 @@ from torchtitan.distributed import utils as dist_utils  # isort: skip
 FLAGS = {
     "eager": ["--compile.mode", "eager"],
     **{p: ["--parallelism.fsdp_reshard_after_forward", p] for p in ("never", "default", "always")},
+    "overlap": ["--compile.passes", "default,overlap_fsdp"],
 }
 # what the process groups and the ops that call them are named in a profile
 _COMMUNICATION = ("gloo:", "c10d::", "_c10d_functional::", "c10d_functional::")
@@ -34,13 +35,15 @@ _COMMUNICATION = ("gloo:", "c10d::", "_c10d_functional::", "c10d_functional::")
 class Variant:
     """A trainer that is stepped by hand, with a clock at each part of its step.
 
-    `name` is "eager", one of our reshard policies, or "peer " and one of them.
+    `name` is "eager", one of our reshard policies, with " overlap" behind it for the pass
+    overlap_fsdp, or "peer " and a policy.
     """
 
     def __init__(self, name: str, flags: list[str], folder: Path) -> None:
-        policy = name.removeprefix("peer ")
-        self._of_peer = policy != name
-        config = load_config([*flags, *FLAGS[policy], "--dump_folder", str(folder)])
+        words = name.split()
+        self._of_peer = words[0] == "peer"
+        own = [flag for word in words if word != "peer" for flag in FLAGS[word]]
+        config = load_config([*flags, *own, "--dump_folder", str(folder)])
         if self._of_peer:
             from benchmarks.peer import config_of_peer
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_trainer.analysis.ops import storage_roots
+from graph_trainer.analysis.ops import is_collective, is_wait, storage_roots
 from graph_trainer.joint_graph import JointGraph, compute_nodes, value_of
 
 Storage = tuple[fx.Node, int]
@@ -35,7 +35,8 @@ def lifetimes(joint: JointGraph) -> Lifetimes:
 
     Linear in nodes. A storage lives from its node to the last reader of any of its views;
     what the graph returns lives to the end. The results of a multi-output op live together
-    until the last of them is taken out, as the tuple that holds them does.
+    until the last of them is taken out, as the tuple that holds them does. What a collective
+    reads lives until it is waited for.
     """
     graph = joint.graph
     roots = storage_roots(graph)
@@ -47,7 +48,7 @@ def lifetimes(joint: JointGraph) -> Lifetimes:
     for position, node in enumerate(order):
         for storage in made.get(node, ()):
             born[storage] = last_use[storage] = position
-        for source in node.all_input_nodes:
+        for source in _read_by(node):
             for storage in made.get(source, (roots[source],)):
                 if storage in size:
                     last_use[storage] = position
@@ -60,6 +61,14 @@ def lifetimes(joint: JointGraph) -> Lifetimes:
         total += change[position]
         live.append(total)
     return Lifetimes(live, last_use, size)
+
+
+def _read_by(node: fx.Node) -> list[fx.Node]:
+    """What a node reads; a wait also ends what its collective reads."""
+    sources = node.all_input_nodes
+    if is_wait(node) and is_collective(sources[0]):
+        return [*sources, *sources[0].all_input_nodes]
+    return sources
 
 
 def _storages(node: fx.Node) -> dict[Storage, int]:

@@ -14,6 +14,7 @@ from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
 from graph_trainer.passes.normalize_views import normalize_views
+from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
 from graph_trainer.passes.rematerialize import rematerialize
 from graph_trainer.passes.report import PassReport, Report, measure
@@ -24,7 +25,7 @@ from graph_trainer.passes.tag_fsdp_unshards import (
 )
 from graph_trainer.passes.verify import verify_values
 
-# In the order in which the list "default" runs them.
+# In the order in which they run; the list "default" has those that say so.
 _BUILT_IN: tuple[Pass, ...] = (
     normalize_views,
     functionalize_index_put,
@@ -32,6 +33,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     deduplicate_unshards,
     tag_fsdp_unshards,
     rematerialize,
+    overlap_fsdp,
 )
 
 

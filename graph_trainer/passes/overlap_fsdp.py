@@ -1,0 +1,116 @@
+"""Start FSDP's collectives early and wait for them late, so that they run while compute goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_trainer.analysis.ops import LastWrites, is_collective
+from graph_trainer.errors import PassError
+from graph_trainer.joint_graph import (
+    JointGraph,
+    Role,
+    is_backward,
+    parameter_of,
+    role_of,
+)
+from graph_trainer.passes.registry import Stage, graph_pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapFsdpOptions:
+    """How far collectives reach."""
+
+    in_flight: int = 4
+    """How many gathers, and how many reductions, are under way at a time at most."""
+
+    def __post_init__(self) -> None:
+        if self.in_flight < 1:
+            raise PassError(f"in_flight is {self.in_flight}; it must be at least 1")
+
+
+@graph_pass(
+    stage=Stage.SCHEDULE,
+    summary="Gather parameters ahead of time, wait for reductions late",
+    options_type=OverlapFsdpOptions,
+    default=False,
+)
+def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions) -> None:
+    """Move the start of gathers up and the wait for reductions down.
+
+    A gather starts as soon as fewer than `in_flight` are under way and is waited for where it
+    was; none moves from backward into forward. What comes behind a reduction (its wait, the
+    division, a second reduction) runs only when the `in_flight`-th after it is to start, or at
+    the end of the graph.
+
+    Changes the order of nodes only, in the same way on every rank: the collectives of either
+    role keep their order. What is written in place does not move. Relies on FSDP roles. Costs
+    memory: up to `in_flight` parameters are gathered, and as many gradients not yet reduced,
+    at a time. Linear in nodes.
+    """
+    writes = LastWrites(joint.graph)
+
+    def movable(node: fx.Node) -> bool:
+        return not any(writes.is_written(n) for n in (node, *node.all_input_nodes))
+
+    for half in (False, True):
+        _start_early(_launches(joint, half, movable), options.in_flight)
+    _finish_late(joint, options.in_flight, movable)
+
+
+def _launches(
+    joint: JointGraph, backward: bool, movable: Callable[[fx.Node], bool]
+) -> list[list[fx.Node]]:
+    """For every unshard of one half, the nodes up to its first collective."""
+    chains: list[list[fx.Node]] = []
+    of: dict[fx.Node, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        if role_of(node) is not Role.UNSHARD or is_backward(node) is not backward:
+            continue
+        inside = [n for n in node.all_input_nodes if n.op != "placeholder"]
+        if any(n not in of or is_collective(of[n][-1]) for n in inside) or not movable(node):
+            continue
+        chain = next((of[n] for n in inside), [])
+        if not chain:
+            chains.append(chain)
+        chain.append(node)
+        of[node] = chain
+    return [chain for chain in chains if is_collective(chain[-1])]
+
+
+def _start_early(launches: list[list[fx.Node]], in_flight: int) -> None:
+    # what reads a gather, its wait, stays where it is
+    readers = [next(iter(chain[-1].users)) for chain in launches]
+    for index, chain in enumerate(launches[1:], start=1):
+        anchor = readers[max(index - in_flight + 1, 0)]
+        for node in chain:
+            anchor.prepend(node)
+
+
+def _finish_late(joint: JointGraph, in_flight: int, movable: Callable[[fx.Node], bool]) -> None:
+    """Cut each parameter's reduction behind its collectives, and move each piece down."""
+    pieces: dict[str, list[list[fx.Node]]] = {}
+    for node in joint.graph.nodes:
+        name = parameter_of(node)
+        if role_of(node) is not Role.REDUCE_GRAD or name is None:
+            continue
+        parts = pieces.setdefault(name, [[]])
+        parts[-1].append(node)
+        if is_collective(node):
+            parts.append([])
+    last = joint.output_node()
+    reductions = []
+    for parts in pieces.values():
+        inside = {node for part in parts[1:] for node in part}
+        free = all(user in inside or user is last for node in inside for user in node.users)
+        if inside and free and all(map(movable, inside)):
+            reductions.append(parts)
+    starts = [parts[0][-1] for parts in reductions]
+    for index, parts in enumerate(reductions):
+        for distance, part in enumerate(parts[1:], start=1):
+            target = index + distance * in_flight
+            anchor = starts[target] if target < len(starts) else last
+            for node in part:
+                anchor.prepend(node)

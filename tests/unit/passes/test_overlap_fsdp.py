@@ -1,0 +1,96 @@
+"""Gathers start early, what follows a reduction runs late, and nothing else changes."""
+
+import pytest
+
+import graph_trainer as gt
+from graph_trainer.analysis.ops import is_collective, is_wait
+from graph_trainer.joint_graph import Role, is_backward, parameter_of, role_of
+from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
+from tests.unit.graphs import Builder, aten, captured_decoder, check_pass, code
+
+
+def prepared(policy="always", **decoder):
+    joint = captured_decoder(**decoder)
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy, passes=BEFORE))
+    return joint
+
+
+BEFORE = [
+    "normalize_views",
+    "functionalize_index_put",
+    "eliminate_dead_code",
+    "deduplicate_unshards",
+    "tag_fsdp_unshards",
+    "rematerialize",
+]
+
+
+def in_flight(joint, role):
+    """The most collectives of one role that are started and not yet waited for."""
+    open_, most = set(), 0
+    for node in joint.graph.nodes:
+        if role_of(node) is role and is_collective(node):
+            open_.add(node)
+        elif is_wait(node):
+            open_.discard(node.args[0])
+        most = max(most, len(open_))
+    assert not open_
+    return most
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_as_many_are_in_flight_as_asked_for(limit):
+    joint = prepared()
+    assert in_flight(joint, Role.UNSHARD) == in_flight(joint, Role.REDUCE_GRAD) == 1
+    check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+    for role in (Role.UNSHARD, Role.REDUCE_GRAD):
+        assert in_flight(joint, role) == limit
+
+
+def test_collectives_of_one_role_keep_their_order():
+    def order(joint, role):
+        return [
+            (parameter_of(n), is_backward(n))
+            for n in joint.graph.nodes
+            if is_collective(n) and role_of(n) is role
+        ]
+
+    joint, before = prepared(), prepared()
+    overlap_fsdp.function(joint, OverlapFsdpOptions())
+    for role in (Role.UNSHARD, Role.REDUCE_GRAD):
+        assert order(joint, role) == order(before, role)
+
+
+def test_nothing_moves_from_backward_into_forward():
+    joint = prepared()
+    check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=100))
+    phases = [is_backward(n) for n in joint.graph.nodes if n.op == "call_function"]
+    assert phases == sorted(phases)
+
+
+def test_a_gather_of_what_is_written_stays_where_it_is():
+    joint = prepared("never")
+    first = next(n for n in joint.graph.nodes if n.op == "placeholder")
+    gathers = [n for n in joint.graph.nodes if role_of(n) is Role.UNSHARD and is_collective(n)]
+    last = gathers[-1]
+    shard = last.args[0]
+    with joint.graph.inserting_before(last):
+        joint.graph.call_function(aten.add_.Tensor, (shard, 1))
+    position = list(joint.graph.nodes).index(last)
+    overlap_fsdp.function(joint, OverlapFsdpOptions(in_flight=100))
+    assert first.op == "placeholder"
+    assert list(joint.graph.nodes).index(last) == position
+
+
+def test_a_graph_without_collectives_is_left_alone():
+    b = Builder()
+    x = b.input("x", 4)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, x, 2)))
+    before = code(joint)
+    assert not check_pass(overlap_fsdp, joint)
+    assert code(joint) == before
+
+
+def test_at_least_one_must_be_in_flight():
+    with pytest.raises(gt.PassError, match="in_flight is 0"):
+        OverlapFsdpOptions(in_flight=0)
