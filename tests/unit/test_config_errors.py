@@ -190,6 +190,26 @@ def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
         assert str(e)
 
 
+NAMES = st.sampled_from(["llama3", "graph_trainer.llama3", "llama3_8b", "json", "a.b", "..", ""])
+
+
+@settings(max_examples=40, deadline=None)
+@given(base=NAMES | TOML, module=NAMES | TOML)
+def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, module):
+    import tempfile
+    from pathlib import Path
+
+    import tomli_w
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.toml"
+        path.write_text(tomli_w.dumps({"base": base, "module": module}), encoding="utf-8")
+        try:
+            assert load_config(["--config", str(path)]).base == base
+        except ConfigError as e:
+            assert str(path) in str(e)
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(codec="utf-8"), max_size=40) | st.binary(max_size=40))
 def test_whatever_bytes_a_file_has_it_is_read_or_refused(content):
