@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,15 @@ def lives(pid: int) -> bool:
         return False
 
 
+def written_since(path: Path, start: float) -> bool:
+    """Whether some of a file has been written; an earlier run may have left one like it."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return False
+    return found.st_mtime > start and found.st_size > 0
+
+
 def steps(checkpoints: Path) -> list[str]:
     return sorted(p.name for p in checkpoints.glob("step-*"))
 
@@ -202,7 +212,7 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
 
     for sent in (signal.SIGTERM, signal.SIGINT):
         with Run(slow, tmp_path, f"{sent.name}.log") as run:
-            run.wait_for(lambda: data.exists() and data.stat().st_size > 0)
+            run.wait_for(partial(written_since, data, time.time()))
             processes = run.processes()
             assert len(processes) >= 3
             os.kill(run.launcher.pid, sent)
