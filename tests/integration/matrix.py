@@ -150,7 +150,7 @@ ACCUMULATES = frozenset({Holds.DOUBLE_BATCH})
 REPEATS = frozenset({Holds.BITWISE, Holds.REPEATS})
 FUSED = frozenset({Holds.CLOSE, Holds.COLLECTIVES})
 
-# Meshes: data-parallel rows times their number are always eight rows, on six ranks six.
+# Meshes: data-parallel ranks times their rows are eight rows, on six ranks six.
 FSDP8 = shard(8) | rows(1)
 FSDP4_TP2 = shard(4) | tensor(2) | rows(2)
 HSDP2X4 = replicate(2) | shard(4) | rows(1)
@@ -158,6 +158,7 @@ HSDP2X2_TP2 = replicate(2) | shard(2) | tensor(2) | rows(2)
 DDP8 = replicate(8) | shard(1) | rows(1)
 TP8 = shard(1) | tensor(8) | rows(8)
 FSDP3_TP2 = shard(3) | tensor(2) | rows(2)  # three shards divide no weight evenly
+FSDP2 = shard(2) | rows(4)
 
 MATRIX = (
     Case("fsdp8_fp32", 8, FSDP8 | FP32, EVERY, RESHARDS),
@@ -172,11 +173,11 @@ MATRIX = (
     Case("ddp8_bf16", 8, DDP8 | BF16, DEFAULT, TRAINS),
     Case("tp8_fp32", 8, TP8 | FP32 | VALIDATE, DEFAULT, TRAINS | VALIDATES),
     Case("tp8_bf16", 8, TP8 | BF16, DEFAULT, TRAINS),
-    Case("accumulate_fp32", 8, HSDP2X4 | FP32 | ACCUMULATE, DEFAULT, TRAINS | ACCUMULATES),
     Case("fsdp3_tp2_fp32", 6, FSDP3_TP2 | FP32 | VALIDATE, EVERY, RESHARDS | VALIDATES),
     Case("fsdp3_tp2_bf16", 6, FSDP3_TP2 | BF16, DEFAULT, TRAINS),
-    Case("deterministic_bf16", 2, shard(2) | rows(1) | BF16 | DETERMINISTIC, DEFAULT, REPEATS),
-    Case("fsdp2_inductor_bf16", 2, shard(2) | rows(2) | BF16 | INDUCTOR, ALWAYS, FUSED),
+    Case("accumulate_fp32", 2, FSDP2 | FP32 | ACCUMULATE, DEFAULT, TRAINS | ACCUMULATES),
+    Case("deterministic_bf16", 2, FSDP2 | BF16 | DETERMINISTIC, DEFAULT, REPEATS),
+    Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, shard(1) | tensor(2) | rows(4) | FP32 | INDUCTOR, DEFAULT, FUSED),
 )
 
