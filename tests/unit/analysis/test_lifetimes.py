@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import graph_trainer as gt
 from graph_trainer.analysis.lifetimes import lifetimes, storage_bytes
-from tests.unit.graphs import Builder, aten, captured_decoder, values_for
+from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world, values_for
 
 
 class _Counting(TorchDispatchMode):
@@ -223,3 +223,17 @@ def test_every_gathered_byte_is_counted():
     found = lifetimes(joint)
     gathers = [n for n in joint.graph.nodes if "all_gather" in str(n.target)]
     assert all(found.size[(n, 0)] == n.meta["val"].numel() * 4 for n in gathers)
+
+
+def test_what_a_collective_reads_lives_until_it_is_waited_for():
+    """The process group holds it, whoever else has dropped it."""
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    sent = b.call(aten.mul.Tensor, x, 2)
+    started = b.call(c10d.all_reduce.default, sent, "sum", "0")
+    other = b.call(aten.add.Tensor, x, 1)
+    reduced = b.call(c10d.wait_tensor.default, started)
+    joint = b.joint(b.call(aten.dot.default, other, reduced))
+    live = dict(zip(joint.graph.nodes, lifetimes(joint).live_bytes, strict=True))
+    assert live[other] == 3 * 32

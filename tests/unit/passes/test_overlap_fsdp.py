@@ -70,7 +70,6 @@ def test_nothing_moves_from_backward_into_forward():
 
 def test_a_gather_of_what_is_written_stays_where_it_is():
     joint = prepared("never")
-    first = next(n for n in joint.graph.nodes if n.op == "placeholder")
     gathers = [n for n in joint.graph.nodes if role_of(n) is Role.UNSHARD and is_collective(n)]
     last = gathers[-1]
     shard = last.args[0]
@@ -78,7 +77,6 @@ def test_a_gather_of_what_is_written_stays_where_it_is():
         joint.graph.call_function(aten.add_.Tensor, (shard, 1))
     position = list(joint.graph.nodes).index(last)
     overlap_fsdp.function(joint, OverlapFsdpOptions(in_flight=100))
-    assert first.op == "placeholder"
     assert list(joint.graph.nodes).index(last) == position
 
 
