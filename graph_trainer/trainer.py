@@ -14,14 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
-from graph_trainer.config import GraphCompileConfig, save_resolved_config
+from graph_trainer.config import GraphCompileConfig, pass_config, save_resolved_config
 from graph_trainer.console import show_report
 from graph_trainer.errors import CollectiveError
 from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.loss import ChunkedCrossEntropyLoss
 from graph_trainer.loss_guard import LossGuard
-from graph_trainer.passes import PassConfig, Report
+from graph_trainer.passes import Report
 from graph_trainer.stall import outside_the_graph, with_the_others
 from graph_trainer.titan_compat import process_group_timeouts
 from graph_trainer.train_step import TrainStep
@@ -64,12 +64,10 @@ class GraphTrainer(Trainer):
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
                 self._loss_of_batch,
-                passes=PassConfig(
+                passes=pass_config(
+                    compile_config,
                     reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
                     pipeline_parallel=self.parallel_dims.pp_enabled,
-                    passes=tuple(compile_config.passes),
-                    disable_passes=tuple(compile_config.disable_passes),
-                    verify_passes=compile_config.verify_passes,
                 ),
                 backend=compile_config.backend,
                 max_graphs=compile_config.max_graphs,

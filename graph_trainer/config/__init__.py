@@ -14,7 +14,7 @@ _setup_device()
 from graph_trainer.config.check import check_config, wanted_ranks  # noqa: E402
 from graph_trainer.config.convert import to_graph_trainer_config  # noqa: E402
 from graph_trainer.config.load import load_config  # noqa: E402
-from graph_trainer.config.sections import GraphCompileConfig  # noqa: E402
+from graph_trainer.config.sections import GraphCompileConfig, pass_config  # noqa: E402
 from graph_trainer.config.serialize import config_to_toml, save_resolved_config  # noqa: E402
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "check_config",
     "config_to_toml",
     "load_config",
+    "pass_config",
     "save_resolved_config",
     "to_graph_trainer_config",
     "wanted_ranks",

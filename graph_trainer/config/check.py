@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph_trainer.config.check_optimizer import check_optimizer
@@ -318,7 +318,8 @@ def _vocabulary(tokenizer: Any) -> int | None:
 
 
 def _check_passes(compile_config: Any, where: Origin) -> None:
-    from graph_trainer.passes import PassConfig, registered_passes, resolve_passes
+    from graph_trainer.config.sections import pass_config, pass_options
+    from graph_trainer.passes import registered_passes
 
     known = registered_passes()
     passes, disabled = compile_config.passes, compile_config.disable_passes
@@ -336,11 +337,20 @@ def _check_passes(compile_config: Any, where: Origin) -> None:
                     f"{did_you_mean(name, valid)}Known passes: {', '.join(valid)}.",
                 )
     try:
-        resolve_passes(PassConfig(passes=tuple(passes), disable_passes=tuple(disabled)))
+        listed = pass_config(compile_config).options
     except PassError as e:
         # Known names, so it is their order or number, which it explains with the remedy.
         place = where.of("compile.passes", "compile.disable_passes")
         raise ConfigError(f"{place}: compile.passes = {show(passes)}: {e}.") from e
+    for name, given in pass_options(compile_config).items():
+        if name not in listed and given != type(given)():
+            raise bad_value(
+                where,
+                f"compile.{name}",
+                asdict(given),
+                f"has no effect: the pass {name} is not in compile.passes = {show(passes)}",
+                f'Add "{name}" to compile.passes, or leave its options out.',
+            )
 
 
 def _check_data(config: Any, where: Origin) -> None:

@@ -1,10 +1,13 @@
 """The sections of the config that are graph_trainer's own."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 import tyro
 from torchtitan.config import CompileConfig
+
+from graph_trainer.passes import PassConfig, resolve_passes
+from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions
 
 NOT_TORCH_COMPILE = (
     "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
@@ -39,6 +42,9 @@ class GraphCompileConfig(CompileConfig):
     disable_passes: list[str] = field(default_factory=list)
     """Passes to leave out of the list above, by name."""
 
+    overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
+    """How far the pass overlap_fsdp reaches, where it is in the list."""
+
     verify_passes: bool = False
     """
     Run the expensive checks after every pass. Slow; for writing and debugging passes.
@@ -55,3 +61,25 @@ class GraphCompileConfig(CompileConfig):
     enable: Annotated[bool, tyro.conf.Suppress] = False
     enable_async_tensor_parallel: Annotated[bool, tyro.conf.Suppress] = False
     components: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
+
+
+def pass_options(config: GraphCompileConfig) -> dict[str, OverlapFsdpOptions]:
+    """The options of those passes that have a section [compile.NAME] of their own, by name."""
+    return {"overlap_fsdp": config.overlap_fsdp}
+
+
+def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
+    """What the passes are told; `more` are fields that other sections decide.
+
+    Raises:
+        PassError: a pass that is unknown or out of place.
+    """
+    passes = PassConfig(
+        passes=tuple(config.passes),
+        disable_passes=tuple(config.disable_passes),
+        verify_passes=config.verify_passes,
+        **more,
+    )
+    listed = {p.name for p in resolve_passes(passes)}
+    options = {name: given for name, given in pass_options(config).items() if name in listed}
+    return replace(passes, options=options)

@@ -90,6 +90,18 @@ IN_FILES = {
         '"dedup_unshards"',
         "Did you mean deduplicate_unshards",
     ),
+    "options of a pass that does not run": Bad(
+        "[compile.overlap_fsdp]\nin_flight = 8",
+        "compile.overlap_fsdp",
+        "in_flight = 8",
+        'Add "overlap_fsdp" to compile.passes',
+    ),
+    "nothing in flight": Bad(
+        '[compile]\npasses = ["default", "overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 0',
+        "compile.overlap_fsdp.in_flight",
+        "0",
+        "it must be at least 1",
+    ),
     "pass listed twice": Bad(
         '[compile]\npasses = ["rematerialize", "rematerialize"]',
         "compile.passes",

@@ -16,6 +16,7 @@ from graph_trainer.config import (
     check_config,
     config_to_toml,
     load_config,
+    pass_config,
     save_resolved_config,
     to_graph_trainer_config,
 )
@@ -288,3 +289,10 @@ def test_the_configs_hold_no_absolute_paths_and_resolve_on_their_own_mesh():
         text = (ROOT / f"configs/llama3/{size}.toml").read_text()
         assert '"/' not in text
         check_config(load_config(["--config", size]), ranks)
+
+
+def test_options_of_a_pass_reach_it_where_it_is_listed():
+    flags = ["--compile.overlap_fsdp.in_flight", "7", "--compile.passes", "default,overlap_fsdp"]
+    options = pass_config(load_config(flags).compile).options
+    assert options["overlap_fsdp"].in_flight == 7
+    assert pass_config(load_config([]).compile).options == {}
