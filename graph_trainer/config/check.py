@@ -24,10 +24,27 @@ def _at_least(key: str, least: int, remedy: str = "") -> _Rule:
     )
 
 
+_LONGEST_TIMEOUT = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
+
+
+def _timeout(key: str) -> _Rule:
+    return (
+        key,
+        lambda value: 1 <= value <= _LONGEST_TIMEOUT,
+        f"not between 1 and {_LONGEST_TIMEOUT}, a year",
+        f"Set {key} to 1 second or more, at most a year.",
+    )
+
+
 # Key, what holds, what is wrong where it does not, what to do. torchtitan checks few of
 # these before ranks run, some by an assert and some by hanging or dividing by zero.
 _RULES: tuple[_Rule, ...] = (
-    _at_least("training.steps", 1),
+    (
+        "training.steps",
+        lambda value: 1 <= value < 2**63,
+        "not between 1 and 2**63 - 1",
+        "Set training.steps to 1 or more, below 2**63.",
+    ),
     _at_least("training.local_batch_size", 1),
     _at_least("training.seq_len", 1),
     _at_least("training.gc_freq", 1),
@@ -80,13 +97,13 @@ _RULES: tuple[_Rule, ...] = (
         "not between 0 and 1",
         "Set the smallest learning rate as a fraction of the largest.",
     ),
-    _at_least("comm.init_timeout_seconds", 1),
-    _at_least("comm.train_timeout_seconds", 1),
+    _timeout("comm.init_timeout_seconds"),
+    _timeout("comm.train_timeout_seconds"),
     _at_least("compile.max_graphs", 1),
     (
         "debug.seed",
-        lambda value: value is None or -(2**63) <= value < 2**64,
-        "not a number of 64 bits",
+        lambda value: value is None or 0 <= value < 2**64,
+        "not between 0 and 2**64 - 1",
         "Set a seed from 0 to 18446744073709551615, or unset it.",
     ),
     (
@@ -116,7 +133,7 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "dump_folder",
-        lambda value: bool(value.strip()) and not os.path.isfile(value),
+        lambda value: bool(value.strip()) and "\0" not in value and not os.path.isfile(value),
         "not a folder to write to",
         "Name a folder, new or existing.",
     ),

@@ -1,5 +1,6 @@
 """From the names on the command line to a registry module, a file and an entry."""
 
+import contextlib
 import importlib
 import importlib.resources
 import inspect
@@ -34,7 +35,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"--config {path}: there is no such file. {guess}{found or 'Check the path.'}"
         ) from None
-    except (OSError, UnicodeDecodeError) as e:
+    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or a NUL in the path
         raise ConfigError(
             f"--config {path}: cannot be read ({e}). Name a readable UTF-8 TOML file."
         ) from e
@@ -171,8 +172,10 @@ def find_config(module: str, name: str) -> Path | None:
     candidates = (name, plain, plain.removeprefix(f"{model}_"))
     for folder in folders:
         for candidate in candidates:
-            if (path := folder / f"{candidate}.toml").is_file():
-                return path
+            path = folder / f"{candidate}.toml"
+            with contextlib.suppress(OSError):  # too long for a file, so no config's name
+                if path.is_file():
+                    return path
     functions = registry_functions(registry_module(module))
     if name in functions:
         return None

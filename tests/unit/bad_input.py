@@ -183,6 +183,21 @@ IN_FILES = {
     ),
     "set and unset": Bad('[debug]\nunset = ["seed"]\nseed = 1', "debug.seed", "1", "Keep one"),
     "no steps": Bad("[training]\nsteps = 0", "training.steps", "0", "to 1 or more"),
+    "more steps than a counter holds": Bad(
+        f"[training]\nsteps = {2**63}", "training.steps", "= 9223372036854775808", "below 2**63"
+    ),
+    "start that waits longer than a year": Bad(
+        "[comm]\ninit_timeout_seconds = 31536001",
+        "comm.init_timeout_seconds",
+        "31536001",
+        "at most a year",
+    ),
+    "step that waits longer than a year": Bad(
+        "[comm]\ntrain_timeout_seconds = 31536001",
+        "comm.train_timeout_seconds",
+        "31536001",
+        "at most a year",
+    ),
     "no batch": Bad("[training]\nlocal_batch_size = -1", "training.local_batch_size", "-1", "1 or"),
     "global batch of zero": Bad(
         "[training]\nglobal_batch_size = 0", "training.global_batch_size", "0", "-1 for one"
@@ -278,6 +293,9 @@ IN_FILES = {
         '"no/assets"',
         "Name the folder that holds tokenizer.json",
     ),
+    "output folder that no system can name": Bad(
+        'dump_folder = "out\\u0000put"', "dump_folder", '"out\\u0000put"', "Name a folder"
+    ),
     "output folder without a name": Bad('dump_folder = ""', "dump_folder", '""', "Name a folder"),
     "module that is no string": Bad("module = 3", "module", "3", "graph_trainer.llama3"),
     "unknown module in a file": Bad(
@@ -295,6 +313,7 @@ IN_FILES = {
     "seed beyond 64 bits": Bad(
         "[debug]\nseed = 18446744073709551616", "debug.seed", "18446744073709551616", "unset it"
     ),
+    "seed below zero": Bad("[debug]\nseed = -1", "debug.seed", "= -1", "a seed from 0 to"),
     "step before the last": Bad(
         "[checkpoint]\nload_step = -2", "checkpoint.load_step", "-2", "-1 for the last one"
     ),
@@ -402,6 +421,16 @@ ON_THE_COMMAND_LINE = {
     ),
     "unknown config": Bad(["--config", "8c"], "--config", "8c", "Did you mean 8b? Known configs: "),
     "unknown file": Bad(["--config", "no/such.toml"], "--config", "no/such.toml", "Check the path"),
+    "config with a name too long for a file": Bad(
+        ["--config", "a" * 300], "--config", "a" * 300, "Known configs: "
+    ),
+    "config with a NUL in its name": Bad(["--config", "x\0"], "--config", "x\0", "Known configs: "),
+    "file with a name too long": Bad(
+        ["--config", "a" * 300 + ".toml"], "--config", "a" * 300, "Name a readable"
+    ),
+    "file with a NUL in its name": Bad(
+        ["--config", "x\0.toml"], "--config", "x\0.toml", "Name a readable"
+    ),
     "unknown module": Bad(
         ["--module", "graph_trainer.lama3"],
         "--module",
