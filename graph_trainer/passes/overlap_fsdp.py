@@ -43,21 +43,22 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions) -> None:
     A gather starts as soon as fewer than `in_flight` are under way and is waited for where it
     was; none moves from backward into forward. What comes behind a reduction (its wait, the
     division, a second reduction) runs only when the `in_flight`-th after it is to start, or at
-    the end of the graph.
+    the end of the graph. What already is earlier, or later, than that stays there.
 
     Changes the order of nodes only, in the same way on every rank: the collectives of either
     role keep their order. What is written in place does not move. Relies on FSDP roles. Costs
     memory: up to `in_flight` parameters are gathered, and as many gradients not yet reduced,
-    at a time. Linear in nodes.
+    at a time. Linear in nodes, but for a sort of the collectives.
     """
     writes = LastWrites(joint.graph)
+    at = {node: position for position, node in enumerate(joint.graph.nodes)}
 
     def movable(node: fx.Node) -> bool:
         return not any(writes.is_written(n) for n in (node, *node.all_input_nodes))
 
     for half in (False, True):
-        _start_early(_launches(joint, half, movable), options.in_flight)
-    _finish_late(joint, options.in_flight, movable)
+        _start_early(_launches(joint, half, movable), options.in_flight, at)
+    _finish_late(joint, options.in_flight, movable, at)
 
 
 def _launches(
@@ -80,16 +81,27 @@ def _launches(
     return [chain for chain in chains if is_collective(chain[-1])]
 
 
-def _start_early(launches: list[list[fx.Node]], in_flight: int) -> None:
+def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node, int]) -> None:
+    """Move each launch up before the wait that makes room for it; `at` is where nodes were."""
+    launches.sort(key=lambda chain: at[chain[-1]])
     # what reads a gather, its wait, stays where it is
-    readers = [next(iter(chain[-1].users)) for chain in launches]
-    for index, chain in enumerate(launches[1:], start=1):
-        anchor = readers[max(index - in_flight + 1, 0)]
+    readers = [min(at[user] for user in chain[-1].users) for chain in launches]
+    nodes = list(at)
+    anchor = 0
+    for index, chain in enumerate(launches):
+        # waits may come in another order than launches, which must keep theirs
+        anchor = max(anchor, readers[max(index - in_flight + 1, 0)])
         for node in chain:
-            anchor.prepend(node)
+            if anchor < at[node]:
+                nodes[anchor].prepend(node)
 
 
-def _finish_late(joint: JointGraph, in_flight: int, movable: Callable[[fx.Node], bool]) -> None:
+def _finish_late(
+    joint: JointGraph,
+    in_flight: int,
+    movable: Callable[[fx.Node], bool],
+    at: dict[fx.Node, int],
+) -> None:
     """Cut each parameter's reduction behind its collectives, and move each piece down."""
     pieces: dict[str, list[list[fx.Node]]] = {}
     for node in joint.graph.nodes:
@@ -107,10 +119,12 @@ def _finish_late(joint: JointGraph, in_flight: int, movable: Callable[[fx.Node],
         free = all(user in inside or user is last for node in inside for user in node.users)
         if inside and free and all(map(movable, inside)):
             reductions.append(parts)
+    reductions.sort(key=lambda parts: at[parts[0][-1]])
     starts = [parts[0][-1] for parts in reductions]
     for index, parts in enumerate(reductions):
         for distance, part in enumerate(parts[1:], start=1):
             target = index + distance * in_flight
             anchor = starts[target] if target < len(starts) else last
             for node in part:
-                anchor.prepend(node)
+                if at[node] < at[anchor]:
+                    anchor.prepend(node)

@@ -4,7 +4,13 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.analysis.ops import is_collective, is_wait
-from graph_trainer.joint_graph import Role, is_backward, parameter_of, role_of
+from graph_trainer.joint_graph import (
+    Role,
+    copy_annotations,
+    is_backward,
+    parameter_of,
+    role_of,
+)
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from tests.unit.graphs import Builder, aten, captured_decoder, check_pass, code
 
@@ -59,6 +65,57 @@ def test_collectives_of_one_role_keep_their_order():
     overlap_fsdp.function(joint, OverlapFsdpOptions())
     for role in (Role.UNSHARD, Role.REDUCE_GRAD):
         assert order(joint, role) == order(before, role)
+
+
+def collectives(joint, role, backward):
+    return [
+        n
+        for n in joint.graph.nodes
+        if role_of(n) is role and is_collective(n) and is_backward(n) is backward
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3, 4])
+def test_waits_may_come_in_another_order_than_gathers(limit):
+    """Each pair of gathers starts together, and the second is waited for first."""
+    joint = prepared()
+    for backward in (False, True):
+        gathers = collectives(joint, Role.UNSHARD, backward)
+        for first, second in zip(gathers[::2], gathers[1::2], strict=False):
+            (wait,) = second.users
+            first.append(second)
+            second.append(wait)
+    joint.validate()
+    before = [collectives(joint, Role.UNSHARD, b) for b in (False, True)]
+    check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+    assert [collectives(joint, Role.UNSHARD, b) for b in (False, True)] == before
+    assert in_flight(joint, Role.UNSHARD) == max(limit, 2)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+def test_reductions_may_start_in_another_order_than_they_are_prepared_in(limit):
+    """What comes before the first reduction belongs to it; its collective comes after the second
+    one's, or even after the second one is done."""
+    for behind in (0, 2):
+        joint = prepared()
+        first, second, *_ = collectives(joint, Role.REDUCE_GRAD, True)
+        rest = [first, first.next, first.next.next]
+        with joint.graph.inserting_before(first):
+            cast = joint.graph.call_function(aten.clone.default, first.args[:1])
+        cast.meta = dict(first.args[0].meta)
+        copy_annotations(first, cast)
+        first.update_arg(0, cast)
+        place = second
+        for _ in range(behind):
+            place = place.next
+        for node in reversed(rest):
+            place.append(node)
+        joint.validate()
+        before = collectives(joint, Role.REDUCE_GRAD, True)
+        most = max(in_flight(joint, Role.REDUCE_GRAD), limit)
+        check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+        assert collectives(joint, Role.REDUCE_GRAD, True) == before
+        assert in_flight(joint, Role.REDUCE_GRAD) == most
 
 
 def test_nothing_moves_from_backward_into_forward():
