@@ -4,9 +4,11 @@
     python -m benchmarks.gpu --size tiny      # anywhere
 
 Uses the core only (torch 2.11 or newer, no torchtitan). All variants run the same weights in
-bf16, kept in fp32, on the same batch in one process; ratios are to eager. Eager and
-torch.compile run the plain model, which suits them best; the joint graphs run it sharded by
-simple_fsdp over a group of one. "joint, eager" is checked bitwise against eager on the way.
+bf16, kept in fp32, on the same batch in one process. All are prepared first and then step in
+turns, in another order each round; a ratio is the median over the rounds of eager's seconds to
+the variant's. Peak memory is that of one more step each. Eager and torch.compile run the plain
+model, which suits them best; the joint graphs run it sharded by simple_fsdp over a group of one.
+"joint, eager" is checked bitwise against eager on the way.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
+from benchmarks.turns import orders
 
 # Dense bf16 peak of the tensor cores, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
@@ -105,6 +108,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
         "joint, inductor": lambda: joint("inductor"),
     }
     rows: dict[str, dict[str, float]] = {}
+    steps: dict[str, Callable[[], object]] = {}
     reference = None
     for name in VARIANTS:
         # eager runs in any case: it is what the others are compared with
@@ -112,22 +116,22 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
             continue
         prepare = variants[name]
         start = time.perf_counter()
-        step = prepare()
-        result = step()
-        prepared = time.perf_counter() - start
+        steps[name] = prepare()
+        result = steps[name]()
+        rows[name] = {"prepare_seconds": time.perf_counter() - start}
         if name == "eager":
             reference = result
         elif name == "joint, eager":
             check_bitwise(reference, result)
             reference = None
         del result
-        rows[name] = {"prepare_seconds": prepared, **measure(step, arguments.steps, device)}
-        del step
-        gc.collect()
+    reference = None
+    gc.collect()
+    for name, measured in measure(steps, arguments.steps, device).items():
+        rows[name] |= measured
     count = arguments.batch * arguments.sequence
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name(device)), None)
     for row in rows.values():
-        row["ratio"] = rows["eager"]["step_seconds"] / row["step_seconds"]
         row["tokens_per_second"] = count / row["step_seconds"]
         if peak:
             row["mfu"] = row["tokens_per_second"] * size.flops_per_token(arguments.sequence) / peak
@@ -150,27 +154,44 @@ def check_bitwise(reference: object, result: object) -> None:
         assert torch.equal(gradient, grads_b[name].to_local()), name
 
 
-def measure(step: Callable[[], object], steps: int, device: torch.device) -> dict[str, float]:
-    """Median seconds of a step and, on a GPU, its peak above what was allocated, in GiB."""
-    cuda = device.type == "cuda"
-    for _ in range(2):
-        step()
-    seconds = []
-    before = 0
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        if cuda:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    measured = {"step_seconds": statistics.median(seconds)}
-    if cuda:
-        measured["peak_gib"] = (torch.cuda.max_memory_allocated() - before) / 1024**3
+def measure(
+    steps: dict[str, Callable[[], object]], rounds: int, device: torch.device
+) -> dict[str, dict[str, float]]:
+    """Of each step: median seconds and ratio to eager and, on a GPU, its own peak in GiB."""
+    for step in steps.values():
+        timed(step, device)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for names in orders(list(steps), rounds):
+        for name in names:
+            seconds[name].append(timed(steps[name], device))
+    measured = {
+        name: {
+            "step_seconds": statistics.median(own),
+            "ratio": statistics.median(e / o for e, o in zip(seconds["eager"], own, strict=True)),
+        }
+        for name, own in seconds.items()
+    }
+    if device.type == "cuda":
+        for name, step in steps.items():
+            measured[name]["peak_gib"] = peak_bytes(step) / 1024**3
     return measured
+
+
+def timed(step: Callable[[], object], device: torch.device) -> float:
+    """Seconds of a step, until the device is done."""
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most bytes that a step on a GPU holds above what was allocated before it."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def device_name(device: torch.device) -> str:

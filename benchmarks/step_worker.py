@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from benchmarks.turns import orders
 from graph_trainer.analysis.lifetimes import lifetimes
 from graph_trainer.analysis.live_storages import LiveStorages
 from graph_trainer.config import load_config
@@ -26,7 +27,10 @@ from torchtitan.distributed import utils as dist_utils  # isort: skip
 FLAGS = {
     "eager": ["--compile.mode", "eager"],
     **{p: ["--parallelism.fsdp_reshard_after_forward", p] for p in ("never", "default", "always")},
-    "overlap": ["--compile.passes", "default,overlap_fsdp"],
+    "overlap": [
+        *("--compile.passes", "default,overlap_fsdp"),
+        *("--compile.overlap_fsdp.in_flight", "8"),
+    ],
 }
 # what the process groups and the ops that call them are named in a profile
 _COMMUNICATION = ("gloo:", "c10d::", "_c10d_functional::", "c10d_functional::")
@@ -36,7 +40,7 @@ class Variant:
     """A trainer that is stepped by hand, with a clock at each part of its step.
 
     `name` is "eager", one of our reshard policies, with " overlap" behind it for the pass
-    overlap_fsdp, or "peer " and a policy.
+    overlap_fsdp with 8 in flight, or "peer " and a policy.
     """
 
     def __init__(self, name: str, flags: list[str], folder: Path) -> None:
@@ -145,10 +149,10 @@ def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
         variants[name] = Variant(name, plan["flags"], folder / name.replace(" ", "_"))
         for _ in range(plan["warmup"]):
             variants[name].step()
-    for _ in range(plan["rounds"]):
-        for variant in variants.values():
+    for names in orders(plan["variants"], plan["rounds"]):
+        for name in names:
             dist.barrier()
-            variant.timed_step()
+            variants[name].timed_step()
     results = {}
     for name, variant in variants.items():
         dist.barrier()

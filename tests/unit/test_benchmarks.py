@@ -6,10 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.step import summary
+from benchmarks.turns import orders
 
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100
@@ -81,8 +86,39 @@ def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
         assert sum(row["shares"].values()) == pytest.approx(1)
     ours, peer = rows["never"], rows["peer never"]
     # what the graph predicts is what the step holds
-    assert ours["live_bytes"] == ours["predicted_bytes"]
+    assert 0 < ours["live_bytes"] == ours["predicted_bytes"]
+    assert 0 < peer["live_bytes"] <= peer["predicted_bytes"]
     assert 0 < peer["collectives"] < ours["collectives"]
+
+
+def test_a_ratio_is_the_median_of_the_rounds_and_the_mean_of_the_ranks() -> None:
+    def rank(*own: float) -> dict[str, Any]:
+        profile = {"forward_backward": 1.0, "compute": 0.5, "gloo": 0.25}
+        parts = ("main_cpu", "all_cpu", "forward_backward", "clip", "optimizer")
+        steps = {"eager": [4.0, 8.0, 4.0], "never": list(own)}
+        return {
+            name: {
+                "seconds": {"step": step, **dict.fromkeys(parts, [0.5])},
+                "profile": profile,
+                "memory": {},
+            }
+            for name, step in steps.items()
+        }
+
+    # one rank sees 2, 4 and 1, the other 4, 8 and 1
+    ranks = [rank(2.0, 2.0, 4.0), rank(1.0, 1.0, 4.0)]
+    assert summary("never", ranks)["times_eager"] == 3
+    assert summary("eager", ranks)["times_eager"] == 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 7])
+def test_everyone_has_every_place_and_many_predecessors(count: int) -> None:
+    names = [chr(ord("a") + i) for i in range(count)]
+    rounds = orders(names, count)
+    assert all(sorted(round_) == names for round_ in rounds)
+    assert all(sorted(place) == names for place in zip(*rounds, strict=True))
+    follows = Counter(pair for round_ in rounds for pair in pairwise(round_))
+    assert max(follows.values(), default=0) <= (2 if count % 2 else 1)
 
 
 def test_gpu_runs_small_on_a_cpu() -> None:
