@@ -91,7 +91,11 @@ class PublishingWriter(FileSystemWriter):
 
 
 def publish(written: Path, name: Path) -> None:
-    """Give a finished folder its name, in place of what had it. Atomic on one file system."""
+    """Give a finished folder its name, in place of what had it.
+
+    Atomic on one file system where nothing has the name yet; otherwise a moment is left in
+    which `clean` has to give the older one its name back.
+    """
     _sync_folder(written)
     replaced = name.with_name(f"{REPLACED}{name.name.rpartition('-')[2]}")
     if name.exists():
@@ -100,6 +104,21 @@ def publish(written: Path, name: Path) -> None:
     written.rename(name)
     _sync_folder(name.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def clean(folder: Path) -> None:
+    """Remove what runs that were killed left among the checkpoints of a folder.
+
+    A checkpoint that was about to be replaced gets its name back.
+    """
+    for replaced in folder.glob(f"{REPLACED}*"):
+        name = replaced.with_name(f"step-{replaced.name.removeprefix(REPLACED)}")
+        if name.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(name)
+    for writing in folder.glob(f"{WRITING}*"):
+        shutil.rmtree(writing, ignore_errors=True)
 
 
 def sums_of(folder: Path) -> dict[str, str] | None:

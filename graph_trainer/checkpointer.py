@@ -23,10 +23,10 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
 from graph_trainer.checkpoint_files import (
-    REPLACED,
     SUMS,
     WRITING,
     PublishingWriter,
+    clean,
     damage,
     publish,
 )
@@ -95,9 +95,10 @@ class CheckedCheckpointManager(CheckpointManager):
         try:
             saved: Future[Any] | AsyncSaveResponse | None = None
             if to_hf:
-                self._remove([writing])
+                _on_first_rank(lambda: shutil.rmtree(writing, ignore_errors=True))
                 super().dcp_save(state_dict, str(writing), async_mode, to_hf=True)
-                self._on_first_rank(lambda: publish(writing, final))
+                dist.barrier()  # every rank's files are there
+                _on_first_rank(lambda: publish(writing, final))
             else:
                 saved = self._save_as(state_dict, writing, final, async_mode)
         except (Exception, dcp.CheckpointException) as error:
@@ -138,10 +139,7 @@ class CheckedCheckpointManager(CheckpointManager):
             shutil.rmtree(writing, ignore_errors=True)
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, dcp.CheckpointException):
-            reason = "; ".join(
-                f"rank {rank}: {type(e).__name__}: {e}"
-                for rank, (e, _) in sorted(error.failures.items())[:_SHOWN]
-            )
+            reason = _reasons(error)
         kept = self._steps_there()
         return CheckpointError(
             f"the checkpoint {final} could not be written: {reason}. Nothing of it is left; "
@@ -171,11 +169,7 @@ class CheckedCheckpointManager(CheckpointManager):
     def _load(self, step: int = -1) -> bool:
         if not filesystem.is_remote(self.folder):
             if not self.load_only:
-                left = [
-                    *Path(self.folder).glob(f"{WRITING}*"),
-                    *Path(self.folder).glob(f"{REPLACED}*"),
-                ]
-                self._remove(left)
+                _on_first_rank(lambda: clean(Path(self.folder)))
             if step == -1:
                 step = self._newest_good_step()
         return super()._load(step)
@@ -186,7 +180,8 @@ class CheckedCheckpointManager(CheckpointManager):
         """As torchtitan's, after a look at every byte.
 
         Raises:
-            CheckpointError: on every rank, when the checkpoint is damaged.
+            CheckpointError: on every rank, when the checkpoint is damaged, or lacks what is to
+                be loaded.
         """
         if not from_hf and not filesystem.is_remote(checkpoint_id):
             found = self._damage(checkpoint_id)
@@ -196,7 +191,16 @@ class CheckedCheckpointManager(CheckpointManager):
                     "another one, or leave checkpoint.load_step out to take the newest that is "
                     "good."
                 )
-        super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        try:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+        except dcp.CheckpointException as error:  # no Exception, but a BaseException
+            raise CheckpointError(
+                f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}. If it is "
+                "the last one of a finished run it may hold the model alone: with "
+                "checkpoint.last_save_model_only = false a run can be continued beyond its last "
+                "step. Choose an earlier one with checkpoint.load_step, or give this one as "
+                "checkpoint.initial_load_path of a new run."
+            ) from error
 
     def _newest_good_step(self) -> int:
         """The newest step whose checkpoint is whole, on every rank the same; -1 without any."""
@@ -242,13 +246,6 @@ class CheckedCheckpointManager(CheckpointManager):
         names = [_STEP.fullmatch(p.name) for p in folder.iterdir()] if folder.is_dir() else []
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
-    def _remove(self, folders: list[Path]) -> None:
-        def remove() -> None:
-            for folder in folders:
-                shutil.rmtree(folder, ignore_errors=True)
-
-        _on_first_rank(remove)
-
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
     """The same [checkpoint], built as our manager where it says torchtitan's; others stay."""
@@ -275,6 +272,11 @@ def _from_first_rank(value: T) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def _reasons(error: dcp.CheckpointException) -> str:
+    failures = sorted(error.failures.items())[:_SHOWN]
+    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures)
 
 
 def _listed(lines: list[str]) -> str:

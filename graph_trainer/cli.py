@@ -163,6 +163,9 @@ def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list
     command += [f"--nproc_per_node={ranks}", f"--nnodes={machines}"]
     if "NODE_RANK" in os.environ:
         command.append(f"--node_rank={os.environ['NODE_RANK']}")
+        if machines > 1:
+            # torchrun's guess by host name fails behind aliases
+            command.append(f"--rdzv_conf=is_host={int(os.environ['NODE_RANK'] == '0')}")
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
     command.append(f"--max_restarts={os.environ.get('MAX_RESTARTS', '0')}")
     command += [f"--local-ranks-filter={os.environ.get('LOG_RANK', '0')}", "--role=rank", "--tee=3"]

@@ -30,7 +30,11 @@ class CheckpointError(GraphTrainerError):
 
 
 class TrainingError(GraphTrainerError):
-    """A run that cannot go on: a loss that is not finite, or ranks that did not arrive."""
+    """A run that cannot go on: numbers that are not finite, or ranks that did not arrive."""
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a gradient that is not finite. Raised on every rank alike."""
 
 
 class CollectiveError(GraphTrainerError):

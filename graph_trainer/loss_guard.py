@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.errors import TrainingError
+from graph_trainer.errors import NotFiniteError
 
 _SHOWN = 16
 
@@ -19,8 +20,8 @@ class LossGuard:
     `see` launches a few tiny kernels and waits for nothing; `check` is one small exchange
     between all ranks that waits for the device. So `check` belongs where the loop waits anyway:
     before a step is logged, and before a checkpoint is written, which must not hold what such
-    a loss has made of the parameters. Between the two a bad step goes unnoticed; it is named all
-    the same.
+    a loss has made of the parameters (nor what a gradient will, so there the gradients are looked
+    at too). Between the two a bad step goes unnoticed; it is named all the same.
     """
 
     def __init__(self) -> None:
@@ -28,36 +29,63 @@ class LossGuard:
 
     def see(self, step: int, loss: torch.Tensor) -> None:
         """Note this rank's loss of (a part of) a step."""
-        local = loss.to_local() if isinstance(loss, DTensor) else loss
-        local = local.detach().to(torch.float64)
+        local = _local(loss).detach().to(torch.float64)
         if self._first is None:
             self._first = torch.full((2,), math.inf, dtype=torch.float64, device=local.device)
         is_first = torch.isinf(self._first[0]) & ~torch.isfinite(local)
         seen = torch.stack([torch.full_like(local, step), local])
         self._first = torch.where(is_first, seen, self._first)
 
-    def check(self) -> None:
+    def check(self, step: int, gradients: Iterable[torch.Tensor] = ()) -> None:
         """Go on only if every loss of every rank was finite. All ranks call it together.
 
+        Arguments:
+            gradients: what must be finite as well: a checkpoint of `step` must not hold what
+                they would make of the parameters. One pass over their bytes.
+
         Raises:
-            TrainingError: on every rank alike, with the step and the ranks.
+            NotFiniteError: on every rank alike, with the step and the ranks.
         """
         assert self._first is not None, "nothing was seen"
-        everyone = [torch.empty_like(self._first) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, self._first)
-        refuse(torch.stack(everyone).tolist())
+        finite = [torch.isfinite(_local(gradient)).all() for gradient in gradients]
+        good = torch.stack(finite).all() if finite else torch.ones_like(self._first[0])
+        mine = torch.cat([self._first, good.to(self._first)[None]])
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        found = torch.stack(everyone).tolist()
+        refuse([first for *first, _ in found])
+        refuse_gradients(step, [rank for rank, (*_, good) in enumerate(found) if not good])
 
 
 def refuse(firsts: list[list[float]]) -> None:
-    """Raise the TrainingError for the ranks' first (step, loss), if any step is finite."""
+    """Raise the NotFiniteError for the ranks' first (step, loss), if any step is finite."""
     step = min(first[0] for first in firsts)
     if math.isinf(step):
         return
     bad = {rank: loss for rank, (at, loss) in enumerate(firsts) if at == step}
     shown = ", ".join(f"rank {rank}: {loss}" for rank, loss in list(bad.items())[:_SHOWN])
     more = f" and {len(bad) - _SHOWN} more ranks" if len(bad) > _SHOWN else ""
-    raise TrainingError(
+    raise NotFiniteError(
         f"step {int(step)}: the loss is not finite ({shown}{more}). Training stops; the last "
         "checkpoint is from before. Look at that step's batch on those ranks, then go on from "
         "that checkpoint with other data or a lower learning rate (optimizer.param_groups)."
     )
+
+
+def refuse_gradients(step: int, ranks: list[int]) -> None:
+    """Raise the NotFiniteError for ranks that hold a gradient that is not finite, if any."""
+    if not ranks:
+        return
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    raise NotFiniteError(
+        f"step {step}: the loss is finite and a gradient is not (ranks {shown}{more}). Training "
+        "stops before the checkpoint of this step is written; the last one is from before. Go on "
+        "from it with other data or a lower learning rate (optimizer.param_groups), or look for "
+        "the operator whose derivative is not finite with torch.autograd.detect_anomaly in "
+        'compile.mode = "eager".'
+    )
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

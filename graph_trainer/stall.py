@@ -4,7 +4,8 @@ Nothing here runs in a step that goes well. With gloo a collective that times ou
 connection, raises a RuntimeError in the rank that waits. The line of generated code that raised
 is the node of the graph, and the node knows its module and its parameter. Then the ranks
 that wait tell each other where they do, through the store by which they met: it needs no
-collective, and under torchrun it outlives every rank. Who says nothing did not come.
+collective, and under torchrun it outlives every rank (but with MAX_RESTARTS rank 0 holds it, and
+what is said ends with rank 0). Who says nothing did not come.
 
 NCCL never gets here: its collectives return at once, and its watchdog thread ends the process at
 the time-out, with the kind, number and sizes of the collective and, with

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.config import GraphCompileConfig, pass_config, save_resolved_config
 from graph_trainer.console import show_report
-from graph_trainer.errors import CollectiveError
+from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.loss import ChunkedCrossEntropyLoss
@@ -108,7 +108,7 @@ class GraphTrainer(Trainer):
         return loss
 
     def _guard(self, loss: torch.Tensor) -> None:
-        """Stop before a step is logged, or saved, whose loss is not finite."""
+        """Stop before a step is logged whose loss is not finite, or saved with such a gradient."""
         self._losses.see(self.step, loss)
         self._microbatches += 1
         if self._microbatches % self.gradient_accumulation_steps:
@@ -117,8 +117,12 @@ class GraphTrainer(Trainer):
         saves = isinstance(checkpointer, CheckedCheckpointManager) and checkpointer.saves_at(
             self.step, last_step=self.step == self.config.training.steps
         )
-        if saves or self.metrics_processor.should_log(self.step):
-            self._losses.check()
+        if saves:
+            parameters = [p for part in self.model_parts for p in part.parameters()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._losses.check(self.step, gradients)
+        elif self.metrics_processor.should_log(self.step):
+            self._losses.check(self.step)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
         """torchtitan's step.
@@ -144,9 +148,19 @@ class GraphTrainer(Trainer):
         raise with_the_others(failed, self.step) from error
 
     def train(self) -> None:
-        """torchtitan's loop."""
+        """torchtitan's loop, and the end of an asynchronous save.
+
+        A save that is under way is waited for where every rank comes here: at the end, when the
+        data run out, and where the loss was refused. Behind a collective that failed others may
+        never come.
+        """
         with process_group_timeouts():
-            super().train()
+            try:
+                super().train()
+            except NotFiniteError:
+                self.checkpointer.maybe_wait_for_saving()
+                raise
+            self.checkpointer.maybe_wait_for_saving()
 
     def _loss_of_batch(
         self,

@@ -98,8 +98,9 @@ def at_step(
     act: Callable[[torch.Tensor], torch.Tensor] = lambda loss: loss,
     *,
     before: Callable[[], None] = lambda: None,
+    ruin_gradients: bool = False,
 ) -> Change:
-    """Do something before one step on one rank, or with its loss."""
+    """Do something before one step on one rank, or with its loss or gradients."""
 
     def change(trainer: GraphTrainer) -> None:
         captured = trainer._captured_step
@@ -109,6 +110,8 @@ def at_step(
             if here:
                 before()
             loss, gradients = captured(*args, **kwargs)
+            if here and ruin_gradients:
+                gradients["norm.weight"].mul_(torch.inf)
             return act(loss) if here else loss, gradients
 
         trainer._captured_step = run_step  # type: ignore[assignment]
@@ -199,6 +202,23 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
 
     nan = run(folder / "nan", *four, change=at_step(3, 1, poison))
     yield "not finite", shown(nan) | {"names": names(folder / "nan")}
+
+    ruin = at_step(4, 1, ruin_gradients=True)
+    yield (
+        "bad gradient",
+        shown(run(folder / "ruin", *four, change=ruin)) | {"names": names(folder / "ruin")},
+    )
+
+    export = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
+    exported = run(folder / "export", "--training.steps", "1", *export)
+    yield (
+        "export",
+        shown(exported)
+        | {
+            "names": names(folder / "export"),
+            "files": sorted(p.name for p in (folder / "export/checkpoint/step-1").iterdir()),
+        },
+    )
 
     short = run(folder / "short", *three, change=shorter_from(2))
     eager = run(folder / "short-eager", *three, "--compile.mode", "eager", change=shorter_from(2))

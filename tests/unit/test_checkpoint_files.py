@@ -15,7 +15,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from graph_trainer import checkpoint_files
-from graph_trainer.checkpoint_files import SUMS, PublishingWriter, damage, publish, sums_of
+from graph_trainer.checkpoint_files import (
+    SUMS,
+    PublishingWriter,
+    clean,
+    damage,
+    publish,
+    sums_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -158,3 +165,14 @@ def test_the_name_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checkpoint_files, "publish", look)
     save(tmp_path, 2)
     assert seen == [([], [".metadata", SUMS, DATA], False)]
+
+
+def test_what_killed_runs_left_is_removed_and_a_replaced_checkpoint_comes_back(
+    tmp_path: Path,
+) -> None:
+    for name in ("step-2", "step-6", "writing-6", "replaced-2", "replaced-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "whose").write_text(name)
+    clean(tmp_path)
+    left = {path.name: (path / "whose").read_text() for path in tmp_path.iterdir()}
+    assert left == {"step-2": "step-2", "step-4": "replaced-4", "step-6": "step-6"}

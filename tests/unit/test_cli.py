@@ -70,7 +70,11 @@ def test_train_on_several_machines_needs_a_meeting_point(capsys, monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
     code, out, _ = run(capsys, "train", "--parallelism.data_parallel_shard_degree", "4")
     assert code == 0
-    assert "--nnodes=2 --node_rank=1" in out and "--rdzv_endpoint=node0:29500" in out
+    assert (
+    assert "--nnodes=2 --node_rank=1 --rdzv_conf=is_host=0" in out
+    assert "--rdzv_endpoint=node0:29500" in out
+        and "--rdzv_endpoint=node0:29500" in out
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("NGPU", "0"), ("NGPU", "two"), ("NNODES", "-1")])
@@ -187,7 +191,7 @@ def test_every_field_of_our_section_is_documented():
 
     source = inspect.getsource(sections.GraphCompileConfig)
     fields = re.findall(r"^    (\w+): (?!Annotated)[^\n]*\n    (\S*)", source, re.M)
-    assert len(fields) == 6
+    assert len(fields) == 7
     assert all(follows.startswith('"""') for _, follows in fields)
 
 
