@@ -74,7 +74,9 @@ def test_always_holds_less_than_never() -> None:
 
 @pytest.mark.timeout(600)
 def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
-    flags = ["--fsdp", "2", "--tp", "1", "--batch", "1", "--sequence", "32", "--rounds", "1"]
+    # long enough for activations to make the peak: while it reduces, gloo holds less than nccl,
+    # for which memory is predicted
+    flags = ["--fsdp", "2", "--tp", "1", "--batch", "1", "--sequence", "256", "--rounds", "1"]
     variants = ["eager", "never", "peer never"]
     flags += ["--warmup", "1", "--variants", *variants]
     _, results = benchmark("benchmarks.step", *flags, timeout=580)
@@ -86,8 +88,8 @@ def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
         assert sum(row["shares"].values()) == pytest.approx(1)
     ours, peer = rows["never"], rows["peer never"]
     # what the graph predicts is what the step holds
-    assert 0 < ours["live_bytes"] == ours["predicted_bytes"]
-    assert 0 < peer["live_bytes"] <= peer["predicted_bytes"]
+    for row in (ours, peer):
+        assert 0 < row["live_bytes"] == row["predicted_bytes"]
     assert 0 < peer["collectives"] < ours["collectives"]
 
 
