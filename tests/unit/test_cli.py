@@ -70,11 +70,8 @@ def test_train_on_several_machines_needs_a_meeting_point(capsys, monkeypatch):
     monkeypatch.setenv("NODE_RANK", "1")
     code, out, _ = run(capsys, "train", "--parallelism.data_parallel_shard_degree", "4")
     assert code == 0
-    assert (
     assert "--nnodes=2 --node_rank=1 --rdzv_conf=is_host=0" in out
     assert "--rdzv_endpoint=node0:29500" in out
-        and "--rdzv_endpoint=node0:29500" in out
-    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("NGPU", "0"), ("NGPU", "two"), ("NNODES", "-1")])
