@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger, logger
 
 from graph_trainer.checkpoint_files import damage
@@ -59,6 +60,7 @@ def run(folder: Path, *flags: str, change: Change = lambda trainer: None) -> dic
     except GraphTrainerError as e:
         error = f"{type(e).__name__}: {e}"
     seconds = time.monotonic() - start
+    still_saving = trainer.checkpointer.save_future is not None
     trainer.close()
     logger.removeHandler(said)
     return {
@@ -66,6 +68,7 @@ def run(folder: Path, *flags: str, change: Change = lambda trainer: None) -> dic
         "error": error,
         "seconds": seconds,
         "lines": said.lines,
+        "still_saving": still_saving,
         "parameters": {
             name: p.to_local().clone() for name, p in trainer.model_parts[0].named_parameters()
         },
@@ -135,6 +138,17 @@ def shorter_from(step: int) -> Change:
         trainer.batch_generator = halved
 
     return change
+
+
+def out_of_data(trainer: GraphTrainer) -> None:
+    """Three batches and no more."""
+    batches = trainer.batch_generator
+
+    def few(data: Any) -> Iterator[Any]:
+        yield from itertools.islice(batches(data), 3)
+        raise DataloaderExhaustedError
+
+    trainer.batch_generator = few
 
 
 def full_disk(trainer: GraphTrainer) -> None:
@@ -208,6 +222,9 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
         "bad gradient",
         shown(run(folder / "ruin", *four, change=ruin)) | {"names": names(folder / "ruin")},
     )
+
+    ended = run(folder / "ended", *four, "--checkpoint.async_mode", "async", change=out_of_data)
+    yield "out of data", shown(ended) | {"names": names(folder / "ended")}
 
     export = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")
     exported = run(folder / "export", "--training.steps", "1", *export)

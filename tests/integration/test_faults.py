@@ -95,6 +95,12 @@ def test_a_gradient_that_is_not_finite_stops_every_rank_before_the_save(results:
         assert (case["step"], case["names"]) == (4, ["step-2"])
 
 
+def test_a_save_is_finished_when_the_data_run_out(results: Results) -> None:
+    for rank in (0, 1):
+        case = results[rank]["out of data"]
+        assert (case["error"], case["still_saving"], case["names"]) == ("", False, ["step-2"])
+
+
 def test_the_last_checkpoint_can_be_an_export_for_hugging_face(results: Results) -> None:
     for rank in (0, 1):
         case = results[rank]["export"]
