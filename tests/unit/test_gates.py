@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch  # before pytester, which puts sys.modules back: torch cannot be imported twice
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
@@ -88,7 +89,7 @@ def test_a_cuda_test_is_skipped_without_a_device(
         def test_host(): pass
         """
     )
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pytester.runpytest_inprocess().assert_outcomes(passed=1, skipped=1)
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=1)
