@@ -239,11 +239,11 @@ def print_passes() -> int:
 
 def print_doctor() -> int:
     """Print what this machine has and lacks; 1 where something keeps it from training."""
-    from graph_trainer.doctor import State, examine, report
+    from graph_trainer import doctor
 
-    findings = examine()
-    _print_table(report(findings))
-    return int(any(each.state is State.BROKEN for each in findings))
+    findings = doctor.examine()
+    _print_table(doctor.report(findings))
+    return int(any(each.state is doctor.State.BROKEN for each in findings))
 
 
 def _print_table(table: "RenderableType") -> None:

@@ -128,9 +128,10 @@ class GraphTrainer(Trainer):
         """torchtitan's step.
 
         Raises:
-            TrainingError: the loss is not finite, found when a step is logged or saved; or a
-                collective failed (gloo), with the step, the collective and the ranks that did
-                not come.
+            NotFiniteError: the loss is not finite, found when a step is logged or saved; or a
+                gradient is not, where the step is about to be saved.
+            TrainingError: a collective failed (gloo), with the step, the collective and the
+                ranks that did not come.
         """
         try:
             super().train_step(data_iterator)
