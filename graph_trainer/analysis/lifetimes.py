@@ -19,6 +19,8 @@ class Lifetimes:
 
     live_bytes: list[int]
     """For every node, in order: bytes made by the graph that are alive while it runs."""
+    born: dict[Storage, int]
+    """Position of the node that makes a storage."""
     last_use: dict[Storage, int]
     """Position of the last node that reads a storage or one of its views."""
     size: dict[Storage, int]
@@ -60,7 +62,7 @@ def lifetimes(joint: JointGraph) -> Lifetimes:
     for position in range(len(order)):
         total += change[position]
         live.append(total)
-    return Lifetimes(live, last_use, size)
+    return Lifetimes(live, born, last_use, size)
 
 
 def _read_by(node: fx.Node) -> list[fx.Node]:
