@@ -56,6 +56,8 @@ def capture(
     loss_fn: LossFn,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
+    *,
+    meta_as: torch.device | str = "meta",
 ) -> JointGraph:
     """Trace forward, loss and backward of one step into one flat graph.
 
@@ -66,6 +68,7 @@ def capture(
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
         args, kwargs: one batch. Tensors become inputs; everything else is baked in and
             checked at every later call.
+        meta_as: the device that tensors on meta stand for: ops are chosen as on that device.
 
     Returns:
         the graph: inputs are the model's tensors and the batch, outputs the loss and the
@@ -94,7 +97,7 @@ def capture(
     # Detached one by one: a tensor that is given twice is two inputs, since the next call
     # may give two tensors.
     real = [part.detach() for t in (*state.tensors, *batch_tensors) for part in unwrap(t)[0]]
-    fakes = [mode.from_tensor(part) for part in real]
+    fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
 
     scopes = Scopes()
     trace = _Trace(model, loss_fn, inputs, state, batch, scopes)
@@ -129,6 +132,15 @@ def capture(
     find_fsdp_roles(joint)
     joint.validate()
     return joint
+
+
+def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_as: torch.device) -> torch.Tensor:
+    if tensor.is_meta and meta_as.type != "meta":
+        with mode:
+            return torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta_as
+            )
+    return mode.from_tensor(tensor)
 
 
 def _place(module: str) -> str:

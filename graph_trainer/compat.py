@@ -61,6 +61,7 @@ __all__ = [
     "TorchDispatchMode",
     "autograd_sequence_number",
     "c10d_functional",
+    "clear_sharding_cache",
     "concatenate_meshes",
     "detect_fake_mode",
     "current_sequence_number",
@@ -230,3 +231,13 @@ def compile_with_inductor(
 def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """What torch.distributed.set_timeout is to become public as. torch 2.11 to 2.15."""
     _set_pg_timeout(timeout, group)
+
+
+def clear_sharding_cache() -> None:
+    """Make DTensor forget what it inferred for the meshes of an earlier process group.
+
+    Needed where one process is several fake ranks in turn. torch 2.11 to 2.15.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()

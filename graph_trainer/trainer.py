@@ -13,13 +13,12 @@ import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
-from graph_trainer.config import GraphCompileConfig, pass_config, save_resolved_config
+from graph_trainer.captured_step import attach_loss, loss_of_batch, passes_of
+from graph_trainer.config import GraphCompileConfig, save_resolved_config
 from graph_trainer.console import show_report
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import JointGraph
-from graph_trainer.loss import ChunkedCrossEntropyLoss
 from graph_trainer.loss_guard import LossGuard
 from graph_trainer.passes import Report
 from graph_trainer.stall import outside_the_graph, with_the_others
@@ -54,21 +53,16 @@ class GraphTrainer(Trainer):
         checked = copy.copy(config)  # what is saved as config.toml stays as it was given
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
         super().__init__(checked)
-        if isinstance(self.loss_fn, ChunkedCrossEntropyLoss):
-            (model,) = self.model_parts
-            self.loss_fn.attach(model)
+        (model,) = self.model_parts
+        attach_loss(self.loss_fn, model)
         compile_config = config.compile
         self._losses = LossGuard()
         self._microbatches = 0
         self._captured_step: TrainStep | None = None
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
-                self._loss_of_batch,
-                passes=pass_config(
-                    compile_config,
-                    reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
-                    pipeline_parallel=self.parallel_dims.pp_enabled,
-                ),
+                loss_of_batch(self.loss_fn),
+                passes=passes_of(config, self.parallel_dims),
                 backend=compile_config.backend,
                 max_graphs=compile_config.max_graphs,
                 on_event=logger.info,
@@ -162,19 +156,6 @@ class GraphTrainer(Trainer):
                 self.checkpointer.maybe_wait_for_saving()
                 raise
             self.checkpointer.maybe_wait_for_saving()
-
-    def _loss_of_batch(
-        self,
-        model: nn.Module,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
-        **extra: Any,
-    ) -> torch.Tensor:
-        prediction = model(inputs, **extra)
-        positions = {"positions": extra["positions"]} if "positions" in extra else {}
-        loss, _ = self.loss_fn(prediction, labels, global_valid_tokens, **positions)
-        return loss
 
     def _show_report(self, joint: JointGraph, report: Report) -> None:
         if dist.get_rank() == 0:

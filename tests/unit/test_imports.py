@@ -23,6 +23,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "graph_trainer"
 # it is not.
 PLUGIN = {
     "__main__",
+    "captured_step",
     "checkpointer",
     "cli",
     "config",
@@ -31,6 +32,7 @@ PLUGIN = {
     "doctor",
     "loss",
     "parallelize",
+    "plan",
     "titan_compat",
     "train",
     "trainer",
