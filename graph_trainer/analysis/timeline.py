@@ -1,0 +1,141 @@
+"""A step played on one compute stream and one stream a process group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from torch import fx
+
+from graph_trainer.analysis.collective_costs import collective_seconds
+from graph_trainer.analysis.collectives import Collective
+from graph_trainer.analysis.costs import Cost
+from graph_trainer.analysis.hardware import Hardware
+from graph_trainer.analysis.ops import is_collective, is_wait, storage_roots
+from graph_trainer.analysis.traffic import Traffic, traffic_of
+from graph_trainer.joint_graph import JointGraph
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that a stream is busy with."""
+
+    node: fx.Node
+    stream: str
+    start: float
+    """Seconds from the beginning of the step."""
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ExposedWait:
+    """A wait at which the compute stream stands still."""
+
+    wait: fx.Node
+    collective: Collective
+    traffic: Traffic
+    seconds: float
+    held_up: fx.Node | None
+    """The next node that computes, which could have begun; None where the step ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """How a step passes on one rank."""
+
+    events: list[Event]
+    starts: list[float]
+    """For every node, in graph order, when the compute stream reaches it, seconds."""
+    step_seconds: float
+    busy: dict[str, float]
+    """Seconds that each stream is busy."""
+    exposed: list[ExposedWait]
+
+    def exposed_seconds(self) -> dict[Traffic, float]:
+        """Seconds that compute stands still, by what the collectives are for."""
+        total: dict[Traffic, float] = defaultdict(float)
+        for each in self.exposed:
+            total[each.traffic] += each.seconds
+        return dict(total)
+
+
+def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
+    """A short name for every group: its number of ranks and their distance."""
+    names: dict[tuple[int, ...], str] = {}
+    for each in issued:
+        if each.ranks not in names:
+            names[each.ranks] = f"{describe_ranks(each.ranks)}"
+    return names
+
+
+def describe_ranks(ranks: tuple[int, ...]) -> str:
+    """'16 ranks 0, 8, ... 120': a group in a few words, whatever its size."""
+    if len(ranks) <= 4:
+        return f"ranks {', '.join(map(str, ranks))}"
+    return f"{len(ranks)} ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
+
+
+def play(
+    joint: JointGraph, issued: list[Collective], cost: dict[fx.Node, Cost], hardware: Hardware
+) -> Timeline:
+    """Play a graph in its order. Linear in nodes.
+
+    Compute nodes run one after the other. A collective begins when the compute stream has
+    reached it and its group's stream is free, and does not hold compute up; a wait holds it up
+    until its collective is done. Streams do not slow each other down.
+
+    Arguments:
+        issued: the collectives of the graph, as `collectives` gives them.
+        cost: what each node takes, as `costs` gives it.
+    """
+    by_node = {c.node: c for c in issued}
+    traffic = traffic_of(issued)
+    names = stream_names(issued)
+    roots = storage_roots(joint.graph)
+    free: dict[str, float] = defaultdict(float)
+    busy: dict[str, float] = defaultdict(float)
+    ends: dict[object, tuple[float, Collective]] = {}
+    events: list[Event] = []
+    starts: list[float] = []
+    blocked: list[tuple[fx.Node, Collective, float]] = []
+    exposed: list[ExposedWait] = []
+    now = 0.0
+    for node in joint.graph.nodes:
+        starts.append(now)
+        if node in by_node:
+            collective = by_node[node]
+            stream = names[collective.ranks]
+            seconds = collective_seconds(collective, hardware)
+            start = max(now, free[stream])
+            free[stream] = start + seconds
+            busy[stream] += seconds
+            ends[roots[node]] = (free[stream], collective)
+            events.append(Event(node, stream, start, seconds))
+        elif is_wait(node):
+            end, waited = ends.get(roots[node]) or ends.get((roots[node][0], 0), (now, None))
+            if end > now and waited is not None:
+                blocked.append((node, waited, end - now))
+                now = end
+        elif not is_collective(node) and cost[node].seconds:
+            seconds = cost[node].seconds
+            exposed += _held_up(blocked, traffic, node)
+            blocked = []
+            events.append(Event(node, COMPUTE, now, seconds))
+            busy[COMPUTE] += seconds
+            now += seconds
+    exposed += _held_up(blocked, traffic, None)
+    end_of_all = max([now, *free.values()])
+    return Timeline(events, starts, end_of_all, dict(busy), exposed)
+
+
+def _held_up(
+    blocked: list[tuple[fx.Node, Collective, float]],
+    traffic: dict[fx.Node, Traffic],
+    node: fx.Node | None,
+) -> list[ExposedWait]:
+    return [
+        ExposedWait(wait, collective, traffic[collective.node], seconds, node)
+        for wait, collective, seconds in blocked
+    ]
