@@ -10,14 +10,11 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from graph_trainer.analysis.collectives import Collective, collectives
+from graph_trainer.analysis.order import REMEDY
+from graph_trainer.analysis.sequences import Issued, Ranks, Sequence, issued_by
 from graph_trainer.errors import VerificationError
 from graph_trainer.joint_graph import JointGraph, Role
 
-Ranks = tuple[int, ...]
-Entry = tuple[str, Ranks, str, int, str, int | None]
-"""`Collective.entry()`, and how many have been issued when it is waited for."""
-Sequence = list[tuple[Entry, str]]
-"""What one rank issues, in order: what others must agree on, and a line for a person."""
 Digests = dict[Ranks, str]
 Short = dict[str, tuple[int, str]]
 """By a digest of a group's ranks: how many they are, and the digest of what is issued."""
@@ -49,7 +46,7 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
         return
     mine: Sequence | Exception
     try:
-        mine = joint if isinstance(joint, Exception) else sequence_of(collectives(joint))
+        mine = joint if isinstance(joint, Exception) else issued_by(joint, dist.get_world_size())
     except VerificationError as error:
         mine = error
     outcome = mine if isinstance(mine, Exception) else shortened(digests_of(mine))
@@ -108,23 +105,11 @@ def raise_first_failure(texts: list[str], what: str) -> None:
             raise VerificationError(f"rank {rank} could not {what}: {text}")
 
 
-def sequence_of(issued: list[Collective]) -> Sequence:
-    """What one rank says of the collectives that it issues."""
-    return [
-        ((*c.entry(), c.waited_after), f"{c.describe()}, {_waited(c.waited_after)}") for c in issued
-    ]
-
-
-def _waited(after: int | None) -> str:
-    return "never waited for" if after is None else f"waited for when {after} are issued"
-
-
 def check_sequences(sequences: list[Sequence]) -> None:
     """What `check_order_across_ranks` checks, for sequences that are all at hand.
 
     Arguments:
-        sequences: by global rank, what the rank issues: (entry, line for a person) of each
-            collective.
+        sequences: by global rank.
 
     Raises:
         VerificationError: with the first differing entry of two ranks.
@@ -178,8 +163,8 @@ def digests_of(sequence: Sequence) -> Digests:
     """For each group that one rank communicates in, a digest of what it issues there and at
     which place of its whole sequence. Linear in collectives."""
     by_group: dict[Ranks, list[object]] = defaultdict(list)
-    for place, (entry, _) in enumerate(sequence):
-        by_group[_ranks(entry)].append((place, entry))
+    for place, each in enumerate(sequence):
+        by_group[each.entry[1]].append((place, each.entry, each.waited_after))
     return {
         ranks: hashlib.sha256(repr(entries).encode()).hexdigest()
         for ranks, entries in by_group.items()
@@ -220,10 +205,6 @@ def disagreeing_pairs(digests: list[Digests]) -> list[tuple[int, int]]:
     return list(pairs)
 
 
-def _ranks(entry: Entry) -> Ranks:
-    return entry[1]
-
-
 def _refusal(sequences: list[Sequence], pairs: list[tuple[int, int]]) -> str:
     place, a, b = min((_first_difference(sequences[a], sequences[b], a, b), a, b) for a, b in pairs)
     detail = (
@@ -231,8 +212,7 @@ def _refusal(sequences: list[Sequence], pairs: list[tuple[int, int]]) -> str:
     )
     return (
         "the ranks' graphs do not issue the same collectives in the same order; running them "
-        f"would hang. First difference, collective {place}: {detail}. Look for code in the model "
-        "or the loss that depends on the rank, and for different configs or versions on the ranks."
+        f"would hang. First difference, collective {place}: {detail}. {REMEDY}"
     )
 
 
@@ -240,12 +220,20 @@ def _first_difference(one: Sequence, two: Sequence, a: int, b: int) -> int:
     """The first place where either of two ranks issues on a group of both something else than
     the other."""
     for place, (left, right) in enumerate(zip_longest(one, two)):
-        entries = [pair[0] for pair in (left, right) if pair is not None]
-        together = any({a, b} <= set(_ranks(entry)) for entry in entries)
-        if together and (len(entries) == 1 or entries[0] != entries[1]):
+        entries = [each.entry for each in (left, right) if each is not None]
+        together = any({a, b} <= set(ranks) for _, ranks, *_ in entries)
+        if together and _agreed(left) != _agreed(right):
             return place
     raise AssertionError("digests of the same group differ and its entries do not")
 
 
+def _agreed(each: Issued | None) -> object:
+    return each and (each.entry, each.waited_after)
+
+
 def _at(sequence: Sequence, place: int) -> str:
-    return sequence[place][1] if place < len(sequence) else "nothing more"
+    if place >= len(sequence):
+        return "nothing more"
+    after = sequence[place].waited_after
+    waited = "never waited for" if after is None else f"waited for when {after} are issued"
+    return f"{sequence[place].line}, {waited}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import fx
@@ -45,6 +46,9 @@ _RUN_ONCE = {
 }
 
 
+_RANKS_SHOWN = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One collective of a graph."""
@@ -75,7 +79,15 @@ class Collective:
         """One line for a person."""
         kind, ranks, dtype, numel, reduction = self.entry()
         what = f"{kind}{f'({reduction})' if reduction else ''} of {numel} x {dtype}"
-        return f"{what} over ranks {list(ranks)} in module '{self.module}' (node {self.node.name})"
+        where = f"in module '{self.module}' (node {self.node.name})"
+        return f"{what} over {ranks_text(ranks)} {where}"
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group; the first and the last of many."""
+    if len(ranks) <= _RANKS_SHOWN:
+        return f"ranks {list(ranks)}"
+    return f"{len(ranks)} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
 
 
 def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
@@ -105,54 +117,71 @@ def collectives(
         VerificationError: a collective that names no group or sends no tensor, so that
             nothing can be said about it; or one in a subgraph that data decides about.
     """
-    known: dict[str, tuple[int, ...]] = {}
-    found = []
-    for node, waited_after in _issued(joint.graph):
-        group, sources = argument(node, "group_name"), collective_inputs(node)
-        if group is None or not sources:
-            raise VerificationError(
-                f"node '{node.name}' ({node.target}) communicates without a named group or "
-                "without a tensor; use the functional collectives "
-                "(torch.distributed._functional_collectives) in a step that is captured"
-            )
-        if str(group) not in known:
-            known[str(group)] = ranks_of_group(str(group))
-        reduction = argument(node, "reduce_op", argument(node, "src"))
-        found.append(
-            Collective(
-                node=node,
-                kind=collective_name(node),
-                ranks=known[str(group)],
-                dtype=sources[0].dtype,
-                input_bytes=sum(map(num_bytes, sources)),
-                output_bytes=sum(map(num_bytes, tensors_of(node))),
-                reduction=None if reduction is None else str(reduction),
-                role=role_of(node),
-                phase=phase_of(node),
-                module=module_of(node),
-                parameter=parameter_of(node),
-                waited_after=waited_after,
-            )
+    asked = cache(ranks_of_group)
+    return [collective_of(node, asked, waited) for node, waited in issued(joint.graph)]
+
+
+def collective_of(
+    node: fx.Node, ranks_of_group: Callable[[str], tuple[int, ...]], waited_after: int | None
+) -> Collective:
+    """What there is to say of one collective. Raises as `collectives` does."""
+    group, sources = argument(node, "group_name"), collective_inputs(node)
+    if group is None or not sources:
+        raise VerificationError(
+            f"node '{node.name}' ({node.target}) communicates without a named group or "
+            "without a tensor; use the functional collectives "
+            "(torch.distributed._functional_collectives) in a step that is captured"
         )
-    return found
+    reduction = argument(node, "reduce_op", argument(node, "src"))
+    return Collective(
+        node=node,
+        kind=collective_name(node),
+        ranks=ranks_of_group(str(group)),
+        dtype=sources[0].dtype,
+        input_bytes=sum(map(num_bytes, sources)),
+        output_bytes=sum(map(num_bytes, tensors_of(node))),
+        reduction=None if reduction is None else str(reduction),
+        role=role_of(node),
+        phase=phase_of(node),
+        module=module_of(node),
+        parameter=parameter_of(node),
+        waited_after=waited_after,
+    )
 
 
-def _issued(graph: fx.Graph) -> list[tuple[fx.Node, int | None]]:
-    """The nodes of all collectives in order, and how many have been issued when each is first
-    waited for."""
+def issued(
+    graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_collective
+) -> list[tuple[fx.Node, int | None]]:
+    """The nodes of all collectives in the order they are issued, and how many have been issued
+    when each is first waited for.
+
+    Arguments:
+        counts: which nodes to list; one that is no collective is over when it returns.
+
+    Raises:
+        VerificationError: a listed node in a subgraph that data decides about.
+    """
     nodes: list[fx.Node] = []
     waited: dict[int, int] = {}
-    _run(graph, nodes, waited)
+    _run(graph, nodes, waited, counts)
     return [(node, waited.get(place)) for place, node in enumerate(nodes)]
 
 
-def _run(graph: fx.Graph, nodes: list[fx.Node], waited: dict[int, int]) -> None:
+def _run(
+    graph: fx.Graph,
+    nodes: list[fx.Node],
+    waited: dict[int, int],
+    counts: Callable[[fx.Node], bool],
+) -> None:
     roots = storage_roots(graph)
     issuer: dict[object, int] = {}
     for node in graph.nodes:
-        if is_collective(node):
-            # a coalesced one gives a list, each of whose parts is waited for
-            issuer[roots[node]] = len(nodes)
+        if counts(node):
+            if is_collective(node):
+                # a coalesced one gives a list, each of whose parts is waited for
+                issuer[roots[node]] = len(nodes)
+            else:
+                waited[len(nodes)] = len(nodes) + 1
             nodes.append(node)
         elif is_wait(node):
             root = roots[node]
@@ -162,7 +191,7 @@ def _run(graph: fx.Graph, nodes: list[fx.Node], waited: dict[int, int]) -> None:
         else:
             before = len(nodes)
             for module in subgraphs(node):
-                _run(module.graph, nodes, waited)
+                _run(module.graph, nodes, waited, counts)
             if len(nodes) > before and str(node.target) not in _RUN_ONCE:
                 raise VerificationError(
                     f"node '{node.name}' ({node.target}) communicates within a subgraph "

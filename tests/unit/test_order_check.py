@@ -8,6 +8,7 @@ from torch.distributed import group as world_group
 
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
+from graph_trainer.analysis.sequences import sequence_of
 from graph_trainer.joint_graph import Role
 from graph_trainer.order_check import (
     all_agree,
@@ -17,7 +18,6 @@ from graph_trainer.order_check import (
     digests_of,
     disagreeing_pairs,
     raise_first_failure,
-    sequence_of,
     shortened,
 )
 from tests.unit.graphs import Builder, aten, c10d, captured_decoder, collective, fake_world
