@@ -31,8 +31,12 @@ examples:
       the config those flags resolve to, as a file to give back with --config
   graph-trainer config --schema
       the JSON schema of the config files, from which an editor completes them
+  graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm
+      what that run will communicate, need in memory and take in time, told without a GPU
   graph-trainer passes
       the graph passes, in the order of their stages
+  graph-trainer bisect-passes --training.seq_len 32
+      which pass makes loss or gradients differ from the model's own, if any does
   graph-trainer doctor
       what this machine has, what will not work on it, and what to do about that
 """
@@ -45,6 +49,7 @@ names.
 """
 
 SCHEMA = "--schema"
+TRAIN = "graph_trainer.train"
 
 Exec = Callable[[Sequence[str], dict[str, str]], int]
 
@@ -66,8 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command == "train":
             return train(words[1:])
+        if arguments.command == "bisect-passes":
+            from graph_trainer.bisect.command import bisect_passes
+
+            return bisect_passes(words[1:])
         if arguments.command == "config":
             return print_config(words[1:])
+        if arguments.command == "plan":
+            return plan(words[1:])
         if arguments.command == "passes":
             if words[1:]:
                 parser.error(f"passes takes no arguments, found {' '.join(words[1:])}")
@@ -105,7 +116,7 @@ def train(argv: Sequence[str]) -> int:
     return launch(argv)
 
 
-def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
+def launch(argv: Sequence[str], *, module: str = TRAIN, execute: Exec | None = None) -> int:
     """Check the config once, then replace this process by torchrun.
 
     The environment decides the ranks, as torchtitan's run_train.sh has it: NGPU on each
@@ -116,6 +127,7 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
 
     Arguments:
         argv: the config's flags.
+        module: what each rank runs.
         execute: runs a command with an environment, in place of os.execve.
     Raises:
         ConfigError: the config, or one of these variables, cannot be used.
@@ -133,7 +145,7 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
         ranks = ranks or 2
         config = load_config(argv, world_size=ranks * machines)
     again = restarts(config)
-    command = torchrun_command(argv, ranks, machines)
+    command = torchrun_command(argv, ranks, machines, module)
     environment = dict(os.environ)
     # torchrun gives each rank one thread where nobody says otherwise; on a CPU the
     # threads are what trains.
@@ -147,8 +159,10 @@ def launch(argv: Sequence[str], *, execute: Exec | None = None) -> int:
     return (execute or _execve)(command, environment)
 
 
-def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list[str]:
-    """The torchrun command that trains with these flags.
+def torchrun_command(
+    argv: Sequence[str], ranks: int, machines: int = 1, module: str = TRAIN
+) -> list[str]:
+    """The torchrun command that trains with these flags, or runs another module with them.
 
     Raises:
         ConfigError: several machines without an address to meet at.
@@ -169,7 +183,7 @@ def torchrun_command(argv: Sequence[str], ranks: int, machines: int = 1) -> list
     command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
     command.append(f"--max_restarts={os.environ.get('MAX_RESTARTS', '0')}")
     command += [f"--local-ranks-filter={os.environ.get('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
-    return [*command, "-m", "graph_trainer.train", *argv]
+    return [*command, "-m", module, *argv]
 
 
 def ranks_per_machine() -> int | None:
@@ -221,6 +235,17 @@ def print_config(argv: Sequence[str]) -> int:
     config = load_config(argv, prog="graph-trainer config")
     sys.stdout.write(config_to_toml(config))
     return 0
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Print what a run will need, from a simulation.
+
+    Raises:
+        GraphTrainerError: bad input, or a step that cannot be captured.
+    """
+    from graph_trainer.plan.command import main as plan_main
+
+    return plan_main(argv)
 
 
 def print_schema() -> int:
@@ -291,11 +316,15 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{_RULES}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", metavar="{train,config,passes,doctor}")
+    commands = parser.add_subparsers(
+        dest="command", metavar="{train,config,plan,passes,bisect-passes,doctor}"
+    )
     for name, text in (
         ("train", "train; launches the ranks where no launcher did"),
+        ("plan", "say what a run will communicate, need and take, without running it"),
         ("config", "print the resolved config as TOML, or with --schema its JSON schema"),
         ("passes", "list the graph passes"),
+        ("bisect-passes", "find the pass, and the node, that changes the numbers; --help explains"),
         ("doctor", "say what this machine has, and what will not work on it"),
     ):
         commands.add_parser(name, help=text)

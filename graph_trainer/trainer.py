@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any, NoReturn
 
@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.captured_step import attach_loss, loss_of_batch, passes_of
+from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
+from graph_trainer.compile import Gradients
 from graph_trainer.config import GraphCompileConfig, save_resolved_config
 from graph_trainer.console import show_report
 from graph_trainer.errors import CollectiveError, NotFiniteError
@@ -27,6 +29,9 @@ from graph_trainer.train_step import TrainStep
 
 from torchtitan.tools.logging import logger  # isort: skip
 from torchtitan.trainer import Trainer  # isort: skip
+
+StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
+"""`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
 
 
 class GraphTrainer(Trainer):
@@ -58,7 +63,7 @@ class GraphTrainer(Trainer):
         compile_config = config.compile
         self._losses = LossGuard()
         self._microbatches = 0
-        self._captured_step: TrainStep | None = None
+        self._captured_step: StepFunction | None = None
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
                 loss_of_batch(self.loss_fn),
@@ -70,6 +75,10 @@ class GraphTrainer(Trainer):
             )
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
+
+    def take_step_with(self, step: StepFunction) -> None:
+        """Run `step` in place of the captured one, on what it would be given."""
+        self._captured_step = step
 
     def forward_backward_step(
         self,
@@ -91,7 +100,7 @@ class GraphTrainer(Trainer):
         return loss
 
     def _run_captured_step(
-        self, step: TrainStep, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+        self, step: StepFunction, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
     ) -> torch.Tensor:
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)

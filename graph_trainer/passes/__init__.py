@@ -1,6 +1,12 @@
 """Graph passes: one a file, its options beside it; `pipeline` runs and verifies them."""
 
-from graph_trainer.passes.pipeline import PassConfig, registered_passes, resolve_passes, run_passes
+from graph_trainer.passes.pipeline import (
+    PassConfig,
+    pass_by_pass,
+    registered_passes,
+    resolve_passes,
+    run_passes,
+)
 from graph_trainer.passes.registry import NoOptions, Pass, Stage, graph_pass
 from graph_trainer.passes.report import PassReport, Report
 from graph_trainer.passes.tag_fsdp_unshards import TagFsdpUnshardsOptions
@@ -14,6 +20,7 @@ __all__ = [
     "Stage",
     "TagFsdpUnshardsOptions",
     "graph_pass",
+    "pass_by_pass",
     "registered_passes",
     "resolve_passes",
     "run_passes",

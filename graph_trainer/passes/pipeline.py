@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,19 +84,33 @@ def run_passes(
             that failed, with the names of those that ran before it.
         VerificationError: a pass that left an invalid graph.
     """
+    return Report(list(pass_by_pass(joint, config, on_pass=on_pass)))
+
+
+def pass_by_pass(
+    joint: JointGraph,
+    config: PassConfig | None = None,
+    *,
+    on_pass: Callable[[str], None] | None = None,
+) -> Iterator[PassReport]:
+    """What `run_passes` does, one pass each time the iterator moves on.
+
+    Arguments and errors are those of `run_passes`.
+
+    Returns:
+        an iterator of the report's rows: first the graph as captured, then the graph after each
+        pass. Until it moves on, `joint` is the graph of the latest row.
+    """
     config = config or PassConfig()
     selected = resolve_passes(config)
     options = _options_by_name(config, selected)
     _check_history(joint, selected)
-    report = Report([measure(joint, "capture", 0.0)])
+    yield measure(joint, "capture", 0.0)
     for graph_pass in selected:
         if on_pass is not None:
             on_pass(graph_pass.name)
-        report.rows.append(
-            _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
-        )
+        yield _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
     joint.graph_module.recompile()
-    return report
 
 
 def resolve_passes(config: PassConfig) -> list[Pass]:

@@ -1,0 +1,1 @@
+"""Which pass changed the numbers: growing prefixes of the pass list against the eager model."""

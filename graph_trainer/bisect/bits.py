@@ -1,0 +1,119 @@
+"""Values compared bit by bit, and how far apart two of them are."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Results = dict[str, list[torch.Tensor]]
+"""What one run of a step gives on this rank: by name the plain tensors of the loss, of every
+gradient and of every buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One value that is not the same bits as it should be."""
+
+    name: str
+    """What is compared: "loss", "gradient of FQN" or "buffer FQN"."""
+    max_abs: float
+    """The largest |found - wanted|; NaN where one of the two is not a number."""
+    max_rel: float
+    """The largest |found - wanted| / max(|found|, |wanted|)."""
+    note: str = ""
+    """What else differs: the shape, the dtype, or that one of the two is missing."""
+
+
+def digest(value: Any) -> str:
+    """Equal for two values exactly when they are the same bits, of the same shape and dtype.
+
+    NaNs are compared as bits, and 0.0 is not -0.0. What is no tensor counts by its text.
+    """
+    if isinstance(value, torch.Tensor):
+        data = _contiguous(value)
+        size = data.numel() * data.itemsize
+        code = hashlib.blake2b(digest_size=16)
+        if size:
+            code.update((ctypes.c_char * size).from_address(data.data_ptr()))
+        return f"{tuple(data.shape)} {data.dtype} {code.hexdigest()}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(digest, value))})"
+    return repr(value) if isinstance(value, (int, float, bool, str)) else type(value).__name__
+
+
+def compare(wanted: Results, found: Results) -> list[Difference]:
+    """Every value that differs, in the order of `wanted`; those that only `found` has follow."""
+    differences = []
+    for name in (*wanted, *(name for name in found if name not in wanted)):
+        difference = _compare_one(name, wanted, found)
+        if difference is not None:
+            differences.append(difference)
+    return differences
+
+
+def _compare_one(name: str, wanted: Results, found: Results) -> Difference | None:
+    for one, other in ((wanted, "missing"), (found, "not there in eager")):
+        if name not in one:
+            word = "missing" if one is found else other
+            return Difference(name, math.nan, math.nan, word)
+    return distance(name, wanted[name], found[name])
+
+
+def distance(name: str, wanted: Any, found: Any) -> Difference | None:
+    """How far two values are apart, None where they are the same bits.
+
+    Arguments:
+        wanted, found: tensors, or lists of them; anything else counts by its text.
+    """
+    if digest(wanted) == digest(found):
+        return None
+    pairs = list(zip(_tensors(wanted), _tensors(found), strict=False))
+    notes = [f"{_kind(b)} instead of {_kind(a)}" for a, b in pairs if _kind(a) != _kind(b)]
+    if len(_tensors(wanted)) != len(_tensors(found)):
+        notes.append(f"{len(_tensors(found))} tensors instead of {len(_tensors(wanted))}")
+    apart = [_distance(a, b) for a, b in pairs if a.shape == b.shape]
+    if not apart:
+        return Difference(name, math.nan, math.nan, "; ".join(notes) or "not a tensor")
+    return Difference(
+        name, _most(a for a, _ in apart), _most(r for _, r in apart), "; ".join(notes)
+    )
+
+
+def _distance(wanted: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
+    if wanted.numel() == 0:
+        return 0.0, 0.0
+    wide = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
+    a, b = _contiguous(wanted).to(wide), _contiguous(found).to(wide)
+    same = (a == b) | (a.isnan() & b.isnan())
+    apart = torch.where(same, 0.0, (a - b).abs())
+    relative = torch.where(same, 0.0, apart / torch.maximum(a.abs(), b.abs()))
+    return float(apart.max()), float(relative.max())
+
+
+def _most(values: Any) -> float:
+    """The largest; NaN where one is, as torch has it and Python's max does not."""
+    return float(torch.tensor(list(values), dtype=torch.float64).max())
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def copied(results: Mapping[str, list[torch.Tensor]]) -> Results:
+    """The same values in memory of their own."""
+    return {name: [part.detach().clone() for part in parts] for name, parts in results.items()}
