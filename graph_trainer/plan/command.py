@@ -1,0 +1,122 @@
+"""graph-trainer plan: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from graph_trainer.analysis.hardware import known_hardware, load_hardware
+from graph_trainer.config import check_config, load_config, wanted_ranks
+from graph_trainer.errors import ConfigError
+from graph_trainer.plan.document import document
+from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.plan.progress import progress
+from graph_trainer.plan.tables import report
+
+WIDTH = 100
+
+_DESCRIPTION = """\
+Say what a run will communicate, need in memory and take in time, without a GPU: the train step is
+captured on fake ranks with the config that would train, through the same passes, and simulated on
+the hardware that is named. All flags that are not listed here are the config's, as `graph-trainer
+train` takes them (`graph-trainer train --config 8b --help` lists them).
+"""
+
+_EXAMPLES = """\
+examples:
+  graph-trainer plan --config 8b --world-size 128 --parallelism.tensor_parallel_degree 8 \\
+      --hardware h100-sxm
+  graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `graph-trainer plan` with these words; returns its exit code.
+
+    Raises:
+        GraphTrainerError: bad input, found before the capture where that is possible.
+    """
+    flags, words = _parser().parse_known_args(list(argv))
+    hardware = load_hardware(flags.hardware)
+    config = load_config(words, world_size=flags.world_size, prog="graph-trainer plan")
+    world_size = flags.world_size or wanted_ranks(config)
+    check_config(config, world_size)
+    if not 0 <= flags.rank < world_size:
+        raise ConfigError(
+            f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
+        )
+    writers = {path: write for path, write in ((flags.json, _write_json),) if path is not None}
+    for path in writers:
+        check_writable(path)
+    with progress("plan") as say:
+        plan = make_plan(config, world_size, hardware, rank=flags.rank, on_progress=say)
+    _print(plan)
+    for path, write in writers.items():
+        write(plan, path)
+        print(f"wrote {path}")
+    return 0
+
+
+def check_writable(path: Path) -> None:
+    """Find out before the work whether its result can be written.
+
+    Raises:
+        ConfigError: the folder is not there, or may not be written to.
+    """
+    folder = path.parent
+    if path.is_dir():
+        problem = "is a folder: name a file"
+    elif not folder.is_dir():
+        problem = f"there is no folder {folder}: make it, or name another"
+    elif not os.access(path if path.exists() else folder, os.W_OK):
+        problem = "cannot be written to: name another file"
+    else:
+        return
+    raise ConfigError(f"{path}: {problem}")
+
+
+def _write_json(plan: Plan, path: Path) -> None:
+    path.write_text(json.dumps(document(plan), indent=2) + "\n")
+
+
+def _print(plan: Plan) -> None:
+    terminal = Console()
+    width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
+    Console(width=width, highlight=False).print(report(plan))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graph-trainer plan",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="number of ranks; default: what the degrees of parallelism multiply to",
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100-sxm",
+        metavar="NAME",
+        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
+        "(default %(default)s)",
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: write 1 or more")
+    return int(text)

@@ -1,0 +1,174 @@
+"""From a config to a plan: capture on a fake rank, passes, simulation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from graph_trainer.analysis.hardware import Hardware
+from graph_trainer.analysis.lifetimes import storage_bytes
+from graph_trainer.analysis.simulation import Simulation, simulate
+from graph_trainer.joint_graph import InputKind, JointGraph, tensors_of
+from graph_trainer.plan.fake_run import FakeRun
+from graph_trainer.plan.ledger import LedgerRow, ledger
+
+if TYPE_CHECKING:
+    from graph_trainer.trainer import GraphTrainer
+
+OnProgress = Callable[[str], None]
+
+# Tensors of the parameter's size that an optimizer keeps.
+_STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank of a run will need and do."""
+
+    config: GraphTrainer.Config
+    hardware: Hardware
+    world_size: int
+    rank: int
+    num_parameters: int
+    """Of the whole model."""
+    microbatches: int
+    """How often the graph runs in a step."""
+    tokens_per_step: int
+    """Tokens of a step on this rank's share of the batch."""
+    ranks_per_batch: int
+    """Ranks that compute on the same tokens."""
+    flops_per_token: int
+    """Model FLOPs, as torchtitan counts them."""
+    outside_seconds: float
+    """Clipping and optimizer, behind the graph."""
+    rows: list[LedgerRow]
+    """The first is the graph as captured, the last the graph that runs."""
+    simulation: Simulation
+    """Of the graph that runs."""
+
+    @property
+    def step_seconds(self) -> float:
+        """A whole train step: all microbatches, clipping and optimizer."""
+        return self.microbatches * self.simulation.timeline.step_seconds + self.outside_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """As torchtitan logs it."""
+        return self.tokens_per_step / self.ranks_per_batch / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs per second as a part of the hardware's bfloat16 peak, as torchtitan
+        counts them."""
+        peak = self.hardware.flops(torch.bfloat16)
+        return self.flops_per_token * self.tokens_per_second_per_gpu / peak
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once on this rank."""
+        return self.simulation.memory.peak_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the device at the peak; negative where the step does not fit."""
+        return self.hardware.usable_bytes - self.peak_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits on the hardware."""
+        return self.headroom_bytes >= 0
+
+
+def make_plan(
+    config: GraphTrainer.Config,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
+    on_progress: OnProgress = lambda line: None,
+) -> Plan:
+    """Plan one rank of a run.
+
+    Arguments:
+        config: a checked config whose degrees multiply to `world_size`.
+        on_progress: called with what is being done.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        PassError, VerificationError: as `run_passes`.
+    """
+    on_progress("building the model on meta")
+    run = FakeRun(config, world_size, rank, hardware.device)
+    on_progress("capturing the train step")
+    joint = run.capture()
+    optimizer = optimizer_bytes(joint, config)
+    training = config.training
+    one_batch = training.local_batch_size * run.data_parallel_degree
+    microbatches = max(1, training.global_batch_size // one_batch)
+    trained = _parameter_bytes(joint)
+    look = partial(
+        simulate,
+        hardware=hardware,
+        optimizer_bytes=optimizer,
+        accumulated_bytes=trained if microbatches > 1 else 0,
+        fused=config.compile.backend == "inductor",
+    )
+    on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
+    pairs = list(ledger(joint, run.pass_config(), look, on_pass=on_progress))
+    return Plan(
+        config=config,
+        hardware=hardware,
+        world_size=world_size,
+        rank=rank,
+        num_parameters=run.num_parameters,
+        microbatches=microbatches,
+        tokens_per_step=microbatches * training.local_batch_size * training.seq_len,
+        ranks_per_batch=world_size // run.data_parallel_degree,
+        flops_per_token=run.flops_per_token,
+        outside_seconds=outside_seconds(trained, optimizer, hardware),
+        rows=[row for row, _ in pairs],
+        simulation=pairs[-1][1],
+    )
+
+
+def optimizer_bytes(joint: JointGraph, config: GraphTrainer.Config) -> int:
+    """Bytes of optimizer state on this rank, from the second step on.
+
+    A parameter belongs to the first group whose pattern is found in its name; one that no
+    group matches is not trained.
+    """
+    groups = [
+        (re.compile(g.pattern), _STATES[g.optimizer_name] + bool(g.optimizer_kwargs.get("amsgrad")))
+        for g in config.optimizer.param_groups
+    ]
+    total = 0
+    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
+        if spec.requires_grad:
+            states = next((count for pattern, count in groups if pattern.search(spec.name)), 0)
+            total += states * sum(storage_bytes(t) for n in nodes for t in tensors_of(n))
+    return total
+
+
+def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:
+    """Seconds of what torchtitan does behind the graph.
+
+    Clipping reads every gradient for the norm and scales it; a fused optimizer reads
+    parameters, gradients and states and writes parameters and states.
+    """
+    moved = 3 * gradient_bytes + 3 * gradient_bytes + 2 * state_bytes
+    return moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
+
+
+def _parameter_bytes(joint: JointGraph) -> int:
+    return sum(
+        storage_bytes(t)
+        for spec, nodes in joint.inputs_of(InputKind.PARAMETER)
+        if spec.requires_grad
+        for node in nodes
+        for t in tensors_of(node)
+    )

@@ -1,0 +1,182 @@
+"""A plan as tables for a terminal, at most 100 columns wide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from rich.box import SIMPLE
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from graph_trainer.analysis.memory import Category
+from graph_trainer.plan.ledger import LedgerRow
+from graph_trainer.plan.planner import Plan
+
+GIB = 1024**3
+_OWNERS_SHOWN = 8
+_WAITS_SHOWN = 5
+
+_KINDS = (
+    ("all_gather_into_tensor", "all-gather"),
+    ("reduce_scatter_tensor", "reduce-scatter"),
+    ("all_reduce", "all-reduce"),
+)
+
+
+def report(plan: Plan) -> RenderableType:
+    """All tables of a plan."""
+    return Group(*_parts(plan))
+
+
+def _parts(plan: Plan) -> Iterator[RenderableType]:
+    yield Text(headline(plan), style="bold")
+    yield ledger_table(plan.rows)
+    yield memory_table(plan)
+    yield owners_table(plan)
+    if plan.simulation.timeline.exposed:
+        yield waits_table(plan)
+    yield Text(verdict(plan))
+
+
+def headline(plan: Plan) -> str:
+    """What was planned, in one line."""
+    spec = plan.config.model_spec
+    model = f"{spec.name} {spec.flavor}" if spec is not None else "model"
+    return (
+        f"{model}, {plan.num_parameters / 1e9:.2f} B parameters, rank {plan.rank} of "
+        f"{plan.world_size} on {plan.hardware.name}"
+    )
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
+    )
+
+
+def ledger_table(rows: list[LedgerRow]) -> Table:
+    """A row a pass; under a number what the pass changed in it."""
+    table = _table("What each pass does: number and GiB of collectives, peak, time")
+    table.add_column("after", no_wrap=True)
+    columns: list[tuple[str, Callable[[LedgerRow], float], str]] = [
+        ("nodes", lambda row: row.nodes, ",.0f")
+    ]
+    for kind, heading in _KINDS:
+        if any(row.of_kind(kind).count for row in rows):
+            columns.append((heading, lambda row, k=kind: row.of_kind(k).count, ",.0f"))  # type: ignore[misc]
+            columns.append(("GiB", lambda row, k=kind: row.of_kind(k).bytes / GIB, ",.2f"))  # type: ignore[misc]
+    columns += [
+        ("peak GiB", lambda row: row.peak_bytes / GIB, ",.2f"),
+        ("step ms", lambda row: row.step_seconds * 1e3, ",.1f"),
+        ("exposed ms", lambda row: row.exposed * 1e3, ",.1f"),
+    ]
+    for heading, _, _ in columns:
+        table.add_column(heading, justify="right")
+    before: LedgerRow | None = None
+    for row in rows:
+        cells = [_changed(read(row), before and read(before), form) for _, read, form in columns]
+        table.add_row(row.name, *cells)
+        before = row
+    return table
+
+
+def _changed(value: float, before: float | None, form: str) -> Text:
+    text = Text(format(value, form))
+    change = "" if before is None else format(value - before, "+" + form)
+    if change.strip("+-0.,"):
+        text.append(f"\n{change}", style="dim")
+    return text
+
+
+_TITLES = {
+    Category.PARAMETERS: "parameters",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.BUFFERS: "buffers and batch",
+    Category.GRADIENTS: "gradients",
+    Category.UNSHARDED: "unsharded parameters",
+    Category.ACTIVATIONS: "activations kept for backward",
+    Category.TEMPORARIES: "temporaries",
+    Category.COMMUNICATION: "communication buffers",
+}
+
+
+def memory_table(plan: Plan) -> Table:
+    """What the peak is made of."""
+    memory = plan.simulation.memory
+    node = list(plan.simulation.joint.graph.nodes)[memory.peak_position]
+    table = _table(f"Memory at the peak, which is at node {node.name}")
+    table.add_column("what")
+    table.add_column("GiB", justify="right")
+    table.add_column("part", justify="right")
+    for category, num in memory.peak_by_category().items():
+        table.add_row(_TITLES[category], f"{num / GIB:,.2f}", f"{num / memory.peak_bytes:.0%}")
+    table.add_row("peak", f"{memory.peak_bytes / GIB:,.2f}", "100%", style="bold")
+    return table
+
+
+def owners_table(plan: Plan) -> Table:
+    """Who holds most of what the graph has made at the peak; layers together."""
+    memory = plan.simulation.memory
+    total: Counter[tuple[str, str]] = Counter()
+    count: Counter[tuple[str, str]] = Counter()
+    for storage in memory.live_at(memory.peak_position):
+        key = (without_layer(storage.owner), _TITLES[storage.category])
+        total[key] += storage.bytes
+        count[key] += 1
+    table = _table("Largest live tensors at the peak, by module; layers.* is every layer")
+    table.add_column("module", overflow="fold")
+    table.add_column("what")
+    table.add_column("tensors", justify="right")
+    table.add_column("GiB", justify="right")
+    for (owner, title), num in total.most_common(_OWNERS_SHOWN):
+        row = (f"{count[(owner, title)]:,}", f"{num / GIB:,.2f}")
+        table.add_row(Text(owner or "(the model itself)"), title, *row)
+    return table
+
+
+def without_layer(fqn: str) -> str:
+    """An FQN with a star for every number in it: the same module of every layer."""
+    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
+
+
+def waits_table(plan: Plan) -> Table:
+    """Where compute stands still, by module."""
+    timeline = plan.simulation.timeline
+    total: Counter[tuple[str, str, str]] = Counter()
+    held: dict[tuple[str, str, str], str] = {}
+    for wait in timeline.exposed:
+        owner = wait.collective.parameter or wait.collective.module or ""
+        key = (wait.traffic.value, wait.collective.kind, without_layer(owner))
+        total[key] += wait.seconds
+        held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")
+    table = _table("Exposed communication: where compute waits")
+    table.add_column("for")
+    table.add_column("collective of", overflow="fold")
+    table.add_column("holds up, first", overflow="fold")
+    table.add_column("ms", justify="right")
+    table.add_column("of step", justify="right")
+    for (role, kind, owner), seconds in total.most_common(_WAITS_SHOWN):
+        of_step = f"{seconds / timeline.step_seconds:.1%}"
+        name = Text(f"{kind} {owner}")
+        first = Text(held[(role, kind, owner)])
+        table.add_row(role, name, first, f"{seconds * 1e3:,.2f}", of_step)
+    return table
+
+
+def verdict(plan: Plan) -> str:
+    """Does it fit, and how fast is it."""
+    room = plan.headroom_bytes / GIB
+    usable = plan.hardware.usable_bytes / GIB
+    memory = (
+        f"Fits: {plan.peak_bytes / GIB:,.1f} of {usable:,.1f} GiB, {room:,.1f} GiB head-room."
+        if plan.fits
+        else f"Does not fit: {plan.peak_bytes / GIB:,.1f} GiB, {-room:,.1f} GiB more than the "
+        f"{usable:,.1f} GiB of {plan.hardware.name}."
+    )
+    return (
+        f"{memory}\n{plan.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {plan.mfu:.1%}, "
+        f"{plan.step_seconds:,.3f} s a step of {plan.microbatches} microbatch"
+        f"{'es' if plan.microbatches > 1 else ''}."
+    )
