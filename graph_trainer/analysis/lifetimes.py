@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
 
-from graph_trainer.analysis.ops import is_collective, is_wait, storage_roots
+from graph_trainer.analysis.ops import (
+    Held,
+    Storage,
+    held_storages,
+    is_collective,
+    is_wait,
+    storages_in,
+)
 from graph_trainer.joint_graph import JointGraph, compute_nodes, value_of
 
-Storage = tuple[fx.Node, int]
+SCRATCH = -1
+"""The result number of what a node allocates inside, beside its results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,57 +43,69 @@ class Lifetimes:
         return max(self.live_bytes, default=0)
 
 
-def lifetimes(joint: JointGraph) -> Lifetimes:
+def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None) -> Lifetimes:
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 
     Linear in nodes. A storage lives from its node to the last reader of any of its views;
     what the graph returns lives to the end. The results of a multi-output op live together
     until the last of them is taken out, as the tuple that holds them does. What a collective
     reads lives until it is waited for.
+
+    Arguments:
+        scratch: bytes that a node allocates inside, such as `gloo_scratch` gives. They are the
+            storage `(node, SCRATCH)` and live while the node runs; a collective's live until
+            it is waited for.
     """
     graph = joint.graph
-    roots = storage_roots(graph)
-    made = {n: _storages(n) for n in compute_nodes(graph) if roots[n] == (n, 0)}
-    size = {storage: size for storages in made.values() for storage, size in storages.items()}
-    born: dict[Storage, int] = {}
-    last_use: dict[Storage, int] = {}
+    held = held_storages(graph)
+    size = {s: b for node in compute_nodes(graph) for s, b in _made_by(node, held[node])}
+    size |= {(node, SCRATCH): num for node, num in (scratch or {}).items()}
     order = list(graph.nodes)
-    for position, node in enumerate(order):
-        for storage in made.get(node, ()):
-            born[storage] = last_use[storage] = position
-        for source in _read_by(node):
-            for storage in made.get(source, (roots[source],)):
-                if storage in size:
-                    last_use[storage] = position
-    change = [0] * (len(order) + 1)
+    position = {node: place for place, node in enumerate(order)}
+    born = {storage: position[storage[0]] for storage in size}
+    last_use = dict(born)
+    pending: dict[Storage, list[fx.Node]] = defaultdict(list)
+    for place, node in enumerate(order):
+        used = [s for source in node.all_input_nodes for s in storages_in(held[source])]
+        if is_collective(node):
+            for storage in storages_in(held[node]):
+                pending[storage].append(node)
+        elif is_wait(node):
+            for started in [n for storage in used for n in pending.pop(storage, ())]:
+                used += [s for n in started.all_input_nodes for s in storages_in(held[n])]
+                used.append((started, SCRATCH))
+        for storage in used:
+            if storage in size:
+                last_use[storage] = place
+    return Lifetimes(_live_bytes(len(order), size, born, last_use), born, last_use, size)
+
+
+def _live_bytes(
+    places: int, size: dict[Storage, int], born: dict[Storage, int], last_use: dict[Storage, int]
+) -> list[int]:
+    change = [0] * (places + 1)
     for storage, size_here in size.items():
         change[born[storage]] += size_here
         change[last_use[storage] + 1] -= size_here
     live, total = [], 0
-    for position in range(len(order)):
-        total += change[position]
+    for place in range(places):
+        total += change[place]
         live.append(total)
-    return Lifetimes(live, born, last_use, size)
+    return live
 
 
-def _read_by(node: fx.Node) -> list[fx.Node]:
-    """What a node reads; a wait also ends what its collective reads."""
-    sources = node.all_input_nodes
-    if is_wait(node) and is_collective(sources[0]):
-        return [*sources, *sources[0].all_input_nodes]
-    return sources
+def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
+    """What a node allocates, storage by storage, and its bytes."""
 
+    def made(storages: Held, value: Any) -> Iterator[tuple[Storage, int]]:
+        if isinstance(storages, list):
+            if value is not None:
+                for part, entry in zip(storages, value, strict=True):
+                    yield from made(part, entry)
+        elif storages[0] is node and isinstance(value, torch.Tensor):
+            yield storages, storage_bytes(value)
 
-def _storages(node: fx.Node) -> dict[Storage, int]:
-    """What a node allocates: bytes by (node, output index). Results that are no tensor, such
-    as a gradient that was not asked for, keep their place in the count."""
-    value = value_of(node)
-    values = value if isinstance(value, (tuple, list)) else [value]
-    return {
-        (node, index): storage_bytes(part)
-        for index, part in enumerate(values)
-        if isinstance(part, torch.Tensor)
-    }
+    return made(held, value_of(node))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

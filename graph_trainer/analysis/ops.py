@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
+import itertools
 import math
 import operator
 from collections.abc import Iterator
@@ -10,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from graph_trainer.compat import detect_fake_mode, storage_id
 
 aten = torch.ops.aten
 
@@ -27,7 +31,22 @@ _HIDDEN_WRITES = {
 }
 
 # Share their input's storage although the schema does not say so.
-_HIDDEN_VIEWS = {aten._unsafe_view.default}
+_HIDDEN_VIEWS = {
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+    aten.unsafe_chunk.default,
+}
+
+# View where they can and copy where they must, which their schemas do not tell apart.
+_MAY_COPY = {
+    "aten::contiguous",
+    "aten::flatten",
+    "aten::ravel",
+    "aten::reshape",
+    "aten::reshape_as",
+    "aten::to",
+}
 
 _FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 # The ops behind dist.all_reduce(tensor) and its like: they write into what they are given,
@@ -201,60 +220,60 @@ def _waits_for_nothing_else(wait: fx.Node) -> bool:
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
-    """The input whose storage a node's result shares, None where it makes its own.
+    """The input whose storage a node's (first) result shares, None where it makes its own.
 
-    Views and in-place ops by their schema; waits by their contract; `reshape` and
-    `contiguous`, which view where they can, by the layout of what they read.
+    Views, in-place ops and `out=` variants by their schema; waits by their contract; ops that
+    view where they can, such as `reshape`, by asking the op.
     """
+    shared = _shared_inputs(node)
+    return shared[0] if shared and isinstance(shared[0], fx.Node) else None
+
+
+_Shared = fx.Node | list[fx.Node] | None
+"""The input that a result shares; for a list that is written in place, its elements."""
+
+
+def _shared_inputs(node: fx.Node) -> list[_Shared]:
+    """For each result that the schema of a node's op names: whose storage it shares."""
     if is_wait(node) or node.target in _HIDDEN_VIEWS:
-        return node.all_input_nodes[0]
-    value = _aliased_argument(node)
-    if not isinstance(value, fx.Node):
-        return None
-    if node.target is aten.reshape.default and not can_view(value, node.args[1]):
-        return None
-    if node.target is aten.contiguous.default and not _is_contiguous(value, node):
-        return None
-    return value
-
-
-def _aliased_argument(node: fx.Node) -> object:
-    """The argument, a node or a list of them, that a node's first result shares."""
+        return [node.all_input_nodes[0]]
     schema = schema_of(node)
-    if schema is None or not schema.returns:
-        return None
-    result = schema.returns[0].alias_info
+    if schema is None:
+        return []
+    shared = [_shared_argument(node, schema, entry.alias_info) for entry in schema.returns]
+    if schema.name in _MAY_COPY and isinstance(shared[0], fx.Node) and _copies(node, shared[0]):
+        return [None]
+    return shared
+
+
+def _shared_argument(node: fx.Node, schema: torch.FunctionSchema, result: Any) -> _Shared:
     if result is None:
         return None
-    for position, entry in enumerate(schema.arguments):
+    for entry in schema.arguments:
         info = entry.alias_info
         if info is None:
             continue
         # a list of views of one argument, as split gives, is written (a -> *) and nameless
         if info.before_set & result.before_set or (not result.before_set and "*" in info.after_set):
-            given = node.args[position] if position < len(node.args) else None
-            return node.kwargs.get(entry.name, given)
+            value = argument(node, entry.name)
+            return value if isinstance(value, fx.Node | list | tuple) else None  # type: ignore[return-value]
     return None
 
 
-def can_view(source: fx.Node, shape: object) -> bool:
-    """Whether a node's (fake) value can be shown in another shape without a copy."""
+def _copies(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node of `_MAY_COPY` copies: done again on what it reads, which are fake tensors."""
     value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.is_contiguous():
-        return True
-    try:
-        value.view(shape)  # type: ignore[call-overload]
-    except (RuntimeError, ValueError):
+    if not isinstance(value, torch.Tensor):
         return False
-    return True
 
+    def value_of_input(entry: fx.Node) -> Any:
+        return entry.meta.get("val")
 
-def _is_contiguous(source: fx.Node, node: fx.Node) -> bool:
-    value = source.meta.get("val")
-    memory_format = argument(node, "memory_format") or torch.contiguous_format
-    if not isinstance(memory_format, torch.memory_format):
-        memory_format = torch.contiguous_format  # the schema's default is a bare number
-    return not isinstance(value, torch.Tensor) or value.is_contiguous(memory_format=memory_format)
+    with detect_fake_mode([value]) or contextlib.nullcontext():
+        result = node.target(  # type: ignore[operator]
+            *fx.map_arg(node.args, value_of_input), **fx.map_arg(node.kwargs, value_of_input)
+        )
+    return storage_id(result) != storage_id(value)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -262,26 +281,87 @@ def is_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, tuple[fx.Node, int]]:
-    """For every node the (node, output index) that made the storage its value lives in.
+Storage = tuple[fx.Node, int]
+"""The node that makes a storage, and in which of its results."""
 
-    Linear in nodes. A multi-output op owns one storage per output; a split's outputs live in
-    its input's.
+Held = Storage | list[Any]
+"""The storages that a value holds: one of a tensor, a nest of lists for a nest of tensors."""
+
+
+def storage_roots(graph: fx.Graph) -> dict[fx.Node, Storage]:
+    """For every node the storage that its value, or its first result, lives in.
+
+    Linear in nodes. A multi-output op owns one storage per result, unless it is told to write
+    them into buffers; a split's results live in its input's.
     """
-    roots: dict[fx.Node, tuple[fx.Node, int]] = {}
+    return {node: next(storages_in(held), (node, 0)) for node, held in held_storages(graph).items()}
+
+
+def held_storages(graph: fx.Graph) -> dict[fx.Node, Held]:
+    """For every node all the storages that its value keeps alive, result by result.
+
+    Linear in nodes and their results.
+    """
+    held: dict[fx.Node, Held] = {}
     for node in graph.nodes:
-        if is_getitem(node):
-            source, index = node.args
-            shared = _aliased_argument(source)
-            if isinstance(shared, (list, tuple)):  # in place on a list: one for one
-                shared = shared[index]
-            own = (source, index)
-            roots[node] = roots[shared] if isinstance(shared, fx.Node) else own
-            continue
-        shared = _aliased_argument(node)
-        aliased = shared[0] if isinstance(shared, (list, tuple)) and shared else aliased_input(node)
-        roots[node] = roots[aliased] if aliased is not None else (node, 0)
-    return roots
+        held[node] = _taken(node, held) if is_getitem(node) else _results(node, held)
+    return held
+
+
+def storages_in(held: Held) -> Iterator[Storage]:
+    """The storages of a nest, in order."""
+    if isinstance(held, tuple):
+        yield held
+    else:
+        for part in held:
+            yield from storages_in(part)
+
+
+def _taken(node: fx.Node, held: dict[fx.Node, Held]) -> Held:
+    """What a getitem takes out of a node's results."""
+    source, index = node.args
+    if not isinstance(source, fx.Node) or not isinstance(index, int):
+        return (node, 0)
+    results = held[source]
+    if isinstance(results, list):
+        return results[index]
+    # a node without a value, of which nobody knows how many results it has
+    return (source, index) if results[0] is source else results
+
+
+def _results(node: fx.Node, held: dict[fx.Node, Held]) -> Held:
+    """The storages of a node's results: its inputs' where it shares them, else its own."""
+    own = _own(node)
+    shared = _shared_inputs(node)
+    if len(shared) <= 1:
+        return _instead(own, shared[0] if shared else None, held)
+    if not isinstance(own, list):
+        own = [(node, index) for index in range(len(shared))]
+    return [_instead(part, entry, held) for part, entry in zip(own, shared, strict=True)]
+
+
+def _instead(own: Held, shared: _Shared, held: dict[fx.Node, Held]) -> Held:
+    """`own`, or the storages of `shared` in its place."""
+    if shared is None:
+        return own
+    if not isinstance(shared, fx.Node):  # in place on a list: one for one
+        return [held[part] for part in shared]
+    if isinstance(own, list):  # views of one tensor
+        return [held[shared]] * len(own)
+    return held[shared]
+
+
+def _own(node: fx.Node) -> Held:
+    """A storage for each result of a node. Results that are no tensor, such as a gradient that
+    was not asked for, keep their place in the count."""
+    place = itertools.count()
+
+    def number(value: object) -> Held:
+        if isinstance(value, (list, tuple)):
+            return [number(part) for part in value]
+        return (node, next(place))
+
+    return number(node.meta.get("val"))
 
 
 class LastWrites:

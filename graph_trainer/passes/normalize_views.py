@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_trainer.analysis.ops import can_view
 from graph_trainer.joint_graph import JointGraph, value_of
 from graph_trainer.passes.registry import NoOptions, Stage, graph_pass
 
@@ -47,7 +46,7 @@ def normalize_views(joint: JointGraph, options: NoOptions) -> None:
         if source is not None:
             node.replace_all_uses_with(source)
             graph.erase_node(node)
-        elif node.target is aten.view.default and not can_view(*node.args[:2]):
+        elif node.target is aten.view.default and not _can_view(*node.args[:2]):
             _reshape_instead(node)
 
 
@@ -93,3 +92,15 @@ def _reshape_instead(view: fx.Node) -> None:
     view.target = aten.reshape.default
     # a copy, and laid out as copies are
     view.meta["val"] = value_of(source).reshape(shape)  # type: ignore[arg-type]
+
+
+def _can_view(source: fx.Node, shape: object) -> bool:
+    """Whether a node's (fake) value can be shown in another shape without a copy."""
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return True
+    try:
+        value.view(shape)  # type: ignore[call-overload]
+    except (RuntimeError, ValueError):
+        return False
+    return True
