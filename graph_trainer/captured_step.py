@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from graph_trainer.config import pass_config
+from graph_trainer.held_bytes import held_by
 from graph_trainer.loss import ChunkedCrossEntropyLoss
 from graph_trainer.passes import PassConfig
 
@@ -56,8 +57,10 @@ def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> PassC
     Raises:
         PassError: a pass that is unknown or out of place.
     """
+    batches = parallel_dims.get_mesh("batch").size() if parallel_dims.dp_enabled else 1
     return pass_config(
         config.compile,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         pipeline_parallel=parallel_dims.pp_enabled,
+        held_bytes=held_by(config, batches),
     )

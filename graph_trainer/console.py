@@ -25,6 +25,9 @@ def report_table(report: Report) -> Table:
         table.add_column(heading, justify="right")
     for row in report.cells():
         table.add_row(*row)
+    if report.notes():
+        table.caption = "\n".join(report.notes())
+        table.caption_justify = "left"
     return table
 
 

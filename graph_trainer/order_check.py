@@ -78,6 +78,29 @@ def check_all_compiled(error: Exception | None) -> None:
     _exchange(error, "compile the step")
 
 
+class LargestOfAllRanks:
+    """A number of this rank becomes the largest of all ranks; one small exchange each time.
+
+    Every rank calls it equally often before `check_order_across_ranks`; one that fails before
+    it has done so may go straight there with its error.
+
+    Attributes:
+        heard_of_failure: whether a call has raised because another rank failed. All ranks have
+            heard of it then, and none waits for this one's error.
+    """
+
+    def __init__(self) -> None:
+        self.heard_of_failure = False
+
+    def __call__(self, mine: int) -> int:
+        """Raises VerificationError with the error of another rank that had no number."""
+        try:
+            return max(_exchange(mine, "capture the step"))
+        except VerificationError:
+            self.heard_of_failure = True
+            raise
+
+
 def _exchange(mine: T | Exception, what: str) -> list[T]:
     """What every rank has, by rank; an error on all of them where one has an error."""
     if _alone():

@@ -18,11 +18,12 @@ from graph_trainer.compile import Gradients, Step, compile
 from graph_trainer.errors import CollectiveError, VerificationError
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.order_check import (
+    LargestOfAllRanks,
     check_all_compiled,
     check_order_across_ranks,
     check_same_collectives,
 )
-from graph_trainer.passes import PassConfig, Report, run_passes
+from graph_trainer.passes import PassConfig, Report, only_passes, run_passes
 from graph_trainer.stall import tell_failure, told_failure
 from graph_trainer.subclasses import unwrap
 
@@ -121,16 +122,21 @@ class TrainStep:
             self._on_event("Capturing the train step")
         # only the first graph of a program is captured on all ranks at once
         together = program not in self._firsts
+        largest = LargestOfAllRanks()
         start = time.perf_counter()
         try:
             joint = capture(model, self._loss_fn, args, kwargs)
             captured = time.perf_counter()
-            report = run_passes(joint, self._passes)
+            if together:
+                report = run_passes(joint, self._passes, agree=largest)
+            else:
+                passes = only_passes(self._passes, self._firsts[program].history)
+                report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()
             if not together:
                 check_same_collectives(self._firsts[program], joint)
         except Exception as error:
-            if together:
+            if together and not largest.heard_of_failure:
                 check_order_across_ranks(error)
             tell_failure(f"could not capture the step again, {_said(error)}")
             raise

@@ -16,7 +16,7 @@ from graph_trainer.capture import LossFn
 from graph_trainer.errors import VerificationError
 from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import JointGraph
-from graph_trainer.order_check import check_order_across_ranks
+from graph_trainer.order_check import LargestOfAllRanks, check_order_across_ranks
 from graph_trainer.passes import PassConfig, pass_by_pass, resolve_passes
 
 T = TypeVar("T")
@@ -60,11 +60,12 @@ def bisect_passes(
     _refuse_unrepeatable(unlike)
     on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
     joint = _together(runs.capture)
-    steps = pass_by_pass(joint, passes)
+    largest = LargestOfAllRanks()
+    steps = pass_by_pass(joint, passes, agree=largest)
     rows: list[Row] = []
     before: JointGraph | None = None
     while True:
-        report = _together(lambda: next(steps, None))
+        report = _together(lambda: next(steps, None), largest)
         if report is None:
             return Verdict(rows, len(reference), [])
         check_order_across_ranks(joint)
@@ -83,11 +84,13 @@ def bisect_passes(
     return Verdict(rows, len(reference), _from_all_ranks(node))
 
 
-def _together(work: Callable[[], T]) -> T:
+def _together(work: Callable[[], T], largest: LargestOfAllRanks | None = None) -> T:
     """Do what needs no other rank; one that fails says so where the others will ask it next."""
     try:
         return work()
     except Exception as error:
+        if largest is not None and largest.heard_of_failure:
+            raise
         check_order_across_ranks(error)
         raise AssertionError("an error is raised where it is handed in") from error
 

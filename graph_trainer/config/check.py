@@ -1,5 +1,6 @@
 """The checks that need more than one key: meshes, shapes, datasets, pass lists."""
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import asdict, fields, is_dataclass
@@ -100,6 +101,12 @@ _RULES: tuple[_Rule, ...] = (
     _timeout("comm.init_timeout_seconds"),
     _timeout("comm.train_timeout_seconds"),
     _at_least("compile.max_graphs", 1),
+    (
+        "compile.memory_limit_gib",
+        lambda value: value is None or 0 < value < math.inf,
+        "not a positive number of GiB",
+        "Set the GiB that a step may need on a device, or unset it for no limit.",
+    ),
     (
         "debug.seed",
         lambda value: value is None or 0 <= value < 2**64,

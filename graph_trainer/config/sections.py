@@ -45,6 +45,14 @@ class GraphCompileConfig(CompileConfig):
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
     """How far the pass overlap_fsdp reaches, where it is in the list."""
 
+    memory_limit_gib: float | None = None
+    """
+    The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
+    optimizer state, gradients and what the graph allocates. An optional pass (overlap_fsdp)
+    that needs more is rolled back; a step that needs more without any is refused before it
+    is taken. Unset for no limit.
+    """
+
     verify_passes: bool = False
     """
     Run the expensive checks after every pass. Slow; for writing and debugging passes.
@@ -78,6 +86,7 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         passes=tuple(config.passes),
         disable_passes=tuple(config.disable_passes),
         verify_passes=config.verify_passes,
+        memory_limit_gib=config.memory_limit_gib,
         **more,
     )
     listed = {p.name for p in resolve_passes(passes)}

@@ -2,6 +2,7 @@
 
 from graph_trainer.passes.pipeline import (
     PassConfig,
+    only_passes,
     pass_by_pass,
     registered_passes,
     resolve_passes,
@@ -20,6 +21,7 @@ __all__ = [
     "Stage",
     "TagFsdpUnshardsOptions",
     "graph_pass",
+    "only_passes",
     "pass_by_pass",
     "registered_passes",
     "resolve_passes",

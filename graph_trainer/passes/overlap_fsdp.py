@@ -36,6 +36,7 @@ class OverlapFsdpOptions:
     summary="Gather parameters ahead of time, wait for reductions late",
     options_type=OverlapFsdpOptions,
     default=False,
+    optional=True,
 )
 def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions) -> None:
     """Move the start of gathers up and the wait for reductions down.

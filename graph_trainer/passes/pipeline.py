@@ -5,14 +5,16 @@ from __future__ import annotations
 import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
+from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
+from graph_trainer.passes.memory_limit import Agree, Budget, HeldBytes, alone, nothing_held
 from graph_trainer.passes.normalize_views import normalize_views
 from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
@@ -59,6 +61,13 @@ class PassConfig:
     verify_passes: bool = False
     """After every pass also run the graph again on fake tensors and compare every shape."""
 
+    memory_limit_gib: float | None = None
+    """The most GiB that a step may need on a device, parameters and all: a pass that is only
+    optional and breaks it is rolled back, and a graph that does without them refused."""
+
+    held_bytes: HeldBytes = nothing_held
+    """What counts against the limit beside the graph and its inputs, given the graph."""
+
 
 def registered_passes() -> dict[str, Pass]:
     """Every built-in pass by name, in stage order."""
@@ -70,21 +79,29 @@ def run_passes(
     config: PassConfig | None = None,
     *,
     on_pass: Callable[[str], None] | None = None,
+    agree: Agree = alone,
+    roll_back: bool = True,
 ) -> Report:
     """Run the passes of `config` on `joint`, in place.
 
     Arguments:
         on_pass: called with each pass's name before it runs, for progress.
+        agree: makes of this rank's predicted peak the largest of all ranks', so that all decide
+            alike whether the memory limit holds; called only where there is a limit.
+        roll_back: whether the memory limit may roll passes back; where it may not, a graph
+            beyond the limit is refused with all its passes.
 
     Returns:
         a report with one row a pass, the first row being the graph as captured.
 
     Raises:
         PassError: an unknown, repeated or misplaced pass; options that do not fit; a pass
-            that failed, with the names of those that ran before it.
+            that failed, with the names of those that ran before it; a step that needs more
+            memory than the limit.
         VerificationError: a pass that left an invalid graph.
     """
-    return Report(list(pass_by_pass(joint, config, on_pass=on_pass)))
+    rows = pass_by_pass(joint, config, on_pass=on_pass, agree=agree, roll_back=roll_back)
+    return Report(list(rows))
 
 
 def pass_by_pass(
@@ -92,6 +109,8 @@ def pass_by_pass(
     config: PassConfig | None = None,
     *,
     on_pass: Callable[[str], None] | None = None,
+    agree: Agree = alone,
+    roll_back: bool = True,
 ) -> Iterator[PassReport]:
     """What `run_passes` does, one pass each time the iterator moves on.
 
@@ -105,12 +124,65 @@ def pass_by_pass(
     selected = resolve_passes(config)
     options = _options_by_name(config, selected)
     _check_history(joint, selected)
-    yield measure(joint, "capture", 0.0)
-    for graph_pass in selected:
+    budget = Budget(config.memory_limit_gib, config.held_bytes, agree)
+    rows = [measure(joint, "capture", 0.0)]
+    yield rows[0]
+    first_kept: _Kept | None = None
+    left = list(selected)
+    while left:
+        graph_pass = left.pop(0)
         if on_pass is not None:
             on_pass(graph_pass.name)
-        yield _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
+        before: _Kept | None = None
+        if budget.is_set and roll_back and graph_pass.optional:
+            before = _Kept(graph_pass.name, copy_graph(joint), budget.peak(joint), list(left))
+        row = _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
+        budget.changed()
+        if before is not None and budget.peak(joint) > before.peak and budget.is_over(joint):
+            row = _roll_back(joint, before, budget)
+        elif first_kept is None:
+            first_kept = before
+        rows.append(row)
+        yield row
+        if not left and first_kept is not None and budget.is_over(joint):
+            # What stands behind an optional pass may need the memory that this one took.
+            left = [p for p in first_kept.behind if not p.optional]
+            rows.append(_roll_back(joint, first_kept, budget))
+            first_kept = None
+            yield rows[-1]
+    if budget.is_over(joint):
+        reshards = config.reshard_after_forward == "always"
+        raise budget.refusal(joint, str(Report(rows)), reshards=reshards)
     joint.graph_module.recompile()
+
+
+class _Kept(NamedTuple):
+    """What there was before an optional pass."""
+
+    name: str
+    graph: JointGraph
+    peak: int
+    behind: list[Pass]
+    """The passes that come after it."""
+
+
+def _roll_back(joint: JointGraph, to: _Kept, budget: Budget) -> PassReport:
+    start, after = time.perf_counter(), budget.peak(joint)
+    put_back(joint, to.graph)
+    budget.changed()
+    row = measure(joint, to.name, time.perf_counter() - start)
+    return replace(row, rolled_back=budget.why_rolled_back(to.peak, after))
+
+
+def only_passes(config: PassConfig, names: Sequence[str]) -> PassConfig:
+    """`config` with no other passes than those named: what another graph kept of its own.
+
+    Raises:
+        PassError: as `resolve_passes`.
+    """
+    out = [p.name for p in resolve_passes(config) if p.name not in names]
+    options = {name: given for name, given in config.options.items() if name not in out}
+    return replace(config, disable_passes=(*config.disable_passes, *out), options=options)
 
 
 def resolve_passes(config: PassConfig) -> list[Pass]:

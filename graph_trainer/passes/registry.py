@@ -37,6 +37,9 @@ class Pass:
     options_type: type = NoOptions
     default: bool = True
     """Whether the pass list "default" includes it."""
+    optional: bool = False
+    """Whether a step needs it only to be faster: it is rolled back where it would need more
+    memory than `compile.memory_limit_gib`. For prefetching, bucketing, overlap."""
 
 
 def graph_pass(
@@ -45,6 +48,7 @@ def graph_pass(
     summary: str,
     options_type: type = NoOptions,
     default: bool = True,
+    optional: bool = False,
 ) -> Callable[[Callable[[JointGraph, Any], None]], Pass]:
     """Make a function a Pass named after it.
 
@@ -55,6 +59,6 @@ def graph_pass(
     """
 
     def make(function: Callable[[JointGraph, Any], None]) -> Pass:
-        return Pass(function.__name__, stage, summary, function, options_type, default)
+        return Pass(function.__name__, stage, summary, function, options_type, default, optional)
 
     return make

@@ -30,6 +30,8 @@ class PassReport:
     """Bytes that the collectives read on this rank."""
     peak_bytes: int
     """Predicted peak of what the graph allocates, above parameters and batch."""
+    rolled_back: str = ""
+    """Why what the pass did was taken back; empty where it was not."""
 
     def count(self, kind: str, phase: Phase | None = None) -> int:
         """How many collectives of one kind, in one phase or in all."""
@@ -69,9 +71,14 @@ class Report:
         """The rows as text under HEADINGS; numbers that a pass changed carry the change."""
         table, before = [], None
         for row in self.rows:
-            table.append([row.name, *_cells(row, before)])
+            name = f"{row.name}, rolled back" if row.rolled_back else row.name
+            table.append([name, *_cells(row, before)])
             before = row
         return table
+
+    def notes(self) -> list[str]:
+        """A line for every pass that was rolled back."""
+        return [f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back]
 
     def __str__(self) -> str:
         table = [list(HEADINGS), *self.cells()]
@@ -80,7 +87,7 @@ class Report:
         for name, *numbers in table:
             right = [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right]))
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes()])
 
 
 def _cells(row: PassReport, before: PassReport | None) -> list[str]:

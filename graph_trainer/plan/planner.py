@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from graph_trainer.analysis.hardware import Hardware
-from graph_trainer.analysis.lifetimes import storage_bytes
 from graph_trainer.analysis.simulation import Simulation, simulate
-from graph_trainer.joint_graph import InputKind, JointGraph, tensors_of
+from graph_trainer.held_bytes import microbatches, trained_bytes
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.ledger import LedgerRow, ledger
 
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
     from graph_trainer.trainer import GraphTrainer
 
 OnProgress = Callable[[str], None]
-
-# Tensors of the parameter's size that an optimizer keeps.
-_STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,52 +101,33 @@ def make_plan(
     run = FakeRun(config, world_size, rank, hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
-    optimizer = optimizer_bytes(joint, config)
+    passes = run.pass_config()
+    held = passes.held_bytes(joint)
     training = config.training
-    one_batch = training.local_batch_size * run.data_parallel_degree
-    microbatches = max(1, training.global_batch_size // one_batch)
-    trained = _parameter_bytes(joint)
+    repeats = microbatches(config, run.data_parallel_degree)
     look = partial(
         simulate,
         hardware=hardware,
-        optimizer_bytes=optimizer,
-        accumulated_bytes=trained if microbatches > 1 else 0,
+        optimizer_bytes=held.optimizer_bytes,
+        accumulated_bytes=held.accumulated_bytes,
         fused=config.compile.backend == "inductor",
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
-    pairs = list(ledger(joint, run.pass_config(), look, on_pass=on_progress))
+    pairs = list(ledger(joint, passes, look, on_pass=on_progress))
     return Plan(
         config=config,
         hardware=hardware,
         world_size=world_size,
         rank=rank,
         num_parameters=run.num_parameters,
-        microbatches=microbatches,
-        tokens_per_step=microbatches * training.local_batch_size * training.seq_len,
+        microbatches=repeats,
+        tokens_per_step=repeats * training.local_batch_size * training.seq_len,
         ranks_per_batch=world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
-        outside_seconds=outside_seconds(trained, optimizer, hardware),
+        outside_seconds=outside_seconds(trained_bytes(joint), held.optimizer_bytes, hardware),
         rows=[row for row, _ in pairs],
         simulation=pairs[-1][1],
     )
-
-
-def optimizer_bytes(joint: JointGraph, config: GraphTrainer.Config) -> int:
-    """Bytes of optimizer state on this rank, from the second step on.
-
-    A parameter belongs to the first group whose pattern is found in its name; one that no
-    group matches is not trained.
-    """
-    groups = [
-        (re.compile(g.pattern), _STATES[g.optimizer_name] + bool(g.optimizer_kwargs.get("amsgrad")))
-        for g in config.optimizer.param_groups
-    ]
-    total = 0
-    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
-        if spec.requires_grad:
-            states = next((count for pattern, count in groups if pattern.search(spec.name)), 0)
-            total += states * sum(storage_bytes(t) for n in nodes for t in tensors_of(n))
-    return total
 
 
 def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:
@@ -162,13 +138,3 @@ def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -
     """
     moved = 3 * gradient_bytes + 3 * gradient_bytes + 2 * state_bytes
     return moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
-
-
-def _parameter_bytes(joint: JointGraph) -> int:
-    return sum(
-        storage_bytes(t)
-        for spec, nodes in joint.inputs_of(InputKind.PARAMETER)
-        if spec.requires_grad
-        for node in nodes
-        for t in tensors_of(node)
-    )

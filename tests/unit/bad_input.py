@@ -214,6 +214,12 @@ IN_FILES = {
         "[validator]\nsteps = 0", "validator.steps", "= 0", "must be positive or -1"
     ),
     "no graph kept": Bad("[compile]\nmax_graphs = 0", "compile.max_graphs", "0", "1 or more"),
+    "no memory at all": Bad(
+        "[compile]\nmemory_limit_gib = 0.0",
+        "compile.memory_limit_gib",
+        "0",
+        "positive number of GiB",
+    ),
     "cuda graphs": Bad(
         "[training]\ndisable_cuda_graphs = false", "training.disable_cuda_graphs", "false", "= true"
     ),

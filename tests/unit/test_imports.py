@@ -31,6 +31,7 @@ PLUGIN = {
     "data",
     "device",
     "doctor",
+    "held_bytes",
     "loss",
     "parallelize",
     "plan",
