@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import IO
 
 from rich.console import Console
 
@@ -14,9 +14,11 @@ from graph_trainer.analysis.hardware import known_hardware, load_hardware
 from graph_trainer.config import check_config, load_config, wanted_ranks
 from graph_trainer.errors import ConfigError
 from graph_trainer.plan.document import document
+from graph_trainer.plan.files import check_outputs, published
 from graph_trainer.plan.planner import Plan, make_plan
 from graph_trainer.plan.progress import progress
 from graph_trainer.plan.tables import report
+from graph_trainer.plan.trace import write_trace
 
 WIDTH = 100
 
@@ -50,38 +52,27 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
-    writers = {path: write for path, write in ((flags.json, _write_json),) if path is not None}
-    for path in writers:
-        check_writable(path)
+    files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
+    check_outputs(files)
     with progress("plan") as say:
         plan = make_plan(config, world_size, hardware, rank=flags.rank, on_progress=say)
     _print(plan)
-    for path, write in writers.items():
-        write(plan, path)
+    for flag, path in files.items():
+        with published(path) as file:
+            _WRITERS[flag.removeprefix("--")](plan, file)
         print(f"wrote {path}")
     return 0
 
 
-def check_writable(path: Path) -> None:
-    """Find out before the work whether its result can be written.
-
-    Raises:
-        ConfigError: the folder is not there, or may not be written to.
-    """
-    folder = path.parent
-    if path.is_dir():
-        problem = "is a folder: name a file"
-    elif not folder.is_dir():
-        problem = f"there is no folder {folder}: make it, or name another"
-    elif not os.access(path if path.exists() else folder, os.W_OK):
-        problem = "cannot be written to: name another file"
-    else:
-        return
-    raise ConfigError(f"{path}: {problem}")
+def _write_json(plan: Plan, file: IO[str]) -> None:
+    file.write(json.dumps(document(plan), indent=2) + "\n")
 
 
-def _write_json(plan: Plan, path: Path) -> None:
-    path.write_text(json.dumps(document(plan), indent=2) + "\n")
+_WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
+    "json": _write_json,
+    "trace": write_trace,
+}
+"""What writes the file that a flag names."""
 
 
 def _print(plan: Plan) -> None:
@@ -113,6 +104,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
+    )
     return parser
 
 

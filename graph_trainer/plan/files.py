@@ -1,0 +1,66 @@
+"""Files that a plan is written to: whole or not at all, and tried before the work."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO
+
+from graph_trainer.errors import ConfigError
+
+
+def check_outputs(outputs: Mapping[str, Path]) -> None:
+    """Find out before the work whether its results can be written.
+
+    Arguments:
+        outputs: file by the flag that names it.
+
+    Raises:
+        ConfigError: a folder is not there or may not be written to, or two flags name one file.
+    """
+    flags: dict[Path, str] = {}
+    for flag, path in outputs.items():
+        _check_writable(path)
+        other = flags.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise ConfigError(f"{other} and {flag} both write {path}: name two files")
+
+
+def _check_writable(path: Path) -> None:
+    folder = path.resolve().parent
+    if path.is_dir():
+        problem = "is a folder: name a file"
+    elif not folder.is_dir():
+        problem = f"there is no folder {folder}: make it, or name another"
+    elif not os.access(path if _is_special(path) else folder, os.W_OK):
+        problem = "cannot be written to: name another file"
+    else:
+        return
+    raise ConfigError(f"{path}: {problem}")
+
+
+@contextlib.contextmanager
+def published(path: Path) -> Iterator[IO[str]]:
+    """A file to write to, which takes its name when all of it is written.
+
+    Whoever reads the name finds the old file or the new one, whole. A pipe or a device, such as
+    /dev/stdout, is written to as it is.
+    """
+    if _is_special(path):
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    target = path.resolve()
+    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+    try:
+        with unfinished.open("w", encoding="utf-8") as file:
+            yield file
+        unfinished.replace(target)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _is_special(path: Path) -> bool:
+    return path.exists() and not path.is_file()
