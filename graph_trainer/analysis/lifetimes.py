@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
     Linear in nodes. A storage lives from its node to the last reader of any of its views;
     what the graph returns lives to the end. The results of a multi-output op live together
     until the last of them is taken out, as the tuple that holds them does. What a collective
-    reads lives until it is waited for.
+    reads and makes lives until all of it is waited for, and to the end if it never is.
 
     Arguments:
         scratch: bytes that a node allocates inside, such as `gloo_scratch` gives. They are the
@@ -65,18 +65,29 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
     born = {storage: position[storage[0]] for storage in size}
     last_use = dict(born)
     pending: dict[Storage, list[fx.Node]] = defaultdict(list)
+
+    def use(storages: Iterable[Storage], place: int) -> None:
+        for storage in storages:
+            if storage in size:
+                last_use[storage] = place
+
+    def use_work(started: fx.Node, place: int) -> None:
+        for entry in (started, *started.all_input_nodes):
+            use(storages_in(held[entry]), place)
+
     for place, node in enumerate(order):
-        used = [s for source in node.all_input_nodes for s in storages_in(held[source])]
+        for source in node.all_input_nodes:
+            use(storages_in(held[source]), place)
         if is_collective(node):
             for storage in storages_in(held[node]):
                 pending[storage].append(node)
         elif is_wait(node):
-            for started in [n for storage in used for n in pending.pop(storage, ())]:
-                used += [s for n in started.all_input_nodes for s in storages_in(held[n])]
-                used.append((started, SCRATCH))
-        for storage in used:
-            if storage in size:
-                last_use[storage] = place
+            for storage in storages_in(held[node]):
+                for started in pending.pop(storage, ()):
+                    use_work(started, place)
+                    use([(started, SCRATCH)], place)
+    for started in {n for several in pending.values() for n in several}:
+        use_work(started, len(order) - 1)
     return Lifetimes(_live_bytes(len(order), size, born, last_use), born, last_use, size)
 
 
