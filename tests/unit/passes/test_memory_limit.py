@@ -1,0 +1,274 @@
+"""compile.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import graph_trainer as gt
+from graph_trainer.analysis.memory import memory_of
+from graph_trainer.graph_copy import copy_graph, put_back
+from graph_trainer.joint_graph import annotate_node, annotation
+from graph_trainer.passes import NoOptions, Pass, Stage
+from graph_trainer.passes.memory_limit import GIB, Held
+from graph_trainer.train_step import TrainStep
+from tests.unit.graphs import BACKWARD, FORWARD, assert_same, aten, captured_decoder, code, run
+
+OVERLAP = ["default", "overlap_fsdp"]
+
+
+NOTHING = Held()
+
+
+@functools.cache
+def _captured(**decoder):
+    return captured_decoder(**decoder)
+
+
+def after(limit=None, passes=OVERLAP, held=NOTHING, agree=lambda mine: mine, **decoder):
+    """The graph after the passes and the report; the limit in bytes."""
+    joint = copy_graph(_captured(**decoder))
+    config = gt.PassConfig(
+        reshard_after_forward="always",
+        passes=passes,
+        memory_limit_gib=limit and limit / GIB,
+        held_bytes=lambda joint: held,
+    )
+    return joint, gt.run_passes(joint, config, agree=agree)
+
+
+def peak(joint):
+    return memory_of(joint).peak_bytes
+
+
+def described(joint):
+    """Everything of a graph that passes read."""
+    return [
+        (n.format_node(), n.meta.get("custom"), n.meta.get("recompute")) for n in joint.graph.nodes
+    ]
+
+
+def hungry(numbers, name="hungry", stage=Stage.SCHEDULE, optional=True):
+    """A pass that holds so many float32 from the first node to the last."""
+
+    def function(joint, options):
+        first = next(n for n in joint.graph.nodes if n.op == "call_function")
+        with joint.graph.inserting_before(first):
+            big = joint.graph.call_function(aten.ones.default, ([numbers],))
+        with joint.graph.inserting_before(joint.output_node()):
+            end = joint.graph.call_function(aten.neg.default, (big,))
+        for node, phase in ((big, FORWARD), (end, BACKWARD)):
+            node.meta["val"] = first.meta["val"].new_empty(numbers, dtype=torch.float32)
+            annotate_node(node, annotation(phase=phase))
+
+    return Pass(name, stage, "for a test", function, NoOptions, optional=optional)
+
+
+@pytest.fixture
+def plain():
+    return after(passes=["default"])[0]
+
+
+@pytest.fixture
+def overlapped():
+    return after()[0]
+
+
+@pytest.fixture
+def low(plain):
+    return peak(plain)
+
+
+@pytest.fixture
+def high(overlapped, plain):
+    assert peak(plain) < peak(overlapped) and code(plain) != code(overlapped)
+    return peak(overlapped)
+
+
+def test_an_optional_pass_beyond_the_limit_is_rolled_back(plain, high):
+    joint, report = after(high - 1)
+    assert described(joint) == described(plain) and str(joint) == str(plain)
+    assert joint.history == plain.history
+    joint.validate()
+    assert_same(run(plain), run(joint))
+    row = report.last
+    assert row.name == "overlap_fsdp" and row.peak_bytes == report.rows[-2].peak_bytes
+    for text in (row.rolled_back, str(report)):
+        assert "rolled back" in text and "compile.memory_limit_gib" in text
+    assert [line.split()[0] for line in report.notes()] == ["overlap_fsdp"]
+
+
+def test_at_the_limit_it_is_kept(overlapped, high):
+    joint, report = after(high)
+    assert described(joint) == described(overlapped)
+    assert report.notes() == [] and "rolled back" not in str(report)
+    assert joint.history[-1] == "overlap_fsdp"
+
+
+def test_what_the_run_holds_beside_the_graph_counts(plain, overlapped, high):
+    held = Held(optimizer_bytes=1000, accumulated_bytes=500)
+    assert described(after(high + 1500, held=held)[0]) == described(overlapped)
+    assert described(after(high + 1499, held=held)[0]) == described(plain)
+
+
+def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
+    assert described(after(low)[0]) == described(plain)
+    with pytest.raises(gt.PassError) as caught:
+        after(low - 1, held=Held(optimizer_bytes=0))
+    message = str(caught.value)
+    for words in (
+        f"compile.memory_limit_gib = {(low - 1) / GIB:g}",
+        "activations",
+        "gather fwd",  # the ledger
+        "overlap_fsdp was rolled back",
+        "activation_checkpoint.type",
+        "training.local_batch_size",
+        "parallelism.data_parallel_shard_degree",
+    ):
+        assert words in message
+    # it gathers every parameter twice already
+    assert "fsdp_reshard_after_forward" not in message
+    config = gt.PassConfig(reshard_after_forward="never", memory_limit_gib=(low - 1) / GIB)
+    with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
+        gt.run_passes(copy_graph(_captured()), config)
+
+
+def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
+    """Over the limit before, within it afterwards: kept."""
+
+    def diet(joint, options):
+        for node in reversed(joint.graph.nodes):
+            if node.target in (aten.neg.default, aten.ones.default) and not node.users:
+                joint.graph.erase_node(node)
+
+    passes = [
+        "default",
+        hungry(50_000, optional=False),
+        Pass("diet", Stage.SCHEDULE, "", diet, optional=True),
+    ]
+    joint, report = after(low, passes=passes)
+    assert described(joint) == described(plain) and report.notes() == []
+
+
+def test_an_optional_pass_makes_room_for_what_comes_behind_it(high):
+    """Within the limit alone and with the passes before it, but not with the one behind."""
+    passes = ["default", "overlap_fsdp", hungry(500, optional=False)]
+    alone, _ = after(passes=["default", passes[-1]])
+    joint, report = after(max(high, peak(alone)), passes=passes)
+    assert described(joint) == described(alone)
+    assert [row.name for row in report.rows[-4:]] == [
+        "overlap_fsdp",
+        "hungry",
+        "overlap_fsdp",
+        "hungry",
+    ]
+    assert len(report.notes()) == 1
+
+
+def test_only_optional_passes_are_rolled_back(plain, low):
+    with pytest.raises(gt.PassError, match="memory_limit_gib"):
+        after(low, passes=["default", hungry(50_000, optional=False)])
+    optional = hungry(50_000)
+    assert described(after(low, passes=["default", optional])[0]) == described(plain)
+
+
+# --- ranks ---------------------------------------------------------------------------------
+
+RANKS = 5
+
+
+def uneven(rank):
+    return {"world": RANKS, "rank": rank, "dim": 6, "hidden": 7}
+
+
+def test_ranks_with_uneven_shards_decide_the_same():
+    peaks = [peak(after(**uneven(rank))[0]) for rank in range(RANKS)]
+    without = [peak(after(**uneven(rank), passes=["default"])[0]) for rank in range(RANKS)]
+    assert min(peaks) < max(peaks)
+    limit = max(peaks) - 1
+    assert min(peaks) <= limit, "some ranks are within the limit"
+    assert max(without) <= limit
+
+    def names(rank, agree):
+        return after(limit, **uneven(rank), agree=agree)[0].history
+
+    alone = [names(rank, lambda mine: mine)[-1] for rank in range(RANKS)]
+    assert len(set(alone)) == 2, "alone they would not agree"
+
+    def largest(rank):
+        """What the ranks would say to each other, one answer a call."""
+        answers = iter([max(without), max(peaks), max(without)])
+        return lambda mine: next(answers)
+
+    together = [names(rank, largest(rank)) for rank in range(RANKS)]
+    assert all("overlap_fsdp" not in history for history in together)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.body(x)).square().mean()
+
+
+def loss(model, x):
+    return model(x)
+
+
+def test_a_step_captured_again_keeps_to_what_the_first_graph_did():
+    """A rank that meets another shape is alone: it cannot ask whether others roll back."""
+
+    def need(rows, *passes):
+        joint = gt.capture(Net(), loss, (torch.ones(rows, 4),))
+        gt.run_passes(joint, gt.PassConfig(passes=["default", *passes]))
+        return peak(joint)
+
+    extra, model = hungry(100), Net()
+    small, large = need(2, extra), need(40, extra)
+    assert need(40) < large
+
+    step = TrainStep(loss, passes=config(extra, small))
+    step(model, torch.ones(2, 4))
+    (joint,) = step.joint_graphs()
+    assert joint.history[-1] == "hungry"
+    with pytest.raises(gt.PassError, match="memory_limit_gib"):
+        step(model, torch.ones(40, 4))  # with `hungry`, as on the other ranks
+
+    step = TrainStep(loss, passes=config(extra, max(need(40), small - 1, large - 1)))
+    step(model, torch.ones(40, 4))
+    step(model, torch.ones(2, 4))  # would fit with `hungry`, which other ranks go without
+    assert ["hungry" in joint.history for joint in step.joint_graphs()] == [False, False]
+
+
+def config(extra, limit):
+    return gt.PassConfig(passes=["default", extra], memory_limit_gib=limit / GIB)
+
+
+# --- copies --------------------------------------------------------------------------------
+
+
+def test_a_copy_does_not_change_with_its_original(plain):
+    joint = copy_graph(_captured())
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
+    copy, before = copy_graph(joint), described(joint)
+    assert described(copy) == before and str(copy) == str(joint)
+    assert [n.name for n in copy.graph.nodes] == [n.name for n in joint.graph.nodes]
+    copy.validate()
+    gt.run_passes(joint, gt.PassConfig(passes=["overlap_fsdp", hungry(10)]))
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            annotate_node(node, annotation(module="elsewhere"))
+    assert described(joint) != before and described(copy) == before
+    assert copy.history != joint.history
+    put_back(joint, copy)
+    assert described(joint) == before and joint.history[-1] == "rematerialize"
+    joint.validate()
+    assert_same(run(joint), run(plain))
+
+
+def test_no_limit_costs_no_exchange():
+    after(agree=lambda mine: pytest.fail("asked"))
