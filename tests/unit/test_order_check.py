@@ -8,7 +8,7 @@ from torch.distributed import group as world_group
 
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
-from graph_trainer.analysis.sequences import sequence_of
+from graph_trainer.analysis.sequences import issued_by, sequence_of
 from graph_trainer.joint_graph import Role
 from graph_trainer.order_check import (
     all_agree,
@@ -139,6 +139,32 @@ def test_an_error_instead_of_a_graph_is_raised_by_the_rank_that_has_it():
     fake_world(2)
     with pytest.raises(gt.CaptureError, match="my own"):
         check_order_across_ranks(gt.CaptureError("my own"))
+
+
+def test_an_op_that_nobody_knows_must_be_on_every_rank(monkeypatch):
+    """Rank 1 has the same graph, but for the op."""
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 4)
+    total = b.call(aten.sum.default, x)
+    plain = []
+
+    def answer(theirs, mine):
+        theirs[:] = [mine, others.pop(0)]
+
+    monkeypatch.setattr("graph_trainer.order_check._alone", lambda: False)
+    monkeypatch.setattr("torch.distributed.all_gather_object", answer)
+    with torch.library._scoped_library("order_check_test", "DEF") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.clone(), "CompositeExplicitAutograd")
+        mystery = b.call(torch.ops.order_check_test.mystery.default, x)
+        joint = b.joint(b.call(aten.add.Tensor, total, b.call(aten.sum.default, mystery)))
+        sequence = issued_by(joint, 2)
+        others = [("", shortened(digests_of(sequence)))]
+        check_order_across_ranks(joint)
+        others = [("", shortened(digests_of(plain))), digests_of(plain), plain]
+        with pytest.raises(gt.VerificationError, match="rank 0 issues .*mystery.* nobody here"):
+            check_order_across_ranks(joint)
 
 
 def test_all_ranks_of_a_captured_step_agree():

@@ -124,6 +124,11 @@ def test_waits_in_a_circle_over_two_groups():
         at_once(three),
         words=["in a circle; running them would hang", "'layers.0'"],
     )
+    # what a rank issues alone counts for where it waits and for nothing else
+    alone = collective(ranks=(0,))
+    refused(
+        at_once(alone, pair, three), at_once(three, pair), at_once(three), words=["in a circle"]
+    )
     assert f"rank 0 waits until rank 1 comes to {pair.describe()}" in circle
     assert f"rank 1 waits until rank 0 comes to {three.describe()}" in circle
 
