@@ -114,7 +114,11 @@ def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
                 for part, entry in zip(storages, value, strict=True):
                     yield from made(part, entry)
         elif storages[0] is node and isinstance(value, torch.Tensor):
-            yield storages, storage_bytes(value)
+            # A result has gaps only where it was asked to: elsewhere they are its fake tensor's,
+            # taken over from an input that the op really copies.
+            gaps = "strided" in str(node.target)
+            spans, dense = storage_bytes(value), value.numel() * value.dtype.itemsize
+            yield storages, spans if gaps else min(spans, dense)
 
     return made(held, value_of(node))
 

@@ -228,6 +228,10 @@ def matrix(node: fx.Node) -> bool:
     return val(node).ndim == 2 and _floating(node)
 
 
+def large(node: fx.Node) -> bool:
+    return contiguous(node) and val(node).numel() > 8
+
+
 def contiguous(node: fx.Node) -> bool:
     return val(node).is_contiguous()
 
@@ -245,7 +249,7 @@ simple("select", aten.select.int, 0, 1, fits=rows)
 simple("unsqueeze", aten.unsqueeze.default, 0, fits=lambda x: val(x).ndim < 4)
 simple("squeeze", aten.squeeze.default)
 simple("diagonal", aten.diagonal.default, fits=matrix)
-simple("as_strided", aten.as_strided.default, [2, 2], [2, 1], 0, fits=lambda x: val(x).numel() > 8)
+simple("as_strided", aten.as_strided.default, [2, 2], [2, 1], 0, fits=large)
 simple("flat_view", aten.view.default, [-1], fits=contiguous)
 simple("unsafe_view", aten._unsafe_view.default, [-1], fits=contiguous)
 simple("reshape", aten.reshape.default, [-1])
@@ -352,6 +356,11 @@ def cat_out(p, x, y, n):
 
 
 @step()
+def empty_strided(p, x, y, n):
+    return [p.call(aten.empty_strided.default, [3, 4], [8, 2], device="cpu")]
+
+
+@step()
 def take(p, x, y, n):
     return p.take(n)
 
@@ -427,5 +436,6 @@ def assert_predicted(joint: JointGraph) -> None:
 )
 @given(programs)
 @example(([("neg", 0, 0), ("sort_out", 3, 0), ("take", 0, 1), ("sum", 0, 0)], [0]))
+@example(([("every_other", 0, 0), ("dropout_off", 3, 0)], []))
 def test_predicted_memory_is_what_a_run_allocates(program):
     assert_predicted(build(program))
