@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from graph_trainer.analysis.lifetimes import Storage
 from graph_trainer.analysis.ops import (
+    Storage,
     aliased_input,
+    argument,
     aten,
     is_collective,
     is_getitem,
@@ -19,7 +21,7 @@ from graph_trainer.analysis.ops import (
     storage_roots,
     written_arguments,
 )
-from graph_trainer.joint_graph import JointGraph, Phase, phase_of
+from graph_trainer.joint_graph import JointGraph, Phase, phase_of, tensors_of
 
 # Two nodes that are further apart in the graph are not fused: Inductor scores fusions by how
 # near their nodes are, and what is far apart keeps a buffer alive.
@@ -75,44 +77,70 @@ def no_fusion() -> Fusion:
     return Fusion({}, set())
 
 
-def fuse(joint: JointGraph) -> Fusion:
+def fuse(joint: JointGraph, may_fuse: Callable[[fx.Node], bool] = lambda node: True) -> Fusion:
     """Group elementwise and reducing nodes as a compiler would. Linear in nodes.
 
-    A node joins the group of a fusible node that it reads when both are of one phase, near one
-    another, and nothing that cannot be fused lies on a path between them: every node has a
-    depth, the number of unfusible nodes on the longest way to it, and a group is of one depth.
+    A node joins the groups of all fusible nodes that it reads, and makes them one, when they are
+    of one phase, near one another, and nothing that cannot be fused lies on a path between them:
+    every node has a depth, the number of unfusible nodes on the longest way to it, and a group
+    is of one depth. Groups that wait for each other cannot come about: what a node reads without
+    joining it takes in no more nodes.
+
+    Arguments:
+        may_fuse: nodes that the compiler sees; it leaves the others as they are.
     """
     graph = joint.graph
-    roots = storage_roots(graph)
     depth: dict[fx.Node, int] = {}
-    position: dict[fx.Node, int] = {}
-    group: dict[fx.Node, int] = {}
-    phases: dict[int, Phase | None] = {}
+    groups = _Groups()
     source_of: dict[fx.Node, fx.Node] = {}  # behind views
-    started: dict[int, int] = {}
     for place, node in enumerate(graph.nodes):
-        position[node] = place
-        fusible, view = is_fusible(node), is_free(node)
+        fusible, view = is_fusible(node) and may_fuse(node), is_free(node)
         inputs = node.all_input_nodes
         source_of[node] = source_of[inputs[0]] if view and inputs else node
         barrier = 0 if fusible or view else 1
         depth[node] = max((depth[n] for n in inputs), default=0) + barrier
-        if not fusible:
-            continue
-        for n in inputs:
-            found = group.get(source_of[n])
-            if (
-                found is not None
-                and depth[n] == depth[node]
-                and phases[found] is phase_of(node)
-                and place - started[found] <= _REACH
-            ):
-                group[node] = found
-                break
-        else:
-            group[node] = place
-            phases[place], started[place] = phase_of(node), place
-    return Fusion(group, _kept_inside(graph, roots, group))
+        if fusible:
+            sources = [source_of[n] for n in inputs]
+            groups.add(node, place, [s for s in sources if depth[s] == depth[node]])
+    group = groups.by_node()
+    return Fusion(group, _kept_inside(graph, storage_roots(graph), group))
+
+
+class _Groups:
+    """Groups of nodes, named by the position of their first node, that grow together."""
+
+    def __init__(self) -> None:
+        self._group: dict[fx.Node, int] = {}
+        self._phase: dict[int, Phase | None] = {}
+        self._merged_into: dict[int, int] = {}
+        self._closed: set[int] = set()
+
+    def add(self, node: fx.Node, place: int, sources: list[fx.Node]) -> None:
+        """Put a node into the groups of those that it reads, where it may, or into its own."""
+        phase = phase_of(node)
+        found = {self._now(self._group[s]) for s in sources if s in self._group}
+        joined = {
+            g for g in found - self._closed if self._phase[g] is phase and place - g <= _REACH
+        }
+        self._closed |= found - joined
+        first = min(joined, default=place)
+        for each in joined - {first}:
+            self._merged_into[each] = first
+        self._group[node] = first
+        self._phase[first] = phase
+
+    def by_node(self) -> dict[fx.Node, int]:
+        """The group of every node, after all."""
+        return {node: self._now(group) for node, group in self._group.items()}
+
+    def _now(self, group: int) -> int:
+        way = []
+        while group in self._merged_into:
+            way.append(group)
+            group = self._merged_into[group]
+        for each in way:
+            self._merged_into[each] = group
+        return group
 
 
 def _kept_inside(
@@ -142,10 +170,29 @@ def is_free(node: fx.Node) -> bool:
     return (aliased_input(node) is not None or listed) and not written_arguments(node)
 
 
+def _reduces_outer(node: fx.Node) -> bool:
+    """Whether a node sums over leading dimensions and keeps the last one.
+
+    Such a kernel walks its input the other way round than those that go row by row, a norm and
+    its gradient for one, so it reads everything once more.
+    """
+    dims = argument(node, "dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    ((source, *_), *_) = ([*tensors_of(n)] for n in node.all_input_nodes)
+    kept = {d % source.dim() for d in dims if isinstance(d, int)}
+    return source.dim() - 1 not in kept
+
+
 def is_fusible(node: fx.Node) -> bool:
     """Whether a compiler can make a node part of a kernel with its neighbours."""
     schema = schema_of(node)
     if schema is None or is_free(node) or is_collective(node) or is_random(node):
+        return False
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    if any(t.is_complex() for t in tensors):  # Inductor generates no code for complex numbers
+        return False
+    if _reduces_outer(node):
         return False
     if schema.name in _FUSIBLE_REDUCTIONS or schema.name in _FUSIBLE_COPIES:
         return True

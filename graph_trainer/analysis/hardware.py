@@ -59,11 +59,8 @@ class Hardware:
     """What collectives reach of the links."""
     collective_seconds: float
     """The least that a collective takes, its launch included."""
-    all_gather_scratch: float
-    """What an all-gather allocates inside while it runs, in multiples of the bytes that it reads
-    and writes together; 0 where the library has buffers of its own."""
-    reduce_scatter_scratch: float
-    """The same for a reduce-scatter, in multiples of the bytes that it reads."""
+    collective_compute_share: float
+    """Part of the device's compute units that a collective occupies while it runs."""
 
     @property
     def clock(self) -> float:
@@ -154,8 +151,7 @@ _MAY_BE_ZERO = {
     "node_latency_seconds",
     "network_latency_seconds",
     "collective_seconds",
-    "all_gather_scratch",
-    "reduce_scatter_scratch",
+    "collective_compute_share",
 }
 
 
@@ -163,7 +159,7 @@ def _check(path: Path, key: str, value: Any) -> None:
     where = f"--hardware {path}: {key} = {value!r}"
     if key == "device":
         if value not in ("cuda", "cpu"):
-            raise ConfigError(f"{where}: write \"cuda\" or \"cpu\"")
+            raise ConfigError(f'{where}: write "cuda" or "cpu"')
     elif key == "peak_flops":
         if not isinstance(value, dict) or "float32" not in value:
             raise ConfigError(f"{where}: a table of FLOP/s by dtype, float32 among them")
@@ -174,6 +170,8 @@ def _check(path: Path, key: str, value: Any) -> None:
         least = 0 if key in _MAY_BE_ZERO else 1e-30
         if not number or not least <= value < float("inf"):
             raise ConfigError(f"{where}: not a positive number")
+        if key == "collective_compute_share" and value >= 1:
+            raise ConfigError(f"{where}: nothing would be left to compute with; write below 1")
         if key.endswith("_efficiency") and value > 1:
             raise ConfigError(f"{where}: a part of the peak, between 0 and 1")
         if key == "devices_per_node" and value != int(value):

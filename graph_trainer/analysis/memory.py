@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
 from torch import fx
 
-from graph_trainer.analysis.lifetimes import Storage, lifetimes, storage_bytes
-from graph_trainer.analysis.ops import is_collective, storage_roots
+from graph_trainer.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
+from graph_trainer.analysis.ops import Storage, is_collective, storage_roots
 from graph_trainer.joint_graph import (
     InputKind,
     JointGraph,
@@ -42,7 +43,7 @@ class LiveStorage:
 
     node: fx.Node
     index: int
-    """Which of the node's results."""
+    """Which of the node's results; `SCRATCH` for what it allocates inside."""
     category: Category
     bytes: int
     born: int
@@ -93,7 +94,8 @@ def memory_of(
     optimizer_bytes: int = 0,
     accumulated_bytes: int = 0,
     not_allocated: set[Storage] | None = None,
-    scratch: dict[fx.Node, int] | None = None,
+    held_longer: Mapping[Storage, int] | None = None,
+    scratch: Mapping[fx.Node, int] | None = None,
 ) -> Memory:
     """Bytes alive at every node, by category. Linear in nodes.
 
@@ -101,26 +103,27 @@ def memory_of(
         optimizer_bytes: optimizer state that is alive during the step.
         accumulated_bytes: gradients of earlier microbatches that are alive during the step.
         not_allocated: storages that a fused kernel keeps in registers.
-        scratch: bytes that a node allocates inside; a collective's live until it is waited for.
+        held_longer: positions up to which something else holds a storage that the graph no
+            longer reads.
+        scratch: bytes that a node allocates inside, as `lifetimes` has them.
     """
-    lives = lifetimes(joint)
+    lives = lifetimes(joint, scratch=scratch)
+    last_use = lives.last_use | {
+        s: max(place, lives.last_use[s])
+        for s, place in (held_longer or {}).items()
+        if s in lives.last_use
+    }
     order = list(joint.graph.nodes)
     size = {s: b for s, b in lives.size.items() if not not_allocated or s not in not_allocated}
-    category = _categories(joint, list(size), lives.last_use, order)
+    category = _categories(joint, list(size), last_use, order)
     storages = [
-        LiveStorage(node, index, category[(node, index)], num, lives.born[(node, index)],
-                    lives.last_use[(node, index)])
-        for (node, index), num in size.items()
-    ]  # fmt: skip
+        LiveStorage(*storage, category[storage], num, lives.born[storage], last_use[storage])
+        for storage, num in size.items()
+    ]
     change = {c: [0] * (len(order) + 1) for c in Category}
     for storage in storages:
         change[storage.category][storage.born] += storage.bytes
         change[storage.category][storage.last + 1] -= storage.bytes
-    waits = _last_waits(order) if scratch else {}
-    position = {node: place for place, node in enumerate(order)} if scratch else {}
-    for node, num in (scratch or {}).items():
-        change[Category.COMMUNICATION][position[node]] += num
-        change[Category.COMMUNICATION][waits.get(node, position[node]) + 1] -= num
     always = _given(joint) | {
         Category.OPTIMIZER_STATE: optimizer_bytes,
         Category.GRADIENTS: accumulated_bytes,
@@ -155,16 +158,6 @@ def _given(joint: JointGraph) -> dict[Category, int]:
     }
 
 
-def _last_waits(order: list[fx.Node]) -> dict[fx.Node, int]:
-    """For every collective the position of the last node that reads its own result: its wait."""
-    return {
-        source: place
-        for place, node in enumerate(order)
-        for source in node.all_input_nodes
-        if is_collective(source)
-    }
-
-
 def _categories(
     joint: JointGraph,
     storages: list[Storage],
@@ -182,7 +175,9 @@ def _categories(
     )
 
     def category(storage: Storage) -> Category:
-        node, _ = storage
+        node, index = storage
+        if index == SCRATCH:
+            return Category.COMMUNICATION
         if storage in gradients:
             return Category.GRADIENTS
         role = role_of(node)

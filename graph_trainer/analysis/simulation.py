@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from graph_trainer.analysis.allocator import reserved_bytes
 from graph_trainer.analysis.collectives import Collective, collectives
 from graph_trainer.analysis.costs import Cost, costs
-from graph_trainer.analysis.fusion import fuse, no_fusion
 from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.analysis.memory import Memory, memory_of
+from graph_trainer.analysis.runtime import GRAPH_TRAINER, Runtime
+from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.timeline import Timeline, play
 from graph_trainer.joint_graph import JointGraph
 
@@ -21,10 +23,18 @@ class Simulation:
 
     joint: JointGraph
     hardware: Hardware
+    runtime: Runtime
     collectives: list[Collective]
     memory: Memory
     costs: dict[fx.Node, Cost]
     timeline: Timeline
+
+    def reserved_bytes(self) -> int:
+        """What the allocator takes from the device: on a GPU the caching allocator's segments,
+        elsewhere what is alive at the peak. n log n in storages."""
+        if self.hardware.device == "cuda":
+            return reserved_bytes(self.memory, self.runtime.pool_of)
+        return self.memory.peak_bytes
 
 
 def simulate(
@@ -34,6 +44,7 @@ def simulate(
     optimizer_bytes: int = 0,
     accumulated_bytes: int = 0,
     fused: bool = False,
+    runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
     """Simulate one rank's graph as it is now. Linear in nodes.
 
@@ -41,34 +52,22 @@ def simulate(
         optimizer_bytes: optimizer state that is alive during the step.
         accumulated_bytes: gradients of earlier microbatches that are alive during the step.
         fused: whether the backend compiles; elementwise nodes are then fused.
+        runtime: who runs the step.
 
     Raises:
         VerificationError: a collective of which nothing can be said (see `collectives`).
     """
     issued = collectives(joint)
-    fusion = fuse(joint) if fused else no_fusion()
+    fusion = runtime.fusion(joint, fused)
     cost = costs(joint, hardware, fusion)
     memory = memory_of(
         joint,
         optimizer_bytes=optimizer_bytes,
         accumulated_bytes=accumulated_bytes,
         not_allocated=fusion.kept_inside,
-        scratch=collective_scratch(issued, hardware),
+        held_longer=runtime.held_longer(joint),
+        # gloo is what runs on a CPU; nccl's buffers are its own, made once
+        scratch=gloo_scratch(joint) if hardware.device == "cpu" else None,
     )
-    return Simulation(joint, hardware, issued, memory, cost, play(joint, issued, cost, hardware))
-
-
-def collective_scratch(issued: list[Collective], hardware: Hardware) -> dict[fx.Node, int]:
-    """Bytes that the communication library allocates inside each collective."""
-    scratch = {}
-    for each in issued:
-        if len(each.ranks) == 1:
-            continue
-        if "all_gather" in each.kind:
-            num = hardware.all_gather_scratch * (each.input_bytes + each.output_bytes)
-        elif "reduce_scatter" in each.kind:
-            num = hardware.reduce_scatter_scratch * each.input_bytes
-        else:
-            continue
-        scratch[each.node] = int(num)
-    return scratch
+    timeline = play(joint, issued, cost, hardware, runtime)
+    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)

@@ -12,6 +12,7 @@ from graph_trainer.analysis.collectives import Collective
 from graph_trainer.analysis.costs import Cost
 from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.analysis.ops import is_collective, is_wait, storage_roots
+from graph_trainer.analysis.runtime import GRAPH_TRAINER, Runtime
 from graph_trainer.analysis.traffic import Traffic, traffic_of
 from graph_trainer.joint_graph import JointGraph
 
@@ -62,11 +63,13 @@ class Timeline:
 
 
 def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
-    """A short name for every group: its number of ranks and their distance."""
+    """A short name for every group, and no two alike: its number of ranks and some of them."""
     names: dict[tuple[int, ...], str] = {}
     for each in issued:
         if each.ranks not in names:
-            names[each.ranks] = f"{describe_ranks(each.ranks)}"
+            name = describe_ranks(each.ranks)
+            taken = sum(describe_ranks(ranks) == name for ranks in names)
+            names[each.ranks] = f"{name} ({taken + 1})" if taken else name
     return names
 
 
@@ -78,22 +81,29 @@ def describe_ranks(ranks: tuple[int, ...]) -> str:
 
 
 def play(
-    joint: JointGraph, issued: list[Collective], cost: dict[fx.Node, Cost], hardware: Hardware
+    joint: JointGraph,
+    issued: list[Collective],
+    cost: dict[fx.Node, Cost],
+    hardware: Hardware,
+    runtime: Runtime = GRAPH_TRAINER,
 ) -> Timeline:
     """Play a graph in its order. Linear in nodes.
 
     Compute nodes run one after the other. A collective begins when the compute stream has
     reached it and its group's stream is free, and does not hold compute up; a wait holds it up
-    until its collective is done. Streams do not slow each other down.
+    until its collective is done. While anything is communicated, compute has a part of the device
+    less; streams do not slow each other down otherwise.
 
     Arguments:
         issued: the collectives of the graph, as `collectives` gives them.
         cost: what each node takes, as `costs` gives it.
+        runtime: who runs the step; its copies take time as well.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued)
     names = stream_names(issued)
     roots = storage_roots(joint.graph)
+    copies = runtime.copies(issued, hardware)
     free: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
     ends: dict[object, tuple[float, Collective]] = {}
@@ -107,7 +117,7 @@ def play(
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
-            seconds = collective_seconds(collective, hardware)
+            seconds = collective_seconds(collective, hardware) + copies.on_stream.get(node, 0.0)
             start = max(now, free[stream])
             free[stream] = start + seconds
             busy[stream] += seconds
@@ -118,8 +128,14 @@ def play(
             if end > now and waited is not None:
                 blocked.append((node, waited, end - now))
                 now = end
+            copying = copies.on_compute.pop(waited.node, 0.0) if waited is not None else 0.0
+            if copying:
+                events.append(Event(node, COMPUTE, now, copying))
+                busy[COMPUTE] += copying
+                now += copying
         elif not is_collective(node) and cost[node].seconds:
-            seconds = cost[node].seconds
+            communicating = max(free.values(), default=0.0) - now
+            seconds = stretched(cost[node].seconds, communicating, hardware)
             exposed += _held_up(blocked, traffic, node)
             blocked = []
             events.append(Event(node, COMPUTE, now, seconds))
@@ -128,6 +144,15 @@ def play(
     exposed += _held_up(blocked, traffic, None)
     end_of_all = max([now, *free.values()])
     return Timeline(events, starts, end_of_all, dict(busy), exposed)
+
+
+def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:
+    """What a kernel takes that begins now, where collectives run for some time from now on."""
+    left = 1 - hardware.collective_compute_share
+    if communicating <= 0:
+        return seconds
+    done = communicating * left
+    return seconds / left if done >= seconds else communicating + seconds - done
 
 
 def _held_up(
