@@ -1,5 +1,6 @@
 """compile.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -135,7 +136,7 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
 
 
 def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
-    """Over the limit before, within it afterwards: kept."""
+    """Over the limit before and behind it, or within it afterwards: kept."""
 
     def diet(joint, options):
         for node in reversed(joint.graph.nodes):
@@ -149,6 +150,11 @@ def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
     ]
     joint, report = after(low, passes=passes)
     assert described(joint) == described(plain) and report.notes() == []
+    idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
+    joint, report = after(
+        low, passes=[*passes[:2], idle, dataclasses.replace(last, optional=False)]
+    )
+    assert joint.history[-2:] == ["idle", "diet"] and report.notes() == []
 
 
 def test_an_optional_pass_makes_room_for_what_comes_behind_it(high):
@@ -261,7 +267,7 @@ def test_a_copy_does_not_change_with_its_original(plain):
     gt.run_passes(joint, gt.PassConfig(passes=["overlap_fsdp", hungry(10)]))
     for node in joint.graph.nodes:
         if node.op == "call_function":
-            annotate_node(node, annotation(module="elsewhere"))
+            node.meta["custom"]["module"] = "elsewhere"
     assert described(joint) != before and described(copy) == before
     assert copy.history != joint.history
     put_back(joint, copy)
