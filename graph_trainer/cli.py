@@ -132,18 +132,19 @@ def launch(argv: Sequence[str], *, module: str = TRAIN, execute: Exec | None = N
     Raises:
         ConfigError: the config, or one of these variables, cannot be used.
     """
-    from graph_trainer.config import check_config, load_config, wanted_ranks
+    from graph_trainer.config import check_config, wanted_ranks
+    from graph_trainer.plan.held_to import held_to
     from graph_trainer.train import restarts
 
     machines = _positive("NNODES", 1)
     ranks = ranks_per_machine()
     if ranks is None and machines == 1:
-        config = load_config(argv)
-        ranks = wanted_ranks(config)
+        config, plan = held_to(argv)
+        ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
         check_config(config, ranks)
     else:
         ranks = ranks or 2
-        config = load_config(argv, world_size=ranks * machines)
+        config, _ = held_to(argv, world_size=ranks * machines)
     again = restarts(config)
     command = torchrun_command(argv, ranks, machines, module)
     environment = dict(os.environ)

@@ -22,7 +22,7 @@ VALIDATE_ONLY = "--validate-only"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train with the flags given.
+    """Train with the flags given; with --plan FILE, only what that file planned.
 
     With --validate-only check them, print how many ranks they are for and return: WORLD_SIZE
     where it is set, or else what the degrees of parallelism multiply to.
@@ -30,13 +30,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.config import check_config, load_config, wanted_ranks
+    from graph_trainer.config import check_config, wanted_ranks
+    from graph_trainer.plan.held_to import held_to
 
     words = list(sys.argv[1:] if argv is None else argv)
     validate_only = VALIDATE_ONLY in words
-    config = load_config([word for word in words if word != VALIDATE_ONLY])
+    config, plan = held_to([word for word in words if word != VALIDATE_ONLY])
     if validate_only:
-        ranks = int(os.environ.get("WORLD_SIZE", wanted_ranks(config)))
+        wanted = wanted_ranks(config) if plan is None else plan.plan.world_size
+        ranks = int(os.environ.get("WORLD_SIZE", wanted))
         check_config(config, ranks)
         restarts(config)
         print(ranks)
@@ -53,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = config.build()
+    if plan is not None:
+        trainer.hold_to(plan)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

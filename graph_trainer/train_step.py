@@ -52,6 +52,8 @@ class TrainStep:
         max_graphs: how many captured graphs are kept.
         on_event: called with a line before the first capture and one after every capture.
         on_report: called with the report of every new graph.
+        check: called with the first graph, its passes run, before it communicates; what it raises
+            on one rank ends the step on all.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class TrainStep:
         max_graphs: int = 8,
         on_event: OnEvent = lambda line: None,
         on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None,
+        check: Callable[[JointGraph], None] = lambda joint: None,
     ) -> None:
         self._loss_fn = loss_fn
         self._passes = passes or PassConfig()
@@ -70,6 +73,7 @@ class TrainStep:
         self._max_graphs = max_graphs
         self._on_event = on_event
         self._on_report = on_report
+        self._check = check
         self._steps: OrderedDict[object, Step] = OrderedDict()
         self._firsts: OrderedDict[object, JointGraph] = OrderedDict()
 
@@ -133,6 +137,8 @@ class TrainStep:
                 passes = only_passes(self._passes, self._firsts[program].history)
                 report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()
+            if not again:
+                self._check(joint)
             if not together:
                 check_same_collectives(self._firsts[program], joint)
         except Exception as error:

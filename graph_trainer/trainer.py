@@ -23,6 +23,8 @@ from graph_trainer.fqn import clean_fqn
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.loss_guard import LossGuard
 from graph_trainer.passes import Report
+from graph_trainer.plan.held_to import HeldTo
+from graph_trainer.plan.planned_run import PlannedRun, timed, watched
 from graph_trainer.stall import outside_the_graph, with_the_others
 from graph_trainer.titan_compat import process_group_timeouts
 from graph_trainer.train_step import TrainStep
@@ -64,6 +66,7 @@ class GraphTrainer(Trainer):
         self._losses = LossGuard()
         self._microbatches = 0
         self._captured_step: StepFunction | None = None
+        self._planned: PlannedRun | None = None
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
                 loss_of_batch(self.loss_fn),
@@ -72,6 +75,7 @@ class GraphTrainer(Trainer):
                 max_graphs=compile_config.max_graphs,
                 on_event=logger.info,
                 on_report=self._show_report,
+                check=self._check_against_plan,
             )
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
@@ -79,6 +83,14 @@ class GraphTrainer(Trainer):
     def take_step_with(self, step: StepFunction) -> None:
         """Run `step` in place of the captured one, on what it would be given."""
         self._captured_step = step
+
+    def hold_to(self, plan: HeldTo) -> None:
+        """Refuse to train another step than the planned one, and at the end of training show
+        what was predicted beside what was measured. To be called before the first step."""
+        self._planned = PlannedRun(plan, self.device, dist.get_rank())
+        if dist.get_rank() == 0:
+            for line in plan.remarks():
+                logger.warning(line)
 
     def forward_backward_step(
         self,
@@ -105,9 +117,11 @@ class GraphTrainer(Trainer):
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
-        with self.train_context():
+        with self.train_context(), watched(self._planned):
             loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
+        if self._planned is not None:
+            self._planned.see_gradients(model.parameters())
         return loss
 
     def _guard(self, loss: torch.Tensor) -> None:
@@ -137,7 +151,8 @@ class GraphTrainer(Trainer):
                 ranks that did not come.
         """
         try:
-            super().train_step(data_iterator)
+            with timed(self._planned):
+                super().train_step(data_iterator)
         except CollectiveError as error:
             self._say_who_is_missing(error, error)
         except RuntimeError as error:
@@ -165,6 +180,13 @@ class GraphTrainer(Trainer):
                 self.checkpointer.maybe_wait_for_saving()
                 raise
             self.checkpointer.maybe_wait_for_saving()
+        if self._planned is not None:
+            (model,) = self.model_parts
+            self._planned.finish(model.parameters(), self.optimizers, self.config.dump_folder)
+
+    def _check_against_plan(self, joint: JointGraph) -> None:
+        if self._planned is not None:
+            self._planned.check(joint)
 
     def _show_report(self, joint: JointGraph, report: Report) -> None:
         if dist.get_rank() == 0:

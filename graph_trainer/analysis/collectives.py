@@ -79,8 +79,12 @@ class Collective:
         """One line for a person."""
         kind, ranks, dtype, numel, reduction = self.entry()
         what = f"{kind}{f'({reduction})' if reduction else ''} of {numel} x {dtype}"
-        where = f"in module '{self.module}' (node {self.node.name})"
-        return f"{what} over {ranks_text(ranks)} {where}"
+        return f"{what} over {ranks_text(ranks)} {self.where}"
+
+    @property
+    def where(self) -> str:
+        """Its place in the model and the graph, for a person."""
+        return f"in module '{self.module}' (node {self.node.name})"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

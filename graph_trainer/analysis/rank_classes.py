@@ -45,6 +45,11 @@ class RankClasses:
             for kinds in itertools.product(*firsts)
         }
 
+    def representative_of(self, rank: int) -> int:
+        """The first rank of a rank's class."""
+        places = zip(self.labels, self.coordinates(rank), strict=True)
+        return self._rank([labels.index(labels[place]) for labels, place in places])
+
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """A rank's place along each axis."""
         place = []

@@ -33,6 +33,8 @@ class Issued:
     """How many have been issued when it is waited for; None if never."""
     line: str
     """The same for a person, with the module."""
+    where: str = ""
+    """Module and node alone, for a person."""
 
 
 Sequence = list[Issued]
@@ -41,7 +43,7 @@ Sequence = list[Issued]
 
 def sequence_of(collectives: list[Collective]) -> Sequence:
     """The sequence of a graph whose collectives are known."""
-    return [Issued(c.entry(), c.waited_after, c.describe()) for c in collectives]
+    return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
 
 
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
@@ -60,11 +62,10 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
         if is_collective(node):
             sequence += sequence_of([collective_of(node, asked, waited_after)])
         else:
-            line = (
-                f"{node.target}, an op that nobody here knows and that may communicate, in module "
-                f"'{module_of(node)}' (node {node.name})"
-            )
-            sequence.append(Issued((str(node.target), everyone, "", 0, ""), waited_after, line))
+            where = f"in module '{module_of(node)}' (node {node.name})"
+            line = f"{node.target}, an op that nobody here knows and that may communicate, {where}"
+            entry = (str(node.target), everyone, "", 0, "")
+            sequence.append(Issued(entry, waited_after, line, where))
     return sequence
 
 

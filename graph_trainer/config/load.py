@@ -1,7 +1,7 @@
 """The one way from a command line to a checked config."""
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 
 def load_config(
-    argv: Sequence[str], *, world_size: int | None = None, prog: str = "graph-trainer train"
+    argv: Sequence[str],
+    *,
+    world_size: int | None = None,
+    prog: str = "graph-trainer train",
+    default: tuple[str, Mapping[str, Any]] | None = None,
 ) -> "GraphTrainer.Config":
     """The checked config of a command line.
 
@@ -36,6 +40,8 @@ def load_config(
             to; None takes it from the environment (WORLD_SIZE), and without it leaves
             that one check out.
         prog: the command's name in help texts and messages.
+        default: what is read in place of debugmodel where the flags name no --config: what
+            messages call it, and a parsed document.
     Returns:
         The config, flags over file over registry entry over defaults, checked.
     Raises:
@@ -43,7 +49,7 @@ def load_config(
     """
     flags = split_flags(argv)
     with _quiet_torchtitan():
-        config, where = _from_files(flags.module, flags.config)
+        config, where = _from_files(flags.module, flags.config, default)
         if flags.types:
             config = apply_table(config, flags.types, COMMAND_LINE)
         config = canonical(parse_flags(config, flags.rest, prog))
@@ -55,16 +61,24 @@ def load_config(
     return config
 
 
-def _from_files(module: str | None, name: str | None) -> tuple[Any, str]:
+def _from_files(
+    module: str | None, name: str | None, default: tuple[str, Mapping[str, Any]] | None
+) -> tuple[Any, str]:
     """The config before flags, and what to call its origin in messages."""
     if module is not None:
         module = registry_module(module).__name__.removesuffix(".config_registry")
+    if name is None and default is not None:
+        where, document = default
+        return _from_document(module, dict(document), where)
     path = find_config(module or DEFAULT_MODULE, name or DEFAULT_CONFIG)
     if path is None:
         assert name is not None  # only a registry function's name has no file
         return registry_entry(module or DEFAULT_MODULE, name, f"--config {name}"), f"config {name}"
-    where = str(path)
-    table = read_toml(path)
+    return _from_document(module, read_toml(path), str(path))
+
+
+def _from_document(module: str | None, table: dict[str, Any], where: str) -> tuple[Any, str]:
+    """The config of a parsed document, which stands behind the module of a flag."""
     file_module = _name(table, "module", where) or DEFAULT_MODULE
     base = _name(table, "base", where)
     if module is None:

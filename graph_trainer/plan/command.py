@@ -17,6 +17,8 @@ from graph_trainer.plan.document import document
 from graph_trainer.plan.files import check_outputs, published
 from graph_trainer.plan.planner import Plan, make_plan
 from graph_trainer.plan.progress import progress
+from graph_trainer.plan.saved import write_plan
+from graph_trainer.plan.saving import plan_every_class
 from graph_trainer.plan.tables import report
 from graph_trainer.plan.trace import write_trace
 
@@ -68,9 +70,16 @@ def _write_json(plan: Plan, file: IO[str]) -> None:
     file.write(json.dumps(document(plan), indent=2) + "\n")
 
 
+def _write_saved(plan: Plan, file: IO[str]) -> None:
+    with progress("save") as say:
+        saved = plan_every_class(plan, on_progress=say)
+    write_plan(saved, file)
+
+
 _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
     "json": _write_json,
     "trace": write_trace,
+    "save": _write_saved,
 }
 """What writes the file that a flag names."""
 
@@ -103,6 +112,13 @@ def _parser() -> argparse.ArgumentParser:
         "(default %(default)s)",
     )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write a plan that a run can be held to (`graph-trainer train --plan FILE`); it "
+        "captures one rank of each class that differs",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
     parser.add_argument(
         "--trace",

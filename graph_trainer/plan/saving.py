@@ -1,0 +1,82 @@
+"""From a plan of one rank to a plan of the whole run, which a later run is held to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from graph_trainer.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.analysis.memory import Category
+from graph_trainer.analysis.rank_classes import RankClasses
+from graph_trainer.analysis.simulation import Simulation
+from graph_trainer.analysis.traffic import traffic_of
+from graph_trainer.config import config_to_toml
+from graph_trainer.joint_graph import tensors_of
+from graph_trainer.plan.document import versions
+from graph_trainer.plan.fake_run import FakeRun
+from graph_trainer.plan.fingerprint import fingerprint_of
+from graph_trainer.plan.held_to import pass_names
+from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.plan.saved import PlannedClass, Predicted, SavedPlan
+from graph_trainer.plan.verify_order import rank_classes
+
+
+def plan_every_class(
+    plan: Plan, *, on_progress: Callable[[str], None] = lambda line: None
+) -> SavedPlan:
+    """Plan one rank of each class that differs, with the config and hardware of a plan.
+
+    Raises:
+        GraphTrainerError: as `make_plan`, for any of the ranks.
+    """
+    config, world_size, hardware = plan.config, plan.world_size, plan.hardware
+    classes = rank_classes(FakeRun(config, world_size, 0, hardware.device))
+    by_rank: dict[int, PlannedClass] = {}
+    for rank, ranks in classes.representatives().items():
+        on_progress(f"rank {rank}, class {len(by_rank) + 1} of {len(classes.representatives())}")
+        of_rank = make_plan(config, world_size, hardware, rank=rank)
+        by_rank[rank] = _class(of_rank, ranks, classes)
+    return SavedPlan(
+        versions=versions(),
+        config=config_to_toml(config),
+        hardware=hardware.name,
+        device=hardware.device,
+        world_size=world_size,
+        passes=tuple(pass_names(config)),
+        microbatches=plan.microbatches,
+        classes=classes,
+        by_rank=by_rank,
+    )
+
+
+def _class(plan: Plan, ranks: int, classes: RankClasses) -> PlannedClass:
+    simulation = plan.simulation
+    fingerprint = fingerprint_of(simulation.joint, plan.rank, classes)
+    return PlannedClass(plan.rank, ranks, fingerprint, _predicted(plan))
+
+
+def _predicted(plan: Plan) -> Predicted:
+    simulation = plan.simulation
+    at_peak = simulation.memory.peak_by_category()
+    gradients = [t for _, node in simulation.joint.gradients() for t in tensors_of(node)]
+    return Predicted(
+        peak_bytes=plan.peak_bytes,
+        peak_by_category={category.value: num for category, num in at_peak.items()},
+        made_bytes=lifetimes(simulation.joint).peak_bytes,
+        parameter_bytes=at_peak[Category.PARAMETERS],
+        gradient_bytes=sum(map(storage_bytes, gradients)),
+        optimizer_bytes=at_peak[Category.OPTIMIZER_STATE],
+        step_seconds=plan.step_seconds,
+        collectives=_collectives(simulation),
+    )
+
+
+def _collectives(simulation: Simulation) -> dict[str, dict[str, dict[str, int]]]:
+    traffic = traffic_of(simulation.collectives)
+    found: dict[str, dict[str, dict[str, int]]] = {}
+    for c in simulation.collectives:
+        volume = found.setdefault(c.kind, {}).setdefault(
+            traffic[c.node].value, {"count": 0, "bytes": 0}
+        )
+        volume["count"] += 1
+        volume["bytes"] += c.input_bytes
+    return found
