@@ -8,7 +8,7 @@ here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 source "$here/scripts/environment.sh"
 
 use_environment dev graph_trainer torch torchtitan \
-    hatchling hypothesis jsonschema mypy pytest pytest_timeout ruff transformers
+    hatchling hypothesis jsonschema mypy plotly pytest pytest_timeout ruff selenium transformers
 cd "$here"
 
 # Tests start many ranks on few cores, and never need the network.

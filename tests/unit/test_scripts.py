@@ -78,9 +78,11 @@ ALL_MODULES = [
     "hypothesis",
     "jsonschema",
     "mypy",
+    "plotly",
     "pytest",
     "pytest_timeout",
     "ruff",
+    "selenium",
     "transformers",
 ]
 TRAINING_MODULES = ALL_MODULES[:3]
@@ -567,20 +569,42 @@ def test_continuous_integration_asks_nothing(installed: Machine) -> None:
     assert Path(f"{installed.log}.stdin").read_text() == ""
 
 
-def test_ci_installs_the_tool_that_the_multi_node_test_needs_where_it_lacks(
-    installed: Machine,
+BROWSER = "chromium chromium-driver fonts-dejavu-core"
+
+
+@pytest.mark.parametrize(
+    ("there", "wanted"),
+    [
+        ((), f"iproute2 {BROWSER}"),
+        (("ip",), BROWSER),
+        (("ip", "chromium"), BROWSER),  # without its driver
+        (("ip", "chromedriver"), BROWSER),
+        (("chromium", "chromedriver"), "iproute2"),
+        (("ip", "chromium", "chromedriver"), None),
+        (("ip", "google-chrome", "chromedriver"), None),
+    ],
+)
+def test_ci_installs_what_tests_need_where_it_lacks(
+    installed: Machine, there: tuple[str, ...], wanted: str | None
 ) -> None:
     asked = installed.checkout / "asked"
     # The tests may run as somebody else.
     script = installed.checkout / ".ci/run"
     script.write_text(script.read_text().replace("EUID == 0", "0 == 0"))
     installed.tool("apt-get", f"echo $* >>'{asked}'")
+    for tool in there:
+        installed.tool(tool, "")
     installed.call(".ci/run")
-    assert asked.read_text().splitlines() == ["-qq update", "-qq install --yes iproute2"]
-    asked.unlink()
-    installed.tool("ip", "")
-    installed.call(".ci/run")
-    assert not asked.exists()
+    if wanted is None:
+        assert not asked.exists()
+    else:
+        install = f"-qq install --yes --no-install-recommends {wanted}"
+        assert asked.read_text().splitlines() == ["-qq update", install]
+
+
+def test_ci_says_what_is_missing_where_it_cannot_install(installed: Machine) -> None:
+    run = installed.call(".ci/run")
+    assert f"for want of iproute2 {BROWSER}: installing needs root and apt-get" in run.stderr
 
 
 # ------------------------------------------------------------------------------------- all scripts
