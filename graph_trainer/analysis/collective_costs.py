@@ -24,7 +24,7 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     if size == 1:
         return 0.0
     moved, rounds = _moved(collective, size)
-    nodes, members = placement(collective.ranks, hardware.devices_per_node)
+    nodes, members, most = placement(collective.ranks, hardware.devices_per_node)
     if nodes == 1:
         ring_bandwidth = tree_bandwidth = hardware.node_bytes_per_second
         ring_latency = (size - 1) * hardware.node_latency_seconds
@@ -38,7 +38,7 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
         inside = (size - nodes) * hardware.node_latency_seconds
         ring_latency = inside + (nodes - 1) * hardware.network_latency_seconds
         tree_latency = (
-            math.ceil(math.log2(members)) * hardware.node_latency_seconds
+            math.ceil(math.log2(most)) * hardware.node_latency_seconds
             + math.ceil(math.log2(nodes)) * hardware.network_latency_seconds
         )
 
@@ -51,13 +51,13 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     return hardware.collective_seconds + fastest
 
 
-def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int]:
-    """How many nodes a group spans, and the fewest of its ranks that share one.
+def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, int]:
+    """How many nodes a group spans, and the fewest and the most of its ranks on one of them.
 
     Ranks are placed one after the other, as launchers do: 0 to 7 on the first node of eight.
     """
     per_node = Counter(rank // devices_per_node for rank in ranks)
-    return len(per_node), min(per_node.values())
+    return len(per_node), min(per_node.values()), max(per_node.values())
 
 
 def _moved(collective: Collective, size: int) -> tuple[float, int]:
