@@ -46,7 +46,8 @@ def peak(joint):
 def described(joint):
     """Everything of a graph that passes read."""
     return [
-        (n.format_node(), n.meta.get("custom"), n.meta.get("recompute")) for n in joint.graph.nodes
+        (n.format_node(), dict(n.meta.get("custom") or {}), n.meta.get("recompute"))
+        for n in joint.graph.nodes
     ]
 
 
@@ -143,17 +144,13 @@ def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
             if node.target in (aten.neg.default, aten.ones.default) and not node.users:
                 joint.graph.erase_node(node)
 
-    passes = [
-        "default",
-        hungry(50_000, optional=False),
-        Pass("diet", Stage.SCHEDULE, "", diet, optional=True),
-    ]
+    last = Pass("diet", Stage.SCHEDULE, "for a test", diet, optional=True)
+    passes = ["default", hungry(50_000, optional=False), last]
     joint, report = after(low, passes=passes)
     assert described(joint) == described(plain) and report.notes() == []
     idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
-    joint, report = after(
-        low, passes=[*passes[:2], idle, dataclasses.replace(last, optional=False)]
-    )
+    last = dataclasses.replace(last, optional=False)
+    joint, report = after(low, passes=[*passes[:2], idle, last])
     assert joint.history[-2:] == ["idle", "diet"] and report.notes() == []
 
 
