@@ -10,8 +10,9 @@ from torch.distributed.tensor import DTensor
 import graph_trainer as gt
 from graph_trainer.collectives import all_reduce
 from graph_trainer.config import load_config
+from graph_trainer.passes import run_passes
 from graph_trainer.plan.fake_run import FakeRun
-from graph_trainer.plan.verify_order import MOST_CLASSES, rank_classes, verify_order
+from graph_trainer.plan.verify_order import MOST_CLASSES, check_shapes, rank_classes, verify_order
 
 DEGREES = {
     "data_parallel_replicate_degree": 1,
@@ -20,13 +21,13 @@ DEGREES = {
 }
 
 
-def config_of(replicate=1, shard=1, tensor=1, on_rank=None):
+def config_of(replicate=1, shard=1, tensor=1, *more, on_rank=None):
     """The debug model with one layer; `on_rank` may change what a rank's model does."""
     degrees = zip(DEGREES, (replicate, shard, tensor), strict=True)
     flags = [word for key, n in degrees for word in (f"--parallelism.{key}", str(n))]
     words = ["--module", "graph_trainer.llama3", "--config", "debugmodel", *flags]
     config = load_config(
-        [*words, "--training.seq_len", "32"], world_size=replicate * shard * tensor
+        [*words, "--training.seq_len", "32", *more], world_size=replicate * shard * tensor
     )
     spec = config.model_spec
     spec.model.layers = spec.model.layers[:1]
@@ -51,9 +52,11 @@ def test_ranks_of_a_class_hold_the_same_shapes(degrees):
     config = config_of(*degrees)
     world = degrees[0] * degrees[1] * degrees[2]
     classes = rank_classes(FakeRun(config, world, 0, "cpu"))
-    shapes = {rank: local_shapes(FakeRun(config, world, rank, "cpu")) for rank in range(world)}
     by_class = {}
-    for rank, held in shapes.items():
+    for rank in range(world):
+        run = FakeRun(config, world, rank, "cpu")
+        check_shapes(run, classes)
+        held = local_shapes(run)
         place = classes.coordinates(rank)
         kind = tuple(of[c] for of, c in zip(classes.labels, place, strict=True))
         assert by_class.setdefault(kind, held) == held
@@ -157,3 +160,26 @@ def test_parameters_that_are_laid_out_in_another_way_need_every_rank():
 
     with pytest.raises(gt.VerificationError, match="'tok_embeddings.weight'.*--all-ranks"):
         verify_order(config_of(shard=2, on_rank=on_rank), 2, device="cpu")
+
+
+def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
+    """The last of 3 ranks holds less, and alone it would keep a pass that the others may not."""
+    monkeypatch.setattr("graph_trainer.plan.verify_order.MOST_CLASSES", 1)
+
+    def config_with(limit):
+        words = ["--compile.passes", "default,overlap_fsdp", "--compile.memory_limit_gib"]
+        return config_of(1, 3, 1, *words, str(limit))
+
+    after = {}
+    for rank in (0, 2):
+        run = FakeRun(config_with(1000), 3, rank, "cpu")
+        joint, peaks = run.capture(), []
+        run_passes(joint, run.pass_config(), agree=lambda mine, to=peaks: to.append(mine) or mine)
+        assert peaks[-1] > peaks[0], "the pass needs no memory"
+        after[rank] = peaks[-1] / 2**30
+    assert after[2] < after[0]
+    said = []
+    limit = (after[0] + after[2]) / 2
+    proof = verify_order(config_with(limit), 3, device="cpu", on_progress=said.append)
+    assert proof.representatives == {0: 2, 2: 1}
+    assert any("as they would agree" in line for line in said)
