@@ -58,10 +58,9 @@ def compare(wanted: Results, found: Results) -> list[Difference]:
 
 
 def _compare_one(name: str, wanted: Results, found: Results) -> Difference | None:
-    for one, other in ((wanted, "missing"), (found, "not there in eager")):
-        if name not in one:
-            word = "missing" if one is found else other
-            return Difference(name, math.nan, math.nan, word)
+    for results, note in ((found, "missing"), (wanted, "not there in eager")):
+        if name not in results:
+            return Difference(name, math.nan, math.nan, note)
     return distance(name, wanted[name], found[name])
 
 
