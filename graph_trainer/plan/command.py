@@ -8,19 +8,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
-from graph_trainer.analysis.hardware import known_hardware, load_hardware
+from graph_trainer.analysis.hardware import Hardware, known_hardware, load_hardware
+from graph_trainer.analysis.runtime import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.config import check_config, load_config, wanted_ranks
 from graph_trainer.errors import ConfigError
+from graph_trainer.plan.advice import LoadConfig, advise
+from graph_trainer.plan.compare import compare, comparison_document, comparison_table, settings
 from graph_trainer.plan.document import document
 from graph_trainer.plan.files import check_outputs, published
-from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.plan.html import write_page
+from graph_trainer.plan.planner import OnProgress, Plan, make_plan
 from graph_trainer.plan.progress import progress
 from graph_trainer.plan.saved import write_plan
 from graph_trainer.plan.saving import plan_every_class
-from graph_trainer.plan.tables import report
+from graph_trainer.plan.tables import advice_table, report
 from graph_trainer.plan.trace import write_trace
+from graph_trainer.plan.verify_order import verify_order
+from graph_trainer.trainer import GraphTrainer
+
+PlanOf = Callable[[GraphTrainer.Config], Plan]
 
 WIDTH = 100
 
@@ -35,6 +43,10 @@ _EXAMPLES = """\
 examples:
   graph-trainer plan --config 8b --world-size 128 --parallelism.tensor_parallel_degree 8 \\
       --hardware h100-sxm
+  graph-trainer plan --config 8b --world-size 64 --hardware a100-80g \\
+      --compare training.local_batch_size=1,2,4 \\
+      --compare parallelism.fsdp_reshard_after_forward=always,never
+  graph-trainer plan --config 8b --world-size 128 --verify-order
   graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
 """
 
@@ -56,9 +68,31 @@ def main(argv: Sequence[str]) -> int:
         )
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
+
+    def load(more: Sequence[str]) -> GraphTrainer.Config:
+        return load_config([*words, *more], world_size=world_size, prog="graph-trainer plan")
+
+    def plan_of(config: GraphTrainer.Config, say: OnProgress = lambda line: None) -> Plan:
+        return make_plan(
+            config,
+            world_size,
+            hardware,
+            rank=flags.rank,
+            runtime=RUNTIMES[flags.like],
+            on_progress=say,
+        )
+
+    if flags.verify_order:
+        return _verify_order(flags, config, world_size, hardware.device)
+    if flags.compare:
+        return _compare(flags, load, plan_of, hardware)
     with progress("plan") as say:
-        plan = make_plan(config, world_size, hardware, rank=flags.rank, on_progress=say)
-    _print(plan)
+        plan = plan_of(config, say)
+    _print(report(plan))
+    if not plan.fits:
+        with progress("what would help") as say:
+            advice = advise(plan, load, say)
+        _print(advice_table(plan, advice))
     for flag, path in files.items():
         with published(path) as file:
             _WRITERS[flag.removeprefix("--")](plan, file)
@@ -79,15 +113,48 @@ def _write_saved(plan: Plan, file: IO[str]) -> None:
 _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
     "json": _write_json,
     "trace": write_trace,
+    "html": write_page,
     "save": _write_saved,
 }
 """What writes the file that a flag names."""
 
 
-def _print(plan: Plan) -> None:
+def _verify_order(
+    flags: argparse.Namespace, config: GraphTrainer.Config, world_size: int, device: str
+) -> int:
+    with progress("order") as say:
+        proof = verify_order(
+            config, world_size, all_ranks=flags.all_ranks, device=device, on_progress=say
+        )
+    print(proof)
+    return 0
+
+
+def _compare(
+    flags: argparse.Namespace, load: LoadConfig, plan_of: PlanOf, hardware: Hardware
+) -> int:
+    wanted = settings(flags.compare)
+    others = [name for name in _WRITERS if name != "json" and getattr(flags, name)]
+    if others:
+        raise ConfigError(
+            f"--{others[0]} is of one plan and --compare makes several: leave one of the two out"
+        )
+    with progress("compare") as say:
+        rows = compare(wanted, load, plan_of, say)
+    _print(comparison_table(rows, hardware.usable_bytes))
+    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
+        print(f"- {reason}")
+    if flags.json:
+        with published(flags.json) as file:
+            file.write(json.dumps(comparison_document(rows), indent=2) + "\n")
+        print(f"wrote {flags.json}")
+    return 0
+
+
+def _print(tables: RenderableType) -> None:
     terminal = Console()
     width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
-    Console(width=width, highlight=False).print(report(plan))
+    Console(width=width, highlight=False).print(tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -111,6 +178,30 @@ def _parser() -> argparse.ArgumentParser:
         help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
         "(default %(default)s)",
     )
+    parser.add_argument(
+        "--like",
+        choices=RUNTIMES,
+        default=GRAPH_TRAINER.name,
+        help="who runs the config: graph_trainer, or plain torchtitan with FSDP2 and, where "
+        "compile.backend is inductor, its blocks compiled one by one (default %(default)s)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        metavar="KEY=A,B,C",
+        help="plan all combinations of these values of config keys instead; may be repeated",
+    )
+    parser.add_argument(
+        "--verify-order",
+        action="store_true",
+        help="prove instead that no rank waits for another for ever: capture a rank of each class "
+        "that differs and compare what they communicate",
+    )
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="with --verify-order: capture every rank, not one a class",
+    )
     parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
     parser.add_argument(
         "--save",
@@ -125,6 +216,12 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with tables and plots, which opens offline",
     )
     return parser
 
