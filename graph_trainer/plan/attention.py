@@ -27,11 +27,11 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
     def attention(*args: Any, **kwargs: Any) -> torch.Tensor:
         return (_run_flash if _is_flash(*args, **kwargs) else original)(*args, **kwargs)
 
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    F.scaled_dot_product_attention = attention
     try:
         yield
     finally:
-        F.scaled_dot_product_attention = original  # type: ignore[assignment]
+        F.scaled_dot_product_attention = original
 
 
 def _is_flash(
@@ -63,9 +63,9 @@ def _run_flash(
 def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
     batch, count, length, size = heads.shape
     return (
-        heads[:, :, None].expand(batch, count, times, length, size).reshape(
-            batch, count * times, length, size
-        )
+        heads[:, :, None]
+        .expand(batch, count, times, length, size)
+        .reshape(batch, count * times, length, size)
         if times > 1
         else heads
     )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from graph_trainer.analysis.hardware import Hardware
+from graph_trainer.analysis.runtime import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.analysis.simulation import Simulation, simulate
 from graph_trainer.held_bytes import microbatches, trained_bytes
+from graph_trainer.joint_graph import InputKind, JointGraph, layer_of
+from graph_trainer.passes import PassConfig, resolve_passes
+from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.ledger import LedgerRow, ledger
 
@@ -41,6 +46,8 @@ class Plan:
     """Model FLOPs, as torchtitan counts them."""
     outside_seconds: float
     """Clipping and optimizer, behind the graph."""
+    reserved_bytes: int
+    """What the allocator takes from the device, gaps included."""
     rows: list[LedgerRow]
     """The first is the graph as captured, the last the graph that runs."""
     simulation: Simulation
@@ -70,8 +77,9 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the device at the peak; negative where the step does not fit."""
-        return self.hardware.usable_bytes - self.peak_bytes
+        """What is left of the device beside what the allocator takes; negative where the step
+        does not fit."""
+        return self.hardware.usable_bytes - self.reserved_bytes
 
     @property
     def fits(self) -> bool:
@@ -85,12 +93,14 @@ def make_plan(
     hardware: Hardware,
     *,
     rank: int = 0,
+    runtime: Runtime = GRAPH_TRAINER,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
 
     Arguments:
         config: a checked config whose degrees multiply to `world_size`.
+        runtime: who runs the config.
         on_progress: called with what is being done.
 
     Raises:
@@ -101,7 +111,8 @@ def make_plan(
     run = FakeRun(config, world_size, rank, hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
-    passes = run.pass_config()
+    mark_saved(joint)
+    passes = as_run_by(runtime, run.pass_config(), joint)
     held = passes.held_bytes(joint)
     training = config.training
     repeats = microbatches(config, run.data_parallel_degree)
@@ -111,9 +122,11 @@ def make_plan(
         optimizer_bytes=held.optimizer_bytes,
         accumulated_bytes=held.accumulated_bytes,
         fused=config.compile.backend == "inductor",
+        runtime=runtime,
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
-    pairs = list(ledger(joint, passes, look, on_pass=on_progress))
+    simulated = list(ledger(joint, passes, look, on_pass=on_progress))
+    simulation = simulated[-1][1]
     return Plan(
         config=config,
         hardware=hardware,
@@ -125,8 +138,28 @@ def make_plan(
         ranks_per_batch=world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
         outside_seconds=outside_seconds(trained_bytes(joint), held.optimizer_bytes, hardware),
-        rows=[row for row, _ in pairs],
-        simulation=pairs[-1][1],
+        reserved_bytes=simulation.reserved_bytes(),
+        rows=[row for row, _ in simulated],
+        simulation=simulation,
+    )
+
+
+def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
+    """The passes that make the graph what this runtime does: FSDP2 gathers the next layer's
+    parameters while one layer computes."""
+    listed = {p.name for p in resolve_passes(passes)}
+    if runtime is not TORCHTITAN or overlap_fsdp.name in listed:
+        return passes
+    layers = Counter(
+        layer
+        for spec, _ in joint.inputs_of(InputKind.PARAMETER)
+        if (layer := layer_of(spec.name)) is not None
+    )
+    options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
+    return replace(
+        passes,
+        passes=(*passes.passes, overlap_fsdp.name),
+        options={**passes.options, overlap_fsdp.name: options},
     )
 
 

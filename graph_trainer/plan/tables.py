@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graph_trainer.analysis.memory import Category
+from graph_trainer.plan.advice import Advice
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 
@@ -19,9 +20,9 @@ _OWNERS_SHOWN = 8
 _WAITS_SHOWN = 5
 
 _KINDS = (
-    ("all_gather_into_tensor", "all-gather"),
-    ("reduce_scatter_tensor", "reduce-scatter"),
-    ("all_reduce", "all-reduce"),
+    ("all_gather_into_tensor", "all-\ngather"),
+    ("reduce_scatter_tensor", "reduce-\nscatter"),
+    ("all_reduce", "all-\nreduce"),
 )
 
 
@@ -46,11 +47,12 @@ def headline(plan: Plan) -> str:
     model = f"{spec.name} {spec.flavor}" if spec is not None else "model"
     return (
         f"{model}, {plan.num_parameters / 1e9:.2f} B parameters, rank {plan.rank} of "
-        f"{plan.world_size} on {plan.hardware.name}"
+        f"{plan.world_size} on {plan.hardware.name}, run by {plan.simulation.runtime.name}"
     )
 
 
-def _table(title: str) -> Table:
+def plain_table(title: str) -> Table:
+    """An empty table with a title, as all tables of a plan look."""
     return Table(
         title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
     )
@@ -58,7 +60,9 @@ def _table(title: str) -> Table:
 
 def ledger_table(rows: list[LedgerRow]) -> Table:
     """A row a pass; under a number what the pass changed in it."""
-    table = _table("What each pass does: number and GiB of collectives, peak, time")
+    table = plain_table(
+        "What each pass does; all-gathers, reduce-scatters and all-reduces with their GiB"
+    )
     table.add_column("after", no_wrap=True)
     columns: list[tuple[str, Callable[[LedgerRow], float], str]] = [
         ("nodes", lambda row: row.nodes, ",.0f")
@@ -68,15 +72,18 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
             columns.append((heading, lambda row, k=kind: row.of_kind(k).count, ",.0f"))  # type: ignore[misc]
             columns.append(("GiB", lambda row, k=kind: row.of_kind(k).bytes / GIB, ",.2f"))  # type: ignore[misc]
     columns += [
-        ("peak GiB", lambda row: row.peak_bytes / GIB, ",.2f"),
-        ("step ms", lambda row: row.step_seconds * 1e3, ",.1f"),
-        ("exposed ms", lambda row: row.exposed * 1e3, ",.1f"),
+        ("peak\nGiB", lambda row: row.peak_bytes / GIB, ",.2f"),
+        ("step\nms", lambda row: row.step_seconds * 1e3, ",.1f"),
+        ("exposed\nms", lambda row: row.exposed * 1e3, ",.1f"),
     ]
     for heading, _, _ in columns:
         table.add_column(heading, justify="right")
     before: LedgerRow | None = None
     for row in rows:
-        cells = [_changed(read(row), before and read(before), form) for _, read, form in columns]
+        cells = [
+            _changed(read(row), None if before is None else read(before), form)
+            for _, read, form in columns
+        ]
         table.add_row(row.name, *cells)
         before = row
     return table
@@ -106,7 +113,7 @@ def memory_table(plan: Plan) -> Table:
     """What the peak is made of."""
     memory = plan.simulation.memory
     node = list(plan.simulation.joint.graph.nodes)[memory.peak_position]
-    table = _table(f"Memory at the peak, which is at node {node.name}")
+    table = plain_table(f"Memory at the peak, which is at node {node.name}")
     table.add_column("what")
     table.add_column("GiB", justify="right")
     table.add_column("part", justify="right")
@@ -125,7 +132,7 @@ def owners_table(plan: Plan) -> Table:
         key = (without_layer(storage.owner), _TITLES[storage.category])
         total[key] += storage.bytes
         count[key] += 1
-    table = _table("Largest live tensors at the peak, by module; layers.* is every layer")
+    table = plain_table("Largest live tensors at the peak, by module; layers.* is every layer")
     table.add_column("module", overflow="fold")
     table.add_column("what")
     table.add_column("tensors", justify="right")
@@ -144,20 +151,20 @@ def without_layer(fqn: str) -> str:
 def waits_table(plan: Plan) -> Table:
     """Where compute stands still, by module."""
     timeline = plan.simulation.timeline
-    total: Counter[tuple[str, str, str]] = Counter()
+    total: dict[tuple[str, str, str], float] = defaultdict(float)
     held: dict[tuple[str, str, str], str] = {}
     for wait in timeline.exposed:
         owner = wait.collective.parameter or wait.collective.module or ""
         key = (wait.traffic.value, wait.collective.kind, without_layer(owner))
         total[key] += wait.seconds
         held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")
-    table = _table("Exposed communication: where compute waits")
+    table = plain_table("Exposed communication: where compute waits")
     table.add_column("for")
     table.add_column("collective of", overflow="fold")
     table.add_column("holds up, first", overflow="fold")
     table.add_column("ms", justify="right")
     table.add_column("of step", justify="right")
-    for (role, kind, owner), seconds in total.most_common(_WAITS_SHOWN):
+    for (role, kind, owner), seconds in sorted(total.items(), key=lambda i: -i[1])[:_WAITS_SHOWN]:
         of_step = f"{seconds / timeline.step_seconds:.1%}"
         name = Text(f"{kind} {owner}")
         first = Text(held[(role, kind, owner)])
@@ -165,15 +172,43 @@ def waits_table(plan: Plan) -> Table:
     return table
 
 
+def advice_table(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
+    """What would help a run that does not fit, the most helpful first."""
+    if not advice:
+        return Text("No single setting would help: use more ranks, or hardware with more memory.")
+    table = plain_table("What would help most, one change at a time")
+    table.add_column("flags", overflow="fold")
+    table.add_column("needs GiB", justify="right")
+    table.add_column("saves", justify="right")
+    table.add_column("tok/s/GPU", justify="right")
+    table.add_column("fits", justify="right")
+    for each in advice:
+        saved = (plan.reserved_bytes - each.reserved_bytes) / GIB
+        table.add_row(
+            Text(each.words()),
+            f"{each.reserved_bytes / GIB:,.1f}",
+            f"{saved:,.1f}",
+            f"{each.tokens_per_second_per_gpu:,.0f}",
+            "yes" if each.fits else "no",
+        )
+    return table
+
+
 def verdict(plan: Plan) -> str:
     """Does it fit, and how fast is it."""
     room = plan.headroom_bytes / GIB
     usable = plan.hardware.usable_bytes / GIB
+    needs = (
+        f"{plan.reserved_bytes / GIB:,.1f} GiB (peak {plan.peak_bytes / GIB:,.1f}, the rest is "
+        "the allocator's)"
+        if plan.reserved_bytes > plan.peak_bytes
+        else f"{plan.peak_bytes / GIB:,.1f} GiB"
+    )
     memory = (
-        f"Fits: {plan.peak_bytes / GIB:,.1f} of {usable:,.1f} GiB, {room:,.1f} GiB head-room."
+        f"Fits: needs {needs} of {usable:,.1f}; {room:,.1f} GiB head-room."
         if plan.fits
-        else f"Does not fit: {plan.peak_bytes / GIB:,.1f} GiB, {-room:,.1f} GiB more than the "
-        f"{usable:,.1f} GiB of {plan.hardware.name}."
+        else f"Does not fit: needs {needs}, {-room:,.1f} GiB more than the {usable:,.1f} GiB of "
+        f"{plan.hardware.name}."
     )
     return (
         f"{memory}\n{plan.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {plan.mfu:.1%}, "
