@@ -79,7 +79,10 @@ def verify_order(
         if len({c.passes for c in captured.values()}) == 1 or not said:
             break
         agreed.append(max(said))
-        on_progress("The memory limit holds on some ranks only: once more, as they would agree")
+        on_progress(
+            "The memory limit holds on some ranks only: once more, as they would agree on a peak "
+            f"of {agreed[-1]:,} bytes"
+        )
     sequences = {rank: c.sequence for rank, c in captured.items()}
     return prove_order(sequences, classes)
 
