@@ -13,10 +13,9 @@ from graph_trainer.config import config_to_toml, load_config, pass_config
 from graph_trainer.config.check import world_size_from_environment
 from graph_trainer.config.messages import show
 from graph_trainer.errors import ConfigError, VerificationError
-from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.pipeline import resolve_passes
 from graph_trainer.plan.document import versions
-from graph_trainer.plan.fingerprint import fingerprint_of, first_difference
+from graph_trainer.plan.fingerprint import Fingerprint, first_difference
 from graph_trainer.plan.saved import SavedPlan, read_plan
 
 if TYPE_CHECKING:
@@ -50,14 +49,16 @@ class HeldTo:
     versions_differ: tuple[str, ...]
     """ "package planned version, now version"."""
 
-    def check(self, joint: JointGraph, rank: int) -> None:
-        """Refuse a captured graph, its passes run, that is not the planned one.
+    def check(self, captured: Fingerprint, rank: int) -> None:
+        """Refuse a step that is not the planned one.
+
+        Arguments:
+            captured: of the rank's graph, its passes run.
 
         Raises:
             VerificationError: with the first thing that differs and what may be the cause.
         """
         planned = self.plan.of_rank(rank).fingerprint
-        captured = fingerprint_of(joint, rank, self.plan.classes)
         difference = first_difference(planned, captured)
         if difference is not None:
             raise VerificationError(
@@ -71,7 +72,7 @@ class HeldTo:
         if self.config_differs:
             told.append(f"The config differs from the plan's: {_some(self.config_differs)}.")
         if self.versions_differ:
-            told.append(f"So do versions: {_some(self.versions_differ)}.")
+            told.append(f"Versions differ: {_some(self.versions_differ)}.")
         return " ".join(told) or (
             f"Config and versions are the plan's; it was captured for '{self.plan.device}'."
         )
@@ -117,10 +118,7 @@ def held_to(
     config = load_config(rest, world_size=plan.world_size, default=default)
     _check_mode(path, config)
     _check_passes(path, plan, config)
-    now = tomli.loads(config_to_toml(config))
-    return config, HeldTo(
-        plan, path, tuple(config_differences(document, now)), tuple(_other_versions(plan))
-    )
+    return config, HeldTo(plan, path, *differences_to(plan, config))
 
 
 def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -153,6 +151,14 @@ def pass_names(config: GraphTrainer.Config) -> list[str]:
     return [
         p.name for p in resolve_passes(pass_config(config.compile, reshard_after_forward=policy))
     ]
+
+
+def differences_to(
+    plan: SavedPlan, config: GraphTrainer.Config
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How this run's config and versions differ from the plan's."""
+    now = tomli.loads(config_to_toml(config))
+    return tuple(config_differences(plan.config_table(), now)), tuple(_other_versions(plan))
 
 
 def config_differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.plan.comparison import Comparison, comparison, save, show
+from graph_trainer.plan.fingerprint import fingerprint_of
 from graph_trainer.plan.measured import (
     WATCHED_STEP,
     StepTimes,
@@ -41,7 +42,8 @@ class PlannedRun:
 
     def check(self, joint: JointGraph) -> None:
         """Refuse another graph than the planned one. Raises VerificationError."""
-        self._held_to.check(joint, self._rank)
+        captured = fingerprint_of(joint, self._rank, self._held_to.plan.classes)
+        self._held_to.check(captured, self._rank)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """What a microbatch runs in: once, in a step after the first, it is counted."""
