@@ -70,7 +70,8 @@ def bisect_passes(
             return Verdict(rows, len(reference), [])
         check_order_across_ranks(joint)
         mine = compare(reference, runs.graph(joint))
-        row = Row(report.name, report.nodes, _from_all_ranks(mine))
+        said = _from_all_ranks((report.nodes, mine))
+        row = Row(report.name, said[0][0], [differences for _, differences in said])
         rows.append(row)
         place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
         on_event(f"{place}: {_said(row)}")

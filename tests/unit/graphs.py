@@ -37,6 +37,7 @@ from graph_trainer.joint_graph import (
     role_of,
     set_input_name,
 )
+from graph_trainer.passes import Pass, Stage
 from graph_trainer.subclasses import unwrap
 
 aten = torch.ops.aten
@@ -190,6 +191,22 @@ def check_pass(graph_pass: gt.passes.Pass, joint: JointGraph, options: Any = Non
 def targets(joint: JointGraph) -> list[Any]:
     """The ops of a graph, in order."""
     return [n.target for n in compute_nodes(joint.graph)]
+
+
+def hungry(numbers: int, *, optional: bool = True) -> Pass:
+    """A pass that holds so many float32 from the first node to the last."""
+
+    def function(joint, options):
+        first = next(n for n in joint.graph.nodes if n.op == "call_function")
+        with joint.graph.inserting_before(first):
+            big = joint.graph.call_function(aten.ones.default, ([numbers],))
+        with joint.graph.inserting_before(joint.output_node()):
+            end = joint.graph.call_function(aten.neg.default, (big,))
+        for node, phase in ((big, FORWARD), (end, BACKWARD)):
+            node.meta["val"] = first.meta["val"].new_empty(numbers, dtype=torch.float32)
+            annotate_node(node, annotation(phase=phase))
+
+    return Pass("hungry", Stage.SCHEDULE, "for a test", function, optional=optional)
 
 
 # --- captured graphs -----------------------------------------------------------------------

@@ -10,11 +10,17 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.analysis.memory import memory_of
 from graph_trainer.graph_copy import copy_graph, put_back
-from graph_trainer.joint_graph import annotate_node, annotation
-from graph_trainer.passes import NoOptions, Pass, Stage
+from graph_trainer.passes import Pass, Stage
 from graph_trainer.passes.memory_limit import GIB, Held
 from graph_trainer.train_step import TrainStep
-from tests.unit.graphs import BACKWARD, FORWARD, assert_same, aten, captured_decoder, code, run
+from tests.unit.graphs import (
+    assert_same,
+    aten,
+    captured_decoder,
+    code,
+    hungry,
+    run,
+)
 
 OVERLAP = ["default", "overlap_fsdp"]
 
@@ -49,22 +55,6 @@ def described(joint):
         (n.format_node(), dict(n.meta.get("custom") or {}), n.meta.get("recompute"))
         for n in joint.graph.nodes
     ]
-
-
-def hungry(numbers, name="hungry", stage=Stage.SCHEDULE, optional=True):
-    """A pass that holds so many float32 from the first node to the last."""
-
-    def function(joint, options):
-        first = next(n for n in joint.graph.nodes if n.op == "call_function")
-        with joint.graph.inserting_before(first):
-            big = joint.graph.call_function(aten.ones.default, ([numbers],))
-        with joint.graph.inserting_before(joint.output_node()):
-            end = joint.graph.call_function(aten.neg.default, (big,))
-        for node, phase in ((big, FORWARD), (end, BACKWARD)):
-            node.meta["val"] = first.meta["val"].new_empty(numbers, dtype=torch.float32)
-            annotate_node(node, annotation(phase=phase))
-
-    return Pass(name, stage, "for a test", function, NoOptions, optional=optional)
 
 
 @pytest.fixture
