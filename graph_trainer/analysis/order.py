@@ -34,8 +34,9 @@ class OrderProof:
         classes, ranks = len(self.representatives), self.ranks
         fewest, most = self.collectives
         number = f"{fewest:,}" if fewest == most else f"{fewest:,} to {most:,}"
+        groups = f"{self.groups:,} group{'s' if self.groups != 1 else ''}"
         lines = [
-            f"Order proved: {ranks:,} ranks, {number} collectives a rank, {self.groups:,} groups. "
+            f"Order proved: {ranks:,} ranks, {number} collectives a rank, {groups}. "
             "Every group's members issue the same in the same order, and no ranks wait for each "
             "other in a circle."
         ]

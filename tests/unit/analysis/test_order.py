@@ -58,7 +58,8 @@ def refused(*sequences, words, classes=None):
 def test_equal_sequences_are_proved():
     proof = proved(at_once(GATHER, REDUCE), at_once(GATHER, REDUCE))
     assert (proof.ranks, proof.collectives, proof.groups) == (2, (2, 2), 1)
-    assert "Order proved: 2 ranks" in str(proof) and "Every rank's graph" in str(proof)
+    assert "Order proved: 2 ranks, 2 collectives a rank, 1 group." in str(proof)
+    assert "Every rank's graph" in str(proof)
     assert proved([], []).collectives == (0, 0)
 
 
