@@ -52,9 +52,9 @@ def content(plan: Plan) -> dict[str, Any]:
 
 def verdict(plan: Plan) -> str:
     """'Fits: 64.5 of 93.0 GiB'."""
-    peak, usable = size(plan.peak_bytes), size(plan.hardware.usable_bytes)
-    number, unit = peak.split()
-    both = f"{number if usable.endswith(unit) else peak} of {usable}"
+    needed, usable = size(plan.reserved_bytes), size(plan.hardware.usable_bytes)
+    number, unit = needed.split()
+    both = f"{number if usable.endswith(unit) else needed} of {usable}"
     return f"Fits: {both}" if plan.fits else f"Does not fit: needs {both}"
 
 
@@ -63,6 +63,7 @@ def figures(plan: Plan, exposed: float) -> list[tuple[str, str]]:
     room = plan.headroom_bytes
     return [
         ("head-room" if plan.fits else "too much", size(abs(room))),
+        ("alive at the peak", size(plan.peak_bytes)),
         ("tokens/s/GPU", f"{plan.tokens_per_second_per_gpu:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),
         (f"a step of {plural(plan.microbatches, 'microbatch')}", duration(plan.step_seconds)),

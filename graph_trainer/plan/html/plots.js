@@ -88,10 +88,11 @@
         paper_bgcolor: "rgba(0,0,0,0)",
         plot_bgcolor: "rgba(0,0,0,0)",
         font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
-        margin: { l: 8, r: 8, t: 8, b: 8 },
+        // The same for both plots: a moment stands at the same place in each.
+        margin: { l: narrow() ? 58 : 72, r: 12, t: 8, b: 36 },
+        showlegend: false,
         dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
         hoverlabel: { bgcolor: paper, bordercolor: soft, font: { color: ink, size: narrow() ? 11 : 13 }, align: "left" },
-        legend: { orientation: "h", x: 0, y: 1, yanchor: "bottom", font: { color: soft }, itemclick: false, itemdoubleclick: false },
         ...more(axis, { ink, soft, line, paper }),
       },
     };
@@ -103,7 +104,6 @@
       range: span.map((ns) => ns / MS),
       ticksuffix: " ms",
       showgrid: true,
-      automargin: true,
       nticks: narrow() ? 4 : 10,
       exponentformat: "none",
     };
@@ -119,9 +119,21 @@
     return {
       shapes: [{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colours.soft, width: 1, dash: "dot" } }],
       annotations: from < x && x < to
-        ? [{ ...mark, text: "forward", xanchor: "right" }, { ...mark, text: "backward", xanchor: "left" }]
+        ? [{ ...mark, text: "forward", xanchor: "right", xshift: -3 }, { ...mark, text: "backward", xanchor: "left", xshift: 3 }]
         : [],
     };
+  }
+
+  function legend(plot, entries) {
+    document.getElementById(`${plot.id}-legend`).replaceChildren(
+      ...entries.map(({ key, title }) => {
+        const entry = document.createElement("li"), swatch = document.createElement("i");
+        swatch.className = "swatch";
+        swatch.style.background = `var(--${key})`;
+        entry.append(swatch, title);
+        return entry;
+      }),
+    );
   }
 
   const CONFIG = { displayModeBar: false, doubleClick: false, responsive: true, scrollZoom: false };
@@ -138,11 +150,11 @@
       }
       return {
         ...marks,
-        height: narrow() ? 380 : 420,
+        height: narrow() ? 320 : 420,
         hovermode: "x",
         hoverdistance: -1,
         xaxis: { ...timeAxis(axis), hoverformat: ".3f", showspikes: true, spikemode: "across", spikethickness: 1, spikecolor: colours.soft, spikedash: "solid" },
-        yaxis: { ...axis, fixedrange: true, range: [0, (1.08 * top) / unitBytes], ticksuffix: ` ${unit}`, automargin: true },
+        yaxis: { ...axis, fixedrange: true, range: [0, (1.08 * top) / unitBytes], ticksuffix: ` ${unit}`, nticks: 8 },
       };
     });
     // A step lasts until the next node: the last one to the end of what is shown.
@@ -154,8 +166,9 @@
         line: { shape: "hv", width: 0.5, color: colour("paper") }, fillcolor: colour(key), hoverinfo: "skip",
       }))
       .filter((_, i) => plan.live[i].some((bytes) => bytes > 0));
+    legend(memory, areas.map(({ meta, name }) => ({ key: meta, title: name })).reverse());
     const total = {
-      type: "scatter", mode: "lines", name: "in all", meta: "total", showlegend: false, x, y: column(plan.total),
+      type: "scatter", mode: "lines", name: "in all", meta: "total", x, y: column(plan.total),
       customdata: [...at, at[at.length - 1]], hovertext: [...at, at[at.length - 1]].map(aliveText), hoverinfo: "text",
       line: { shape: "hv", width: 1.25, color: colour("ink") },
     };
@@ -183,25 +196,26 @@
     const { colour, layout: drawn } = layout((axis, colours) => {
       const marks = backward(colours);
       const names = lanes.map((lane, row) => ({
-        xref: "paper", x: 0, xanchor: "left", yref: "y", y: 0.38 - row, yanchor: "bottom", showarrow: false,
+        xref: "paper", x: 0, xanchor: "left", yref: "y", y: 0.31 - row, yanchor: "bottom", showarrow: false,
         text: lane.waits ? "exposed waits" : lane.title === "compute" ? "compute" : `group of ${text(lane.title)}`, font: { color: colours.soft },
       }));
       return {
         shapes: marks.shapes,
         annotations: names,
-        height: 90 + 62 * lanes.length + (narrow() ? 60 : 0),
+        height: 50 + 62 * lanes.length,
         hovermode: "closest",
         barmode: "overlay",
         xaxis: timeAxis(axis),
-        yaxis: { ...axis, fixedrange: true, range: [0.5 - lanes.length, 0.85], showgrid: false, showticklabels: false },
+        yaxis: { ...axis, fixedrange: true, range: [0.6 - lanes.length, 0.75], showgrid: false, showticklabels: false, ticks: "" },
       };
     });
     const traces = plan.kinds
       .map(({ key, title }, i) => ({
-        type: "bar", orientation: "h", name: title, meta: key, width: 0.72, ...byKind[i],
+        type: "bar", orientation: "h", name: title, meta: key, width: 0.6, ...byKind[i],
         marker: { color: colour(key), line: { width: 0 } }, hoverinfo: "text", textposition: "none",
       }))
       .filter((_, i) => lanes.some((lane) => lane.kind.includes(i)));
+    legend(streams, traces.map(({ meta, name }) => ({ key: meta, title: name })));
     merged.textContent = drawnBars < slices
       ? `${slices.toLocaleString("en")} slices are drawn as ${drawnBars.toLocaleString("en")} bars: neighbours that are narrower than a pixel are drawn together. Zoom in to see each.`
       : `Every slice is drawn: ${slices.toLocaleString("en")}.`;
