@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
         GraphTrainerError: bad input, found before the capture where that is possible.
     """
     flags, words = _parser().parse_known_args(list(argv))
+    _check_together(flags)
     hardware = load_hardware(flags.hardware)
     config = load_config(words, world_size=flags.world_size, prog="graph-trainer plan")
     world_size = flags.world_size or wanted_ranks(config)
@@ -98,6 +99,17 @@ def main(argv: Sequence[str]) -> int:
             _WRITERS[flag.removeprefix("--")](plan, file)
         print(f"wrote {path}")
     return 0
+
+
+def _check_together(flags: argparse.Namespace) -> None:
+    """No flag is ignored because of another."""
+    if not flags.verify_order:
+        if flags.all_ranks:
+            raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
+        return
+    for name in ("compare", *_WRITERS):
+        if getattr(flags, name):
+            raise ConfigError(f"--verify-order plans nothing: leave it or --{name} out")
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:
