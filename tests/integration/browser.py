@@ -1,0 +1,95 @@
+"""A headless Chromium or Chrome without a network, that reads pages from files."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.action_chains import ActionChains
+
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+_PATIENCE = 30
+
+
+class Browser:
+    """One window, and what tests ask of it."""
+
+    def __init__(self) -> None:
+        program = shutil.which("chromium") or shutil.which("google-chrome")
+        driver = shutil.which("chromedriver")
+        assert program and driver, (
+            "no Chromium with its driver: apt-get install chromium chromium-driver, or run .ci/run"
+        )
+        options = webdriver.ChromeOptions()
+        options.binary_location = program
+        for flag in _FLAGS:
+            options.add_argument(flag)
+        options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+        self.driver = webdriver.Chrome(options=options, service=Service(driver))
+        self.cdp("Network.enable")
+        offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
+        self.cdp("Network.emulateNetworkConditions", **offline)
+
+    def cdp(self, command: str, **arguments: Any) -> Any:
+        """One command of Chrome's own protocol."""
+        return self.driver.execute_cdp_cmd(command, arguments)
+
+    def js(self, script: str, *arguments: Any) -> Any:
+        """What a script returns, run in the page."""
+        return self.driver.execute_script(script, *arguments)
+
+    def window(self, width: int, height: int, *, dark: bool = False) -> None:
+        """A phone, for one, is 375 by 812 pixels."""
+        self.cdp(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=width < 500,
+        )
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.cdp("Emulation.setEmulatedMedia", features=[scheme])
+
+    def open(self, page: Path) -> None:
+        """Load a plan's page and wait until its plots are drawn."""
+        self.driver.get(page.as_uri())
+        self.until("return document.documentElement.dataset.drawn === 'yes'")
+
+    def until(self, script: str) -> Any:
+        """Run a script until it returns something true."""
+        end = time.monotonic() + _PATIENCE
+        while not (found := self.js(script)):
+            assert time.monotonic() < end, f"never true: {script}\n{self.log()}"
+            time.sleep(0.05)
+        return found
+
+    def log(self) -> list[str]:
+        """What the console said since last asked, but for information."""
+        entries = self.driver.get_log("browser")
+        return [entry["message"] for entry in entries if entry["level"] != "INFO"]
+
+    def point_at(self, selector: str, right: int = 0, down: int = 0) -> None:
+        """Move the mouse to the middle of an element, or so many pixels beside it."""
+        element = self.driver.find_element("css selector", selector)
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        self.actions().move_to_element_with_offset(element, right, down).perform()
+
+    def actions(self) -> ActionChains:
+        """The mouse, quick."""
+        return ActionChains(self.driver, duration=50)
+
+    def picture(self, *, whole: bool = False) -> str:
+        """PNG, in base64: of the window, or of the whole page."""
+        if not whole:
+            return self.cdp("Page.captureScreenshot")["data"]
+        size = self.js("const e = document.documentElement; return [e.clientWidth, e.scrollHeight]")
+        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
+        return self.cdp("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+
+    def close(self) -> None:
+        """End the browser and its driver."""
+        self.driver.quit()

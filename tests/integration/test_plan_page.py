@@ -1,0 +1,408 @@
+"""The page of a plan in a real browser: what it shows is the simulation, and it asks for nothing.
+
+One page of the debug model on 8 fake ranks, and one with names that would do harm as HTML.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import re
+import tomllib
+from collections.abc import Iterator
+from dataclasses import replace
+from html import unescape
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graph_trainer.analysis.hardware import load_hardware
+from graph_trainer.config import load_config
+from graph_trainer.joint_graph import annotate_node, annotation, parameter_of
+from graph_trainer.plan.html import write_page
+from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.plan.slices import WAITS, Slice, slices, tracks
+from tests.integration.browser import Browser
+
+HOSTILE = "</script><img src=x onerror=\"document.title='harmed'\">&amp;<b>"
+MIB = 2**20
+MOST_BYTES = 15e6
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    words = ["--config", "debugmodel", "--parallelism.tensor_parallel_degree", "2"]
+    return make_plan(load_config(words, world_size=8), 8, load_hardware("h100-sxm"))
+
+
+@pytest.fixture(scope="module")
+def page(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(plan, tmp_path_factory.mktemp("page") / "plan.html")
+
+
+@pytest.fixture(scope="module")
+def opened() -> Iterator[Browser]:
+    browser = Browser()
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def browser(opened: Browser, page: Path) -> Browser:
+    """On a desk, by day, with the page new."""
+    opened.window(1280, 900)
+    opened.open(page)
+    return opened
+
+
+def written(plan: Plan, path: Path) -> Path:
+    with path.open("w", encoding="utf-8") as file:
+        write_page(plan, file)
+    return path
+
+
+def by_lane(plan: Plan) -> dict[str, list[Slice]]:
+    """The page's lanes: streams, then the exposed waits."""
+    lanes: dict[str, list[Slice]] = {name: [] for name in tracks(plan.simulation)}
+    for each in slices(plan.simulation):
+        lanes[each.track].append(each)
+    return {name: found for name, found in lanes.items() if found}
+
+
+def drawn(browser: Browser, plot: str) -> list[dict[str, Any]]:
+    """What plotly holds: its own traces."""
+    script = """
+        return document.getElementById(arguments[0]).data.map(({meta, x, y, base, customdata}) =>
+            ({meta, x: x && [...x], y: y && [...y], base, customdata}))
+    """
+    return browser.js(script, plot)
+
+
+def shown(browser: Browser, plot: str) -> tuple[float, float]:
+    """The span that a plot shows, nanoseconds."""
+    script = "return document.getElementById(arguments[0])._fullLayout.xaxis.range"
+    start, end = browser.js(script, plot)
+    return start * 1e6, end * 1e6
+
+
+def bars(browser: Browser) -> dict[int, list[tuple[int, int]]]:
+    """Lane -> first and last slice of each bar, in the order of time."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for trace in drawn(browser, "streams"):
+        for lane, first, last in trace["customdata"]:
+            found.setdefault(lane, []).append((first, last))
+    return {lane: sorted(each) for lane, each in found.items()}
+
+
+def press(browser: Browser, what: str) -> None:
+    browser.js(f"document.querySelector('[data-zoom={what}]').click()")
+
+
+def test_it_loads_offline_and_without_a_word_on_the_console(browser, page):
+    assert browser.log() == []
+    assert browser.js("return performance.getEntriesByType('resource').map(e => e.name)") == []
+    html = page.read_text(encoding="utf-8")
+    assert len(html) < MOST_BYTES
+    tags = re.findall(r"<(?:script|link|img|iframe)\b[^>]*>", html.split("<script", 1)[0])
+    assert tags == ['<link rel="icon" href="data:,">']
+    assert "default-src 'none'" in unescape(html.split("<title>")[0])
+
+
+def test_headings_state_the_result(browser, plan):
+    title = browser.js("return document.querySelector('h1').textContent")
+    assert title.startswith("Fits: ") and title.endswith(" GiB")
+    text = browser.js("return document.body.innerText")
+    assert f"{plan.mfu:.1%}" in text and f"{plan.tokens_per_second_per_gpu:,.0f}" in text
+    exposed = sum(plan.simulation.timeline.exposed_seconds().values())
+    assert f"{exposed / plan.simulation.timeline.step_seconds:.1%} of forward" in text
+    passes = browser.js(
+        "return [...document.querySelectorAll('.ledger tbody th')].map(e => e.textContent)"
+    )
+    assert passes == [row.name for row in plan.rows]
+    nodes = browser.js(
+        "return [...document.querySelectorAll('.ledger tbody tr')].map("
+        "e => e.querySelector('td').firstChild.textContent)"
+    )
+    assert nodes == [f"{row.nodes:,}" for row in plan.rows]
+    largest = plan.simulation.memory.live_at(plan.simulation.memory.peak_position)[0]
+    assert largest.owner in text and largest.node.name in text
+
+
+def test_memory_is_drawn_as_it_was_simulated(browser, plan):
+    memory = plan.simulation.memory
+    traces = {trace["meta"]: trace for trace in drawn(browser, "memory")}
+    alive = {c.value: live for c, live in memory.by_category.items() if any(live)}
+    assert traces.keys() == alive.keys() | {"total"}
+    at = traces["total"]["customdata"]
+    assert len(at) > 200 and memory.peak_position in at
+    for name, live in [*alive.items(), ("total", memory.total)]:
+        assert traces[name]["y"] == pytest.approx([live[p] / MIB for p in at], abs=1e-9)
+    starts = plan.simulation.timeline.starts
+    # The last point is the end of the step, where what the last node holds is still alive.
+    assert traces["total"]["x"][:-1] == pytest.approx([starts[p] * 1e3 for p in at[:-1]], abs=1e-6)
+    # A step is as high as the highest node that it stands for.
+    for place, following in pairwise(at[:-1]):
+        assert memory.total[place] == max(
+            memory.total[p] for p in range(place, following) if starts[p] == starts[place]
+        )
+    paths = browser.js("return document.querySelectorAll('#memory .scatterlayer .js-fill').length")
+    assert paths == len(alive)
+
+
+def test_every_slice_is_in_one_bar(browser, plan):
+    lanes = by_lane(plan)
+    drawn_bars = bars(browser)
+    assert len(drawn_bars) == len(lanes) == 4
+    for found, lane in zip((drawn_bars[i] for i in range(4)), lanes.values(), strict=True):
+        ends = [-1, *(last for _, last in found)]
+        assert [first for first, _ in found] == [end + 1 for end in ends[:-1]]
+        assert ends[-1] == len(lane) - 1
+    count = sum(map(len, drawn_bars.values()))
+    total = sum(map(len, lanes.values()))
+    assert count < total, "so few slices that none had to be merged"
+    note = browser.js("return document.getElementById('merged').textContent")
+    assert note.startswith(f"{total:,} slices are drawn as {count:,} bars")
+    assert browser.js("return document.querySelectorAll('#streams .bars .point').length") == count
+    names = browser.js(
+        "return [...document.querySelectorAll('#streams .annotation-text')].map(e => e.textContent)"
+    )
+    assert names == [name if name in ("compute", WAITS) else f"group of {name}" for name in lanes]
+
+
+def test_zoomed_in_every_slice_has_a_bar_of_its_own(browser, plan):
+    press(browser, "peak")
+    press(browser, "in")
+    browser.until("return document.getElementById('merged').textContent.startsWith('Every')")
+    start, end = shown(browser, "streams")
+    assert shown(browser, "memory") == (start, end)
+    within = {
+        lane: [(i, i) for i, each in enumerate(found) if each.end > start and each.start < end]
+        for lane, found in enumerate(by_lane(plan).values())
+    }
+    assert bars(browser) == {lane: found for lane, found in within.items() if found}
+    assert sum(map(len, within.values())) > 5
+    # Each is as long as it takes and stands where it begins.
+    lanes = list(by_lane(plan).values())
+    for trace in drawn(browser, "streams"):
+        for length, base, (lane, i, _) in zip(
+            trace["x"], trace["base"], trace["customdata"], strict=True
+        ):
+            each = lanes[lane][i]
+            assert base == pytest.approx(each.start / 1e6, abs=1e-6)
+            assert length == pytest.approx((each.end - each.start) / 1e6, abs=1e-6)
+    press(browser, "all")
+    assert shown(browser, "memory") == shown(browser, "streams")
+    assert shown(browser, "memory")[1] == pytest.approx(
+        plan.simulation.timeline.step_seconds * 1e9, abs=1
+    )
+
+
+def test_dragging_zooms_both_plots_and_a_double_click_shows_the_whole_step(browser):
+    whole = shown(browser, "memory")
+    browser.point_at("#streams", right=-200)
+    browser.actions().click_and_hold().move_by_offset(250, 0).release().perform()
+    browser.until("return document.getElementById('memory')._fullLayout.xaxis.range[0] > 0")
+    start, end = shown(browser, "memory")
+    assert whole[0] < start < end < whole[1]
+    assert shown(browser, "streams") == pytest.approx((start, end))
+    browser.point_at("#memory")
+    browser.actions().double_click().perform()
+    browser.until("return document.getElementById('streams')._fullLayout.xaxis.range[0] === 0")
+    assert shown(browser, "memory") == shown(browser, "streams") == whole
+    assert browser.log() == []
+
+
+def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[Any, str]:
+    """Point at something: what plotly says is there, and the label that appears."""
+    browser.js(
+        """
+        delete window.pointed;
+        document.getElementById(arguments[0]).on("plotly_hover", ({points}) => {
+            window.pointed = points.map((p) => p.customdata).find((c) => c !== undefined);
+        });
+        """,
+        plot,
+    )
+    browser.point_at(selector, right)
+    browser.until("return window.pointed !== undefined")
+    label = browser.until(
+        f"return [...document.querySelectorAll('#{plot} .hoverlayer .hovertext')]"
+        ".map(e => e.textContent).join(' ')"
+    )
+    return browser.js("return window.pointed"), label
+
+
+@pytest.mark.parametrize("right", [-300, 0, 300])
+def test_pointing_at_memory_names_the_largest_tensors_alive(browser, plan, right):
+    position, label = hover(browser, "memory", "#memory", right)
+    live = plan.simulation.memory.live_at(position)
+    for storage in live[:5]:
+        assert storage.owner in label and storage.node.name in label
+    assert f"{live[0].bytes / 1024:,.0f} KiB" in label or f"{live[0].bytes / MIB:g} MiB" in label
+    assert list(plan.simulation.joint.graph.nodes)[position].name in label
+
+
+def test_pointing_at_a_slice_says_what_it_is(browser, plan):
+    press(browser, "peak")
+    press(browser, "out")
+    lanes = list(by_lane(plan).values())
+    seen = set()
+    for trace in drawn(browser, "streams"):
+        if not trace["customdata"] or trace["meta"] in seen:
+            continue
+        seen.add(trace["meta"])
+        count = len(seen)
+        browser.js(
+            """
+            const [meta, name] = arguments;
+            const plot = document.getElementById("streams");
+            const group = [...plot.querySelectorAll(".bars")]
+                .find((bars) => bars.__data__[0].trace.meta === meta);
+            const widest = [...group.querySelectorAll(".point path")].filter((path) => {
+                const {left, right} = path.getBoundingClientRect();
+                return left > plot.getBoundingClientRect().left + 70
+                    && right < plot.getBoundingClientRect().right - 10;
+            }).sort((a, b) => b.getBoundingClientRect().width - a.getBoundingClientRect().width)[0];
+            widest.id = name;
+            """,
+            trace["meta"],
+            f"bar{count}",
+        )
+        (lane, first, last), label = hover(browser, "streams", f"#bar{count}")
+        each = lanes[lane][first]
+        assert first == last
+        if each.track == WAITS:
+            assert f"waits for {each.collective.node.name}" in label
+            assert f"holds up {each.held_up.name}" in label
+        else:
+            assert each.node.name in label
+        if each.collective is not None and each.collective.parameter:
+            assert each.collective.parameter in label
+        assert f"{round((each.end - each.start) / 1e3, 3):g} µs" in label
+    assert seen >= {"wait", "memory", "matmul"} and seen & {"unshard", "reduce_grad"}
+
+
+def test_nothing_is_wider_than_a_phone_but_tables_in_their_own_frame(browser):
+    browser.window(375, 812)
+    browser.driver.refresh()
+    browser.until("return document.documentElement.dataset.drawn === 'yes'")
+    assert browser.js("return document.documentElement.scrollWidth") == 375
+    assert browser.js("return document.body.scrollWidth") <= 375
+    frames = browser.js(
+        "return [...document.querySelectorAll('.wide')].map(e => [e.clientWidth, e.scrollWidth])"
+    )
+    assert any(inner > outer for outer, inner in frames)
+    for plot in ("memory", "streams"):
+        box = browser.js(
+            f"const b = document.querySelector('#{plot} .main-svg').getBoundingClientRect();"
+            "return [b.left, b.right, b.height]"
+        )
+        assert box[0] >= 0 and box[1] <= 375 and box[2] > 200
+    smallest = browser.js(
+        "return Math.min(...[...document.querySelectorAll('button')]"
+        ".map(e => Math.min(e.offsetWidth, e.offsetHeight)))"
+    )
+    assert smallest >= 44, "too small for a finger"
+    assert browser.log() == []
+
+
+def contrast(browser: Browser, selector: str) -> float:
+    """Of an element's text to the page, as WCAG counts it."""
+    script = """
+        const channels = (c) => c.match(/[\\d.]+/g).slice(0, 3).map(Number);
+        return [getComputedStyle(document.querySelector(arguments[0])).color,
+                getComputedStyle(document.body).backgroundColor].map(channels)
+    """
+
+    def luminance(channels: list[float]) -> float:
+        linear = [
+            c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
+            for c in channels
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted(map(luminance, browser.js(script, selector)), reverse=True)
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_text_stands_out_in_either_scheme(browser, dark):
+    browser.window(1280, 900, dark=dark)
+    light = "return getComputedStyle(document.body).backgroundColor"
+    assert browser.js(light) == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
+    for selector in ("h2", ".note", "h1", ".figures dt", "td"):
+        assert contrast(browser, selector) >= 4.5, selector
+    # The plots follow without a reload.
+    ink = browser.js("return getComputedStyle(document.body).color")
+    browser.until(
+        "const plot = document.getElementById('memory');"
+        "const probe = document.createElement('i'); document.body.append(probe);"
+        "probe.style.color = plot._fullLayout.font.color;"
+        f"const same = getComputedStyle(probe).color === '{ink}'; probe.remove(); return same"
+    )
+
+
+def test_names_are_text_and_never_code(opened, plan, tmp_path):
+    simulation = plan.simulation
+    # As a graph with such modules would have it.
+    largest = simulation.memory.live_at(simulation.memory.peak_position)[0]
+    kept = {node: dict(node.meta) for node in simulation.joint.graph.nodes}
+    config = copy.copy(plan.config)
+    config.dump_folder = HOSTILE
+    hostile = replace(plan, config=config, rows=[replace(row, name=HOSTILE) for row in plan.rows])
+    try:
+        for node in simulation.joint.graph.nodes:
+            if parameter_of(node) is None:
+                annotate_node(node, annotation(module=f"layers.{HOSTILE}"))
+        path = written(hostile, tmp_path / "hostile.html")
+    finally:
+        for node, meta in kept.items():
+            node.meta.clear()
+            node.meta.update(meta)
+    opened.window(1280, 900)
+    opened.open(path)
+    assert opened.log() == []
+    assert opened.js("return document.querySelectorAll('img, main b').length") == 0
+    assert opened.js("return document.querySelectorAll('.ledger tbody .name').length") == len(
+        plan.rows
+    )
+    owners = "return [...document.querySelectorAll('th.name')].map(e => e.textContent)"
+    names = opened.js(owners)
+    assert HOSTILE in names and f"layers.{HOSTILE}" in names
+    toml = opened.js("return document.querySelector('pre').textContent")
+    assert tomllib.loads(toml)["dump_folder"] == HOSTILE
+    press(opened, "peak")
+    position, label = hover(opened, "memory", "#memory")
+    assert "</script><img src=x" in label
+    assert largest.owner not in label
+    assert opened.js("return document.querySelectorAll('img, main b').length") == 0
+    assert "harmed" not in opened.driver.title
+    assert opened.log() == []
+
+
+def test_a_script_in_the_page_that_is_not_its_own_does_not_run(browser, page, tmp_path):
+    """The second lock: were a name ever written as it stands, the policy would stop it."""
+    html = page.read_text(encoding="utf-8")
+    path = tmp_path / "broken.html"
+    path.write_text(
+        html.replace("</main>", f"<script>document.title='harmed'</script>{HOSTILE}</main>"),
+        encoding="utf-8",
+    )
+    browser.open(path)
+    assert browser.driver.title != "harmed"
+    assert any("Content Security Policy" in line for line in browser.log())
+
+
+def test_the_page_is_written_a_part_at_a_time(plan):
+    class Counted(io.StringIO):
+        writes = 0
+
+        def write(self, text: str) -> int:
+            self.writes += 1
+            return super().write(text)
+
+    file = Counted()
+    write_page(plan, file)
+    assert file.writes > 100
