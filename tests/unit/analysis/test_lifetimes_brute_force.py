@@ -191,6 +191,10 @@ def _floating(node: fx.Node) -> bool:
     return val(node).dtype.is_floating_point
 
 
+def _floating_elements(node: fx.Node) -> bool:
+    return _floating(node) and _own_elements(node)
+
+
 Step = Callable[[Program, fx.Node, fx.Node, int], list[fx.Node]]
 STEPS: dict[str, Step] = {}
 
@@ -274,7 +278,7 @@ several("max", aten.max.dim, 0, fits=rows)
 several("var_mean", aten.var_mean.correction, [0], fits=matrix)
 several("aminmax", aten._aminmax.default)
 several("dropout", aten.native_dropout.default, 0.5, True, fits=_floating)
-several("dropout_off", aten.native_dropout.default, 0.0, False, fits=_floating)
+several("dropout_off", aten.native_dropout.default, 0.0, False, fits=_floating_elements)
 
 
 @step()
