@@ -87,7 +87,7 @@ class GraphTrainer(Trainer):
     def hold_to(self, plan: HeldTo) -> None:
         """Refuse to train another step than the planned one, and at the end of training show
         what was predicted beside what was measured. To be called before the first step."""
-        self._planned = PlannedRun(plan, self.device, dist.get_rank())
+        self._planned = PlannedRun(plan, self.device, dist.get_rank(), self.config.compile.backend)
         if dist.get_rank() == 0:
             for line in plan.remarks():
                 logger.warning(line)

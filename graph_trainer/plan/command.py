@@ -103,6 +103,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_together(flags: argparse.Namespace) -> None:
     """No flag is ignored because of another."""
+    if flags.save and flags.like != GRAPH_TRAINER.name:
+        raise ConfigError(
+            f"--save is for runs of graph_trainer, and --like {flags.like} plans another program: "
+            "leave one of the two out"
+        )
     if not flags.verify_order:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")

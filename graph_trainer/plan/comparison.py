@@ -12,13 +12,14 @@ from rich.table import Table
 
 from graph_trainer.analysis.memory import Category
 from graph_trainer.errors import ConfigError
-from graph_trainer.plan.measured import WARM_UP, WATCHED_STEP
+from graph_trainer.plan.measured import WARM_UP, WATCHED_STEP, Measured
 from graph_trainer.plan.saved import SavedPlan
 
 SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
 WIDTH = 100
 _MIB = 1024**2
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +51,27 @@ class Comparison:
     rows: tuple[Row, ...]
 
 
-def comparison(
-    plan: SavedPlan,
-    rank: int,
-    *,
-    peak_bytes: int | None,
-    made_bytes: int | None,
-    parameter_bytes: int,
-    gradient_bytes: int | None,
-    optimizer_bytes: int,
-    step_seconds: float | None,
-    steps: int,
-    issued: dict[str, int] | None,
-) -> Comparison:
-    """What a plan says of a rank beside what the rank measured. None: not measured.
-
-    Arguments:
-        peak_bytes: most bytes that the device's allocator had given out at once.
-        made_bytes: most bytes at once that the graph had made and held.
-        steps: how many were trained, warm-up included.
-        issued: collectives of one microbatch, by kind.
-    """
+def comparison(plan: SavedPlan, rank: int, now: Measured) -> Comparison:
+    """What a plan says of a rank beside what the rank measured."""
     predicted = plan.of_rank(rank).predicted
-    watched = f"held in step {WATCHED_STEP}, one microbatch"
     no_watch = f"not measured: that is done in step {WATCHED_STEP}"
+    no_made = no_watch if now.sees_memory else "not measured: compiled code allocates unseen"
+    no_maximum = "not measured: a CPU's allocator keeps no maximum"
+    watched = f"held in step {WATCHED_STEP}, one microbatch"
 
-    def row(name: str, unit: str, before: float, now: float | None, how: str, why: str) -> Row:
-        return Row(name, unit, before, now, why if now is None else how)
+    def row(name: str, unit: str, before: float, found: float | None, how: str, why: str) -> Row:
+        return Row(name, unit, before, found, why if found is None else how)
 
     rows = [
-        row("peak memory", "bytes", predicted.peak_bytes, peak_bytes, "CUDA allocator's maximum",
-            "not measured: a CPU's allocator keeps no maximum"),
-        row("parameters", "bytes", predicted.parameter_bytes, parameter_bytes, "summed", ""),
-        row("optimizer state", "bytes", predicted.optimizer_bytes, optimizer_bytes, "summed", ""),
-        row("gradients", "bytes", predicted.gradient_bytes, gradient_bytes, "summed after backward",
-            "not measured: no step was run"),
-        row("made by the graph", "bytes", predicted.made_bytes, made_bytes, watched, no_watch),
+        row("peak memory", "bytes", predicted.peak_bytes, now.peak_bytes,
+            "CUDA allocator's maximum", no_maximum),
+        row("reserved memory", "bytes", predicted.reserved_bytes, now.reserved_bytes,
+            "CUDA allocator's maximum", no_maximum),
+        Row("parameters", "bytes", predicted.parameter_bytes, now.parameter_bytes, "summed"),
+        Row("optimizer state", "bytes", predicted.optimizer_bytes, now.optimizer_bytes, "summed"),
+        row("gradients", "bytes", predicted.gradient_bytes, now.gradient_bytes,
+            "summed after backward", "not measured: no step was run"),
+        row("made by the graph", "bytes", predicted.made_bytes, now.made_bytes, watched, no_made),
     ]  # fmt: skip
     made = set(Category) - {Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS}
     rows += [
@@ -96,13 +82,13 @@ def comparison(
         if category in {c.value for c in made} and num
     ]
     rows.append(
-        row("step", "seconds", predicted.step_seconds, step_seconds,
-            f"median of {steps - WARM_UP} steps after {WARM_UP} of warm-up",
+        row("step", "seconds", predicted.step_seconds, now.step_seconds,
+            f"median of {now.steps_timed} steps after {WARM_UP} of warm-up",
             f"not measured: the first {WARM_UP} steps are warm-up")
     )  # fmt: skip
-    for kind in predicted.collectives | (issued or {}):
+    for kind in predicted.collectives | (now.issued or {}):
         planned = sum(v["count"] for v in predicted.collectives.get(kind, {}).values())
-        number = None if issued is None else issued.get(kind, 0)
+        number = None if now.issued is None else now.issued.get(kind, 0)
         how = f"issued in step {WATCHED_STEP}, one microbatch"
         rows.append(row(kind, "count", planned, number, how, no_watch))
     return Comparison(rank, plan.world_size, plan.hardware, tuple(rows))
@@ -165,5 +151,5 @@ def _text(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
-        return f"{value / _MIB:,.2f} MiB"
+        return f"{value / _GIB:,.2f} GiB" if value >= _GIB else f"{value / _MIB:,.2f} MiB"
     return f"{value:,.4f} s" if unit == "seconds" else f"{value:,.0f}"

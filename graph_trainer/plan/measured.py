@@ -7,6 +7,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,29 @@ WATCHED_STEP = 2
 _STEPS_KEPT = 1000
 
 _NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What one rank measured. None: not measured."""
+
+    peak_bytes: int | None
+    """The most bytes that the device's allocator had given out at once."""
+    reserved_bytes: int | None
+    """The most bytes that it had taken from the device."""
+    made_bytes: int | None
+    """The most bytes at once that the graph had made and held."""
+    sees_memory: bool
+    """Whether `made_bytes` can be measured with the backend."""
+    parameter_bytes: int
+    gradient_bytes: int | None
+    optimizer_bytes: int
+    step_seconds: float | None
+    """Median."""
+    steps_timed: int
+    """Behind those of warm-up."""
+    issued: dict[str, int] | None
+    """Collectives of one microbatch, by kind."""
 
 
 class IssuedCollectives(TorchDispatchMode):
@@ -40,9 +64,14 @@ class IssuedCollectives(TorchDispatchMode):
 
 
 class Watch:
-    """Counts, in one microbatch, the collectives that are issued and the bytes that live."""
+    """Counts, in one microbatch, the collectives that are issued and the bytes that live.
 
-    def __init__(self) -> None:
+    Arguments:
+        sees_memory: whether what runs allocates op by op. Inductor's code does not.
+    """
+
+    def __init__(self, sees_memory: bool) -> None:
+        self.sees_memory = sees_memory
         self.issued: dict[str, int] | None = None
         self.made_bytes: int | None = None
         """The most bytes at once that the step had made and held."""
@@ -50,9 +79,11 @@ class Watch:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """While entered: count."""
-        with LiveStorages() as live, IssuedCollectives() as issued:
+        live = LiveStorages()
+        with live if self.sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
             yield
-        self.issued, self.made_bytes = issued.count, live.peak_bytes
+        self.issued = issued.count
+        self.made_bytes = live.peak_bytes if self.sees_memory else None
 
 
 class StepTimes:
@@ -72,6 +103,11 @@ class StepTimes:
         self.steps += 1
         if self.steps > WARM_UP:
             self._spans.append((start, self._now()))
+
+    @property
+    def timed(self) -> int:
+        """Those of which the median is."""
+        return len(self._spans)
 
     def median(self) -> float | None:
         """Seconds of a step; None where all were warm-up."""

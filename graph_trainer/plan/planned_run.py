@@ -13,6 +13,7 @@ from graph_trainer.plan.comparison import Comparison, comparison, save, show
 from graph_trainer.plan.fingerprint import fingerprint_of
 from graph_trainer.plan.measured import (
     WATCHED_STEP,
+    Measured,
     StepTimes,
     Watch,
     local_bytes,
@@ -29,16 +30,18 @@ class PlannedRun:
     Arguments:
         device: what the rank trains on.
         rank: its global rank.
+        backend: what the graph is compiled with.
     """
 
-    def __init__(self, held_to: HeldTo, device: torch.device, rank: int) -> None:
+    def __init__(self, held_to: HeldTo, device: torch.device, rank: int, backend: str) -> None:
         self.times = StepTimes(device)
         self._held_to = held_to
         self._device = device
         self._rank = rank
-        self._watch = Watch()
+        self._watch = Watch(sees_memory=backend == "eager")
         self._gradient_bytes: int | None = None
         self._peak: int | None = None
+        self._reserved: int | None = None
 
     def check(self, joint: JointGraph) -> None:
         """Refuse another graph than the planned one. Raises VerificationError."""
@@ -58,6 +61,8 @@ class PlannedRun:
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             self._peak = max(peak, self._peak or 0)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            self._reserved = max(reserved, self._reserved or 0)
 
     def finish(
         self,
@@ -68,18 +73,19 @@ class PlannedRun:
         """On rank 0 show what was predicted beside what was measured, and write it to `folder`."""
         if self._rank != 0:
             return None
-        found = comparison(
-            self._held_to.plan,
-            self._rank,
+        now = Measured(
             peak_bytes=self._peak,
+            reserved_bytes=self._reserved,
             made_bytes=self._watch.made_bytes,
+            sees_memory=self._watch.sees_memory,
             parameter_bytes=local_bytes(parameters),
             gradient_bytes=self._gradient_bytes,
             optimizer_bytes=optimizer_state_bytes(optimizers),
             step_seconds=self.times.median(),
-            steps=self.times.steps,
+            steps_timed=self.times.timed,
             issued=self._watch.issued,
         )
+        found = comparison(self._held_to.plan, self._rank, now)
         show(found)
         save(found, self._held_to.path, folder)
         return found

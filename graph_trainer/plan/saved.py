@@ -30,6 +30,8 @@ class Predicted:
 
     peak_bytes: int
     """The most bytes alive at once."""
+    reserved_bytes: int
+    """What the allocator takes from the device, gaps included."""
     peak_by_category: dict[str, int]
     made_bytes: int
     """The most bytes alive at once of what the graph makes: the peak above its inputs."""
@@ -164,6 +166,7 @@ def _plain(predicted: Predicted) -> dict[str, Any]:
 
 _PREDICTED: dict[str, str] = {
     "peak_bytes": "count",
+    "reserved_bytes": "count",
     "peak_by_category": "counts",
     "made_bytes": "count",
     "parameter_bytes": "count",

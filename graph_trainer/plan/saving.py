@@ -60,6 +60,7 @@ def _predicted(plan: Plan) -> Predicted:
     gradients = [t for _, node in simulation.joint.gradients() for t in tensors_of(node)]
     return Predicted(
         peak_bytes=plan.peak_bytes,
+        reserved_bytes=plan.reserved_bytes,
         peak_by_category={category.value: num for category, num in at_peak.items()},
         made_bytes=lifetimes(simulation.joint).peak_bytes,
         parameter_bytes=at_peak[Category.PARAMETERS],

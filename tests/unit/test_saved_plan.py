@@ -7,15 +7,20 @@ import io
 import json
 import pickle
 import re
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.analysis.sequences import issued_by
+from graph_trainer.collectives import all_gather, all_reduce
 from graph_trainer.config import load_config
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.passes import run_passes
+from graph_trainer.plan.command import main as plan_main
 from graph_trainer.plan.comparison import comparison, save, show
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.fingerprint import Entry, Fingerprint, fingerprint_of, first_difference
@@ -26,10 +31,12 @@ from graph_trainer.plan.held_to import (
     held_to,
     take_flag,
 )
+from graph_trainer.plan.measured import WARM_UP, IssuedCollectives, Measured, StepTimes
 from graph_trainer.plan.planner import make_plan
 from graph_trainer.plan.saved import SCHEMA, read_plan, write_plan
 from graph_trainer.plan.saving import plan_every_class
 from graph_trainer.plan.verify_order import rank_classes
+from tests.unit.fake_ranks import become
 
 RANKS = 2
 
@@ -333,6 +340,13 @@ def test_what_needs_no_capture_is_refused_before_ranks_talk(saved, flags, told):
         held_to(["--plan", str(saved), *flags])
 
 
+def test_a_plan_of_another_program_is_not_saved(tmp_path):
+    path = tmp_path / "plan.json"
+    with pytest.raises(ConfigError, match="--save is for runs of graph_trainer, and --like tor"):
+        plan_main(["--save", str(path), "--like", "torchtitan", "--hardware", "cpu"])
+    assert not path.exists()
+
+
 def test_another_number_of_ranks_is_refused(saved, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ConfigError, match=r"planned for 2 ranks, but 4 are started. Start 2"):
@@ -382,17 +396,11 @@ def test_differences_name_keys_that_one_side_has_not():
 
 
 def compared(plan, **measured):
-    given = {
-        "peak_bytes": None,
-        "made_bytes": None,
-        "parameter_bytes": 1024**2,
-        "gradient_bytes": None,
-        "optimizer_bytes": 0,
-        "step_seconds": None,
-        "steps": 2,
-        "issued": None,
-    }
-    return comparison(plan, 0, **(given | measured))
+    given = dict.fromkeys(
+        ("peak_bytes", "reserved_bytes", "made_bytes", "gradient_bytes", "step_seconds", "issued")
+    )
+    given |= {"sees_memory": True, "parameter_bytes": 2**20, "optimizer_bytes": 0, "steps_timed": 0}
+    return comparison(plan, 0, Measured(**(given | measured)))
 
 
 def test_the_table_tells_predicted_measured_and_ratio(plan, tmp_path, capsys):
@@ -405,7 +413,7 @@ def test_the_table_tells_predicted_measured_and_ratio(plan, tmp_path, capsys):
         plan,
         made_bytes=2 * predicted.made_bytes,
         step_seconds=predicted.step_seconds / 2,
-        steps=9,
+        steps_timed=6,
         issued=planned | {"all_to_all_single": 1},
     )
     rows = {row.what: row for row in found.rows}
@@ -430,6 +438,31 @@ def test_a_short_run_says_what_it_did_not_measure(plan):
     assert rows["step"].how == "not measured: the first 3 steps are warm-up"
     assert rows["made by the graph"].how == "not measured: that is done in step 2"
     assert all(row.ratio is None for row in rows.values() if row.measured is None)
+    rows = {row.what: row for row in compared(plan, sees_memory=False).rows}
+    assert rows["made by the graph"].how == "not measured: compiled code allocates unseen"
+
+
+def test_steps_of_warm_up_do_not_count():
+    times = StepTimes(torch.device("cpu"))
+    for step in range(WARM_UP):
+        with times.timing():
+            time.sleep(0.05)
+        assert (times.steps, times.timed, times.median()) == (step + 1, 0, None)
+    for _ in range(4):
+        with times.timing():
+            pass
+    assert times.timed == 4 and times.median() < 0.05
+
+
+def test_collectives_are_counted_where_they_are_started():
+    become(0, 2)
+    group = dist.group.WORLD
+    x = torch.ones(4, 2)
+    with IssuedCollectives() as issued:
+        all_reduce(all_gather(x, group), group)
+        all_reduce(x, group)
+    all_reduce(x, group)
+    assert issued.count == {"all_gather_into_tensor": 1, "all_reduce": 2}
 
 
 def test_a_comparison_that_cannot_be_written_is_an_error(plan, tmp_path):

@@ -1,0 +1,91 @@
+"""Runs that are held to a plan; test_plan_is_the_run.py asserts. Two ranks.
+
+The last case ends the process group, as training does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from graph_trainer.plan.held_to import held_to
+from graph_trainer.train import leave, run
+from tests.integration.issued import count_issued, expected_events
+from tests.integration.launch import report
+
+STEPS = 5
+
+
+def words(folder: Path, plan: str, name: str, *flags: str) -> list[str]:
+    dumped = str(folder / "out" / name)
+    return ["--plan", str(folder / plan), "--dump_folder", dumped, *flags]
+
+
+def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> dict[str, Any]:
+    """What `python -m graph_trainer.train` makes of it on this rank."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        status = run(words(folder, plan, name, *flags))
+    errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
+    return {"status": status, "error": "\n".join(errors)}
+
+
+def counted(folder: Path) -> dict[str, Any]:
+    """A step of the planned run, as the process groups themselves tell the profiler."""
+    config, plan = held_to(words(folder, "plan.json", "counted", "--training.steps", "1"))
+    trainer = config.build()
+    trainer.hold_to(plan)
+    step, issued = trainer._captured_step, {}
+
+    def profiled(*args: Any, **kwargs: Any) -> Any:
+        result, now = count_issued(step, *args, **kwargs)
+        issued.update(now)
+        return result
+
+    trainer.take_step_with(profiled)
+    trainer.train()
+    trainer.close()
+    planned = plan.plan.of_rank(dist.get_rank()).predicted.collectives
+    kinds = {kind: sum(v["count"] for v in roles.values()) for kind, roles in planned.items()}
+    return {"issued": issued, "planned": expected_events(kinds)}
+
+
+def trained(folder: Path) -> dict[str, Any]:
+    """The planned run, as a user starts it."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        status = run(words(folder, "plan.json", "trained", "--training.steps", str(STEPS)))
+    path = folder / "out/trained/predicted_and_measured.json"
+    rows = json.loads(path.read_text())["rows"] if os.environ["RANK"] == "0" else []
+    return {"status": status, "shown": shown.getvalue(), "rows": rows}
+
+
+def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "sequence", refused(folder, "sequence", "--training.seq_len", "64")
+    policy = ("--parallelism.fsdp_reshard_after_forward", "always")
+    yield "policy", refused(folder, "policy", *policy)
+    yield "mesh", refused(folder, "mesh", "--parallelism.tensor_parallel_degree", "2")
+    passes = ("--compile.disable_passes", "rematerialize")
+    yield "passes", refused(folder, "passes", *passes)
+    yield "one rank", refused(folder, "one rank", plan="other.json")
+    yield "counted", counted(folder)
+    yield "trained", trained(folder)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    report(dict(cases(Path(sys.argv[1]))))
+    leave(0)
+
+
+if __name__ == "__main__":
+    main()

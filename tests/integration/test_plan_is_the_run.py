@@ -1,0 +1,116 @@
+"""What `plan --save` wrote is what two gloo ranks capture, issue and hold; else they refuse."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graph_trainer.plan.saved import read_plan, write_plan
+from tests.integration.launch import ROOT, run_ranks
+
+pytestmark = pytest.mark.timeout(600)
+
+WORKER = Path(__file__).with_name("planned_run_worker.py")
+FLAGS = [
+    *("--training.seq_len", "32", "--training.local_batch_size", "1", "--debug.seed", "42"),
+    # two microbatches a step
+    *("--training.global_batch_size", "4"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("planned")
+    command = [sys.executable, "-m", "graph_trainer", "plan", "--world-size", "2", "--hardware"]
+    command += ["cpu", "--save", str(made / "plan.json"), *FLAGS]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    # a plan of which rank 1 alone captures another step
+    plan = read_plan(made / "plan.json")
+    of_rank_1 = plan.of_rank(1)
+    step = of_rank_1.fingerprint
+    other = replace(of_rank_1, fingerprint=replace(step, issues=step.issues[1:]))
+    with open(made / "other.json", "w") as file:
+        write_plan(replace(plan, by_rank=plan.by_rank | {1: other}), file)
+    return made
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, 2, [str(folder)], timeout=500)
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("sequence", ["training.seq_len: planned 32, now 64", ": input ", "rope.cache"]),
+        ("policy", ['fsdp_reshard_after_forward: planned "default", now "always"', "collective "]),
+        ("mesh", ["tensor_parallel_degree: planned 1, now 2", ": input "]),
+        ("passes", ["planned with the passes normalize_views", "compile.disable_passes"]),
+    ],
+)
+def test_another_run_is_refused_on_every_rank(
+    ranks: list[dict[str, Any]], name: str, told: list[str]
+) -> None:
+    for rank, said in enumerate(ranks):
+        assert said[name]["status"] == 2
+        assert said[name]["error"].startswith("error: ")
+        for part in told:
+            assert part in said[name]["error"], said[name]["error"]
+        if name != "passes":  # that is known before the ranks know each other
+            assert f"rank {rank} captured another step than" in said[name]["error"]
+
+
+def test_a_rank_that_differs_ends_the_others_too(ranks: list[dict[str, Any]]) -> None:
+    first, second = (said["one rank"] for said in ranks)
+    assert first["status"] == second["status"] == 2
+    assert first["error"].startswith("error: rank 1 could not capture the step: Verification")
+    assert "rank 1 captured another step than" in second["error"]
+    assert "Config and versions are the plan's" in first["error"]
+
+
+def test_the_groups_issue_what_was_planned(ranks: list[dict[str, Any]]) -> None:
+    """Counted by the profiler, which knows nothing of graphs."""
+    for said in ranks:
+        assert said["counted"]["issued"] == said["counted"]["planned"]
+        assert len(said["counted"]["issued"]) == 2
+
+
+def test_the_planned_run_trains_and_measures(ranks: list[dict[str, Any]]) -> None:
+    assert [said["trained"]["status"] for said in ranks] == [0, 0]
+    rows = {row["what"]: row for row in ranks[0]["trained"]["rows"]}
+    for name in ("parameters", "gradients", "made by the graph"):
+        assert rows[name]["measured"] == rows[name]["predicted"], rows[name]
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
+        assert rows[name]["measured"] == rows[name]["predicted"] > 0
+    # AdamW counts steps in a tensor of its own for each parameter
+    assert 1 <= rows["optimizer state"]["ratio"] < 1.001
+    assert rows["step"]["measured"] > 0
+    assert rows["step"]["how"] == "median of 2 steps after 3 of warm-up"
+    assert rows["peak memory"]["measured"] is None
+
+
+def test_rank_0_shows_the_table(ranks: list[dict[str, Any]]) -> None:
+    shown = ranks[0]["trained"]["shown"].splitlines()
+    (title,) = [number for number, line in enumerate(shown) if "Predicted for cpu" in line]
+    assert max(len(line) for line in shown[title:]) <= 100
+    table = "\n".join(shown[title:])
+    assert "made by the graph" in table and "1.000" in table and "not measured" in table
+    assert "Predicted for" not in ranks[1]["trained"]["shown"]
+
+
+def test_the_saved_plan_is_what_its_page_says(folder: Path) -> None:
+    document = json.loads((folder / "plan.json").read_text())
+    assert document["schema"] == "graph_trainer.saved_plan/1"
+    assert document["world_size"] == 2 and document["hardware"] == "cpu"
+    assert [each["ranks"] for each in document["classes"]] == [1, 1]
+    assert {"graph_trainer", "torch", "torchtitan", "python"} == set(document["versions"])
+    assert "seq_len = 32" in document["config"]
