@@ -23,10 +23,10 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     """What each collective of a graph is for. Linear in collectives and group sizes.
 
     FSDP's say so themselves. Of the rest, tensor parallelism's are those on groups that share
-    no two ranks with a group of FSDP's, so that their members compute on the same batch.
+    no two ranks with a data-parallel group, so that their members compute on the same batch.
     """
     of_role = {Role.UNSHARD: Traffic.UNSHARD, Role.REDUCE_GRAD: Traffic.REDUCE_GRAD}
-    data_parallel = {c.ranks for c in issued if c.role is not None}
+    data_parallel = _data_parallel(issued)
     known: dict[tuple[int, ...], Traffic] = {}
     found = {}
     for c in issued:
@@ -38,3 +38,17 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
             known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
         found[c.node] = known[c.ranks]
     return found
+
+
+def _data_parallel(issued: list[Collective]) -> set[tuple[int, ...]]:
+    """Groups that gather parameters or reduce every gradient that is reduced.
+
+    A group of tensor parallelism reduces some as well: of the parameters that it does not shard.
+    """
+    reduced: dict[tuple[int, ...], set[str | None]] = {}
+    for c in issued:
+        if c.role is Role.REDUCE_GRAD:
+            reduced.setdefault(c.ranks, set()).add(c.parameter)
+    every = set().union(*reduced.values())
+    gathering = {c.ranks for c in issued if c.role is Role.UNSHARD}
+    return gathering | {ranks for ranks, parameters in reduced.items() if parameters == every}

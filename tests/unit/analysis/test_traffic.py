@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from graph_trainer.analysis.traffic import Traffic, traffic_of
@@ -46,6 +48,25 @@ def test_both_dimensions_of_hybrid_sharding_are_data_parallel():
     shard, replicate, tp = (0, 2), (0, 4), (0, 1)
     assert traffic((shard, UNSHARD), (replicate, REDUCE), (tp, None), (replicate, None))[2:] == [
         Traffic.TENSOR_PARALLEL,
+        Traffic.OTHER,
+    ]
+
+
+@pytest.mark.parametrize("gathered", [True, False], ids=["fsdp", "ddp"])
+def test_a_group_that_reduces_some_gradients_is_tensor_parallel(gathered):
+    """Norms are whole on every rank of tensor parallelism: their gradients are summed there."""
+    entries = [
+        *([collective(ranks=FSDP, role=UNSHARD)] * gathered),
+        collective(ranks=TP),
+        replace(collective(ranks=TP, role=REDUCE), parameter="norm"),
+        replace(collective(ranks=FSDP, role=REDUCE), parameter="norm"),
+        replace(collective(ranks=FSDP, role=REDUCE), parameter="linear"),
+        collective(ranks=FSDP),
+    ]
+    found = traffic_of(entries)
+    assert [found[e.node] for e in entries[gathered:]] == [
+        Traffic.TENSOR_PARALLEL,
+        *[Traffic.REDUCE_GRAD] * 3,
         Traffic.OTHER,
     ]
 
