@@ -60,13 +60,18 @@ def ledger(
     *,
     on_pass: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[LedgerRow, Simulation]]:
-    """Run the passes on a graph, in place, and simulate it after each.
+    """Run the passes on a graph, in place, and simulate it after each that changed a node.
 
     Returns:
         an iterator of rows with what was simulated, first the graph as captured.
     """
+    simulation: Simulation | None = None
+    before: list[object] = []
     for report in pass_by_pass(joint, passes, on_pass=on_pass):
-        simulation = simulate(joint)
+        after: list[object] = [(n, n.target, n.args, n.kwargs) for n in joint.graph.nodes]
+        if simulation is None or after != before:
+            simulation = simulate(joint)
+        before = after
         yield row_of(simulation, report.name, report.seconds), simulation
 
 
