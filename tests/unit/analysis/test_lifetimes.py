@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import graph_trainer as gt
-from graph_trainer.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
+from graph_trainer.analysis.scratch import gloo_scratch
 from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world, values_for
 
 
@@ -237,3 +238,60 @@ def test_what_a_collective_reads_lives_until_it_is_waited_for():
     joint = b.joint(b.call(aten.dot.default, other, reduced))
     live = dict(zip(joint.graph.nodes, lifetimes(joint).live_bytes, strict=True))
     assert live[other] == 3 * 32
+
+
+# --- what a backend allocates inside -------------------------------------------------------
+
+
+def test_gloo_copies_what_it_receives_and_what_it_reduces():
+    """In bytes; measured on real ranks by tests/integration/test_predicted_memory.py."""
+    fake_world(2)
+    b = Builder()
+    x, y = b.input("x", 8), b.input("y", 4)
+    out = b.call(aten.empty.memory_format, [16])
+    expected = {
+        b.call(c10d.all_gather_into_tensor.default, x, 2, "0"): 2 * 32,
+        b.call(c10d.all_gather_into_tensor_out.default, x, 2, "0", out=out): 2 * 32,
+        b.call(c10d.all_gather_into_tensor_coalesced.default, [x, y], 2, "0"): 3 * (32 + 16),
+        b.call(c10d.reduce_scatter_tensor.default, x, "sum", 2, "0"): 32,
+        b.call(c10d.reduce_scatter_tensor_coalesced.default, [x, y], "sum", 2, "0"): 32 + 16,
+        b.call(c10d.all_reduce.default, x, "sum", "0"): 0,
+        b.call(c10d.all_reduce_.default, x, "sum", "0"): 0,
+        b.call(c10d.all_reduce_coalesced.default, [x, y], "sum", "0"): 32 + 16,
+        b.call(c10d.all_to_all_single.default, x, [4, 4], [4, 4], "0"): 0,
+        b.call(c10d.broadcast.default, x, 0, "0"): 0,
+    }
+    found = gloo_scratch(b.joint(b.call(aten.sum.default, x)))
+    assert found == {node: num for node, num in expected.items() if num}
+
+
+def test_scratch_lives_while_its_node_runs_and_a_collectives_until_it_is_waited_for():
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    gathered = b.call(c10d.all_gather_into_tensor_coalesced.default, [x, x], 2, "0")
+    part = b.call(operator.getitem, gathered, 1)
+    product = b.call(aten.mul.Tensor, x, x)
+    wait = b.call(c10d.wait_tensor.default, part)
+    total = b.call(aten.sum.default, b.call(aten.cat.default, [wait, product]))
+    joint = b.joint(total)
+    found = lifetimes(joint, scratch={gathered: 1000, product: 7})
+    plain, order = lifetimes(joint), list(joint.graph.nodes)
+    added = {
+        node: a - b
+        for node, a, b in zip(order, found.live_bytes, plain.live_bytes, strict=True)
+        if a != b
+    }
+    assert added == {gathered: 1000, part: 1000, product: 1007, wait: 1000}
+    assert found.last_use[(gathered, SCRATCH)] == order.index(wait)
+
+
+def test_what_nobody_waits_for_is_never_given_back():
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    sent = b.call(aten.mul.Tensor, x, 2)
+    b.call(c10d.all_reduce.default, sent, "sum", "0")
+    total = b.call(aten.sum.default, x)
+    joint = b.joint(total)
+    assert lifetimes(joint).live_bytes[-1] == 4 + 2 * 32

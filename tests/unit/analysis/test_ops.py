@@ -11,10 +11,12 @@ from graph_trainer.analysis.ops import (
     aliased_input,
     argument,
     has_effect,
+    held_storages,
     is_collective,
     is_random,
     is_wait,
     storage_roots,
+    storages_in,
     written_arguments,
 )
 from tests.unit.graphs import Builder, aten, c10d
@@ -237,3 +239,36 @@ def test_a_graph_of_ordinary_functions_is_no_obstacle():
     node = graph.call_function(operator.add, (x, 1))
     assert written_arguments(node) == [] and aliased_input(node) is None
     assert has_effect(node) and not is_random(node)
+
+
+# --- several results -----------------------------------------------------------------------
+
+
+def test_each_out_buffer_is_the_storage_of_its_own_result():
+    g = Graph()
+    values = g.f(aten.empty.memory_format, [4])
+    indices = g.f(aten.empty.memory_format, [4], dtype=torch.int64)
+    result = g.f(aten.sort.values, g.x, values=values, indices=indices)
+    taken = [g.f(operator.getitem, result, i) for i in (0, 1, -1)]
+    roots, held = g.roots(), held_storages(g.graph)
+    assert [roots[t] for t in taken] == [(values, 0), (indices, 0), (indices, 0)]
+    assert list(storages_in(held[result])) == [(values, 0), (indices, 0)]
+
+
+@pytest.mark.parametrize(
+    "op, args",
+    [(aten.unsafe_split.Tensor, (2,)), (aten.unsafe_split_with_sizes.default, ([1, 3],))],
+)
+def test_an_unsafe_split_shares_its_input_as_its_kernel_does(op, args):
+    g = Graph()
+    part = g.f(operator.getitem, g.f(op, g.x, *args), 1)
+    assert g.roots()[part] == (g.x, 0)
+    x = torch.randn(4)
+    assert op(x, *args)[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_to_copies_only_where_it_must():
+    g = Graph()
+    same, wider = (g.f(aten.to.dtype, g.x, d) for d in (torch.float32, torch.float64))
+    forced = g.f(aten.to.dtype, g.x, torch.float32, False, True)
+    assert [aliased_input(n) for n in (same, wider, forced)] == [g.x, None, None]
