@@ -87,20 +87,25 @@ def test_results_are_compared_in_their_order_and_none_is_left_out():
 # --- nodes ---------------------------------------------------------------------------------
 
 
-class _WithGarbage(_Simulated):
-    """Memory that is not written yet holds something else each time."""
-
-    def call_function(self, target, args, kwargs):
-        if "empty" in str(target):
-            return torch.rand(args[0])
-        return super().call_function(target, args, kwargs)
-
-
 class ByHand:
-    """What `first_difference` needs of `Runs`, for a graph without a model."""
+    """What `first_difference` needs of `Runs`, for a graph without a model.
+
+    Memory that is not written yet holds the same in the first two runs, and then something else.
+    """
+
+    def __init__(self):
+        self.count = 0
 
     def node_by_node(self, joint, observe):
-        class Watched(_WithGarbage):
+        garbage = float(self.count // 2)
+        self.count += 1
+
+        class Watched(_Simulated):
+            def call_function(self, target, args, kwargs):
+                if "empty" in str(target):
+                    return torch.full(args[0], garbage)
+                return super().call_function(target, args, kwargs)
+
             def run_node(self, n):
                 value = super().run_node(n)
                 observe(n, value)
@@ -268,14 +273,15 @@ def test_gradients_that_are_returned_in_each_others_place():
     assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
 
 
-def test_what_is_not_there_yet_is_not_compared():
+@pytest.mark.parametrize("reduce", [c10d.all_reduce.default, c10d.all_reduce_.default])
+def test_what_is_not_there_yet_is_not_compared(reduce):
     """Memory before it is written, and a collective before it is waited for."""
     b = Builder()
     x = b.input("x", 4)
     empty = b.call(aten.empty.memory_format, [4], dtype=torch.float32)
     b.call(aten.slice.Tensor, empty, 0, 0, 2)
     filled = b.call(aten.copy_.default, empty, x)
-    reduced = b.call(c10d.all_reduce.default, b.call(aten.add.Tensor, filled, x), "sum", "0")
+    reduced = b.call(reduce, b.call(aten.add.Tensor, filled, x), "sum", "0")
     waited = b.call(c10d.wait_tensor.default, reduced)
     joint = b.joint(b.call(aten.sum.default, b.call(aten.relu.default, waited)))
 
@@ -286,7 +292,7 @@ def test_what_is_not_there_yet_is_not_compared():
     assert find(copy_graph(joint), change).name == "add_tensor"
 
     def other_input(joint):
-        (reduced,) = nodes(joint, c10d.all_reduce.default)
+        (reduced,) = nodes(joint, reduce)
         (copied,) = nodes(joint, aten.copy_.default)
         reduced.replace_input_with(reduced.args[0], copied)
 
