@@ -48,7 +48,7 @@ multiply to, or 2. A small model finds as much as a large one:
       a config of your own; the seed fixes what is drawn at random
 
 A pass of your own, which no config can name, is examined from Python, on every rank:
-graph_trainer.bisect.search.bisect_passes(model, loss_fn, args, passes=gt.PassConfig(...)).
+graph_trainer.bisect.bisect_passes(model, loss_fn, args, passes=gt.PassConfig(...)).
 
 Exit code: 0 where everything is equal, 1 where capture or a pass differs, 2 for bad input or where
 the ranks failed.
