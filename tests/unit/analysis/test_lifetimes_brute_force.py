@@ -129,7 +129,7 @@ class Program:
         alike = [v for v in self.values if _like(val(v)) == _like(val(x))]
         y = alike[two % len(alike)]
         made = STEPS[name](self, x, y, two)
-        self.values += [n for n in made if isinstance(val(n), torch.Tensor)]
+        self.values += [n for n in made if val(n).dtype is not torch.bool]  # no arithmetic
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.b.call(op, *args, **kwargs)
