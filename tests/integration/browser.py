@@ -11,7 +11,13 @@ from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.action_chains import ActionChains
 
-_FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
+_FLAGS = (
+    "--headless=new",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--hide-scrollbars",
+)
 _PATIENCE = 30
 
 
@@ -82,13 +88,11 @@ class Browser:
         """The mouse, quick."""
         return ActionChains(self.driver, duration=50)
 
-    def picture(self, *, whole: bool = False) -> str:
-        """PNG, in base64: of the window, or of the whole page."""
-        if not whole:
-            return self.cdp("Page.captureScreenshot")["data"]
-        size = self.js("const e = document.documentElement; return [e.clientWidth, e.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
-        return self.cdp("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
+    def picture(self, selector: str = "") -> bytes:
+        """PNG of the window, or of one element."""
+        if not selector:
+            return self.driver.get_screenshot_as_png()
+        return self.driver.find_element("css selector", selector).screenshot_as_png
 
     def close(self) -> None:
         """End the browser and its driver."""

@@ -10,7 +10,7 @@ from graph_trainer.analysis.memory import Category
 from graph_trainer.config import config_to_toml
 from graph_trainer.joint_graph import phase_of
 from graph_trainer.plan.document import versions
-from graph_trainer.plan.html.words import CATEGORIES, TRAFFIC, duration, plural, size
+from graph_trainer.plan.html.words import CATEGORIES, TRAFFIC, duration, size
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 from graph_trainer.plan.tables import headline, without_layer
@@ -66,9 +66,13 @@ def figures(plan: Plan, exposed: float) -> list[tuple[str, str]]:
         ("alive at the peak", size(plan.peak_bytes)),
         ("tokens/s/GPU", f"{plan.tokens_per_second_per_gpu:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),
-        (f"a step of {plural(plan.microbatches, 'microbatch')}", duration(plan.step_seconds)),
+        (_step(plan.microbatches), duration(plan.step_seconds)),
         ("compute waits", f"{exposed / plan.simulation.timeline.step_seconds:.1%}"),
     ]
+
+
+def _step(microbatches: int) -> str:
+    return "a step" if microbatches == 1 else f"a step of {microbatches:,} microbatches"
 
 
 def ledger_title(rows: list[LedgerRow]) -> str:
@@ -208,7 +212,7 @@ def owners_title(plan: Plan) -> str:
     memory = plan.simulation.memory
     live = memory.live_at(memory.peak_position)
     made = size(sum(s.bytes for s in live))
-    return f"{plural(len(live), 'tensor')} of the step alive at the peak, {made}"
+    return f"{len(live):,} tensors of the step are alive at the peak: {made}"
 
 
 def owners(plan: Plan) -> list[tuple[str, str, str, str]]:

@@ -89,7 +89,7 @@
         plot_bgcolor: "rgba(0,0,0,0)",
         font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
         // The same for both plots: a moment stands at the same place in each.
-        margin: { l: narrow() ? 58 : 72, r: 12, t: 8, b: 36 },
+        margin: { l: narrow() ? 58 : 72, r: 24, t: 8, b: 36 },
         showlegend: false,
         dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
         hoverlabel: { bgcolor: paper, bordercolor: soft, font: { color: ink, size: narrow() ? 11 : 13 }, align: "left" },

@@ -53,8 +53,3 @@ def duration(seconds: float) -> str:
     if seconds >= 1e-3:
         return f"{seconds * 1e3:,.1f} ms"
     return f"{seconds * 1e6:,.1f} µs"
-
-
-def plural(count: int, one: str) -> str:
-    """'1 node', '2 nodes', '3 microbatches'."""
-    return f"{count:,} {one}{'' if count == 1 else 'es' if one.endswith('ch') else 's'}"
