@@ -4,7 +4,7 @@ set -euo pipefail
 
 usage() {
     cat <<'EOF'
-usage: ./run_train.sh [--module MODULE] [--config CONFIG] [--section.key value ...]
+usage: ./run_train.sh [--module MODULE] [--config CONFIG] [--plan FILE] [--section.key value ...]
 
 In the environment (a flag wins over it):
   NGPU           ranks on this machine: the number of GPUs; where there is none, as many as the

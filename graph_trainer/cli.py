@@ -33,6 +33,8 @@ examples:
       the JSON schema of the config files, from which an editor completes them
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm
       what that run will communicate, need in memory and take in time, told without a GPU
+  graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm --save plan.json
+      the same, and a file that a run can be held to: graph-trainer train --plan plan.json
   graph-trainer passes
       the graph passes, in the order of their stages
   graph-trainer bisect-passes --training.seq_len 32

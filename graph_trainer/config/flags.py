@@ -115,7 +115,7 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
                 default=config,
                 registry=registry,
                 prog=prog,
-                description=_description(config),
+                description=_description(config, prog),
                 config=(tyro.conf.AvoidSubcommands,),
                 return_unknown_args=True,
             )
@@ -190,12 +190,17 @@ def _plain_message(text: str, args: list[str], prog: str) -> str:
     return f"{COMMAND_LINE}: {message}. `{prog} --help` says what each flag takes."
 
 
-def _description(config: Any) -> str:
+def _description(config: Any, prog: str) -> str:
+    plan = [
+        "--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end",
+        "               show predicted beside measured; without --config, with its config",
+    ]
     lines = [
         "Train a model from one captured graph.",
         "",
         "--module NAME  a package of configs (default graph_trainer.llama3)",
         "--config NAME  one of its configs, or a path to a .toml file (default debugmodel)",
+        *(plan if prog.endswith("train") else []),
         "",
         "Flags override the file, the file overrides its base. Lists are written a,b,c. "
         "The sections below that can be one of several components take --SECTION.type:",
