@@ -48,7 +48,29 @@ _SAME_FLOPS = {
 }
 
 # These read a few rows of a table, as many as they write.
-_LOOKUPS = {"aten::embedding", "aten::gather", "aten::index", "aten::index_select"}
+_LOOKUPS = {
+    "aten::embedding",
+    "aten::gather",
+    "aten::index",
+    "aten::index_select",
+    "aten::nll_loss_forward",
+}
+
+# These ask their first argument for its shape, or write over it, and read nothing of it.
+_READ_NOT_SELF = {
+    "aten::copy_",
+    "aten::fill_",
+    "aten::full_like",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
+    "aten::nll_loss_backward",
+    "aten::ones_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::zero_",
+    "aten::zeros_like",
+}
 
 
 def costs(
@@ -108,14 +130,17 @@ class _Traffic:
         for source in node.all_input_nodes:
             root = self._roots[source]
             own = root[0] in self._fusion.group and self._fusion.group[root[0]] == group
-            if root not in seen and not own:
+            read = 0 if own or root in seen else self._read_from(node, source)
+            if read:
                 seen.add(root)
-                moved += self._read_from(node, source)
+                moved += read
         return moved, launches
 
     def _read_from(self, node: fx.Node, source: fx.Node) -> int:
         size = sum(map(_bytes, tensors_of(source)))
         schema = schema_of(node)
+        if schema is not None and schema.name in _READ_NOT_SELF:
+            return 0 if source is argument(node, "self") else size
         if schema is not None and schema.name in _LOOKUPS:
             return min(size, sum(map(_bytes, tensors_of(node))))
         return size

@@ -10,7 +10,7 @@ import torch
 from graph_trainer.analysis.costs import Kind, costs, flops_of
 from graph_trainer.analysis.fusion import fuse
 from tests.unit.analysis.machines import machine
-from tests.unit.graphs import Builder, aten, c10d, captured_decoder
+from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
 
 FLOAT = 4
 
@@ -158,6 +158,43 @@ def test_a_lookup_does_not_read_the_table():
     b = Builder()
     table, tokens = b.input("table", 1000, 8), b.input("tokens", 5, dtype=torch.int64)
     assert cost_of(b, b.call(aten.index.Tensor, table, [tokens])).bytes == rows.bytes
+
+
+@pytest.mark.parametrize("op", [aten.zeros_like.default, aten.zero_.default])
+def test_what_is_only_asked_for_its_shape_or_written_over_is_not_read(op):
+    b = Builder()
+    assert cost_of(b, b.call(op, b.input("x", 100))).bytes == 100 * FLOAT
+
+
+def test_a_copy_reads_its_source_and_writes_its_target():
+    b = Builder()
+    target, source = b.input("target", 100), b.input("source", 100)
+    assert cost_of(b, b.call(aten.copy_.default, target, source)).bytes == 2 * 100 * FLOAT
+
+
+def test_what_a_group_asks_for_its_shape_and_then_reads_is_read():
+    b = Builder()
+    x = b.input("x", 10, 10)
+    zeros = b.call(aten.zeros_like.default, x)
+    both = b.call(aten.add.Tensor, zeros, x)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.mm.default, both, both)))
+    fusion = fuse(joint)
+    assert fusion.group[zeros] == fusion.group[both]
+    found = costs(joint, machine(), fusion)
+    assert found[zeros].bytes + found[both].bytes == 2 * 100 * FLOAT
+
+
+def test_the_loss_reads_one_score_a_token():
+    b = Builder()
+    scores, tokens = b.input("scores", 5, 1000), b.input("tokens", 5, dtype=torch.int64)
+    lost = b.call(aten.nll_loss_forward.default, scores, tokens, None, 1, -100)
+    loss, total = (b.call(operator.getitem, lost, place) for place in (0, 1))
+    back = b.call(
+        aten.nll_loss_backward.default, loss, scores, tokens, None, 1, -100, total, phase=BACKWARD
+    )
+    found = costs(b.joint(b.call(aten.sum.default, back)), machine())
+    assert found[lost].bytes < 1000
+    assert 5 * 1000 * FLOAT <= found[back].bytes < 5 * 1000 * FLOAT + 1000  # writes them all
 
 
 def test_an_expanded_view_is_read_once():
