@@ -45,7 +45,7 @@ def launch(tmp_path_factory):
 
 def table(reported: list[dict[str, Any]]) -> str:
     """All that a launch measured, for a person."""
-    lines = [f"{'rank':>4} {'case':<24}{'measured':>14}{'predicted':>14}{'off by':>10}  peak at"]
+    lines = [f"{'rank':>4} {'case':<24}{'measured':>14}{'predicted':>14}{'off by':>12}  peak at"]
     for rank, found in enumerate(reported):
         for name, case in found.items():
             if "error" in case:
@@ -53,7 +53,7 @@ def table(reported: list[dict[str, Any]]) -> str:
                 continue
             off = case["predicted"] - case["measured"]
             lines.append(
-                f"{rank:>4} {name:<24}{case['measured']:>14,}{case['predicted']:>14,}{off:>+10,}"
+                f"{rank:>4} {name:<24}{case['measured']:>14,}{case['predicted']:>14,}{off:>+12,}"
                 f"  {case['at']}"
             )
     return "\n".join(lines)
