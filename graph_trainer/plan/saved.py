@@ -105,9 +105,14 @@ def read_plan(path: Path) -> SavedPlan:
             "--save` wrote."
         ) from error
     try:
-        return _Reader(path).plan(json.loads(text, parse_constant=_no_constant))
+        return _Reader(path).plan(_parsed(path, text))
     except RecursionError:
         raise ConfigError(f"--plan {path}: nested too deeply for a plan. {AGAIN}") from None
+
+
+def _parsed(path: Path, text: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_no_constant)
     except ValueError as error:
         raise ConfigError(f"--plan {path}: not JSON, or cut short: {error}. {AGAIN}") from error
 
@@ -217,7 +222,10 @@ class _Reader:
             for i, each in enumerate(self.a_list(table["classes"], "classes"))
         ]
         by_rank = {each.rank: each for each in found}
-        if {r: c.ranks for r, c in by_rank.items()} != classes.representatives():
+        # counted first: a few bytes of axes may stand for more classes than there is memory
+        number = math.prod(len(set(labels)) for labels in classes.labels)
+        wrong = number != len(by_rank)
+        if wrong or {r: c.ranks for r, c in by_rank.items()} != classes.representatives():
             raise self.bad("classes", [c.rank for c in found], "not one for each class of the axes")
         plan = SavedPlan(
             versions={
@@ -333,8 +341,8 @@ class _Reader:
         return value
 
     def a_count(self, value: object, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise self.bad(key, value, "not a whole number from 0 on")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
+            raise self.bad(key, value, "not a whole number from 0 to 2**63 - 1")
         return value
 
     def some_seconds(self, value: object, key: str) -> float:

@@ -290,6 +290,7 @@ def changed(document, keys, value):
         (["texts", 0], "parameter 'other' float32[1]", "the file was changed by hand"),
         (["texts"], {}, "texts = {}: not a list"),
         (["classes", 0, "predicted", "peak_bytes"], 1.5, "predicted.peak_bytes = 1.5: not a whole"),
+        (["classes", 0, "predicted", "peak_bytes"], 10**400, "not a whole number from 0 to 2**63"),
         (["classes", 0, "predicted", "step_seconds"], "1", "predicted.step_seconds"),
         (["classes", 0, "predicted", "step_seconds"], 1e999, "predicted.step_seconds"),
         (["classes", 0, "predicted", "collectives"], {"a": {"b": 1}}, "collectives.a.b = 1"),
@@ -305,6 +306,14 @@ def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value,
     message = str(refused.value)
     assert message.startswith(f"--plan {path}: ") and told in message, message
     assert "Write the plan again with `graph-trainer plan --save`." in message
+
+
+def test_axes_that_stand_for_too_many_classes_are_not_counted_out(document, tmp_path):
+    path = tmp_path / "plan.json"
+    document["axes"] = [["axis", [0, 1]]] * 40
+    path.write_text(json.dumps(document | {"world_size": 2**40}))
+    with pytest.raises(ConfigError, match="not one for each class of the axes"):
+        read_plan(path)
 
 
 def test_the_flag_is_taken_out_of_a_command_line():
