@@ -130,7 +130,7 @@ def is_view(node):
     return node.op == "call_function" and is_free(node)
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @example(program=ZIGZAG)
 @example(program=THERE_AND_BACK)
 @given(program=steps)
@@ -144,7 +144,7 @@ def test_kernels_never_wait_for_each_other(program):
     assert len(list(kernels.static_order())) >= 1  # raises CycleError
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_what_is_kept_inside_is_read_by_its_own_kernel_alone(program):
     joint = random_graph(program)

@@ -157,7 +157,7 @@ def check(joint, **how):
     return found
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_categories_sum_to_the_total_and_the_peak_is_above_every_node(program):
     check(random_graph(program), optimizer_bytes=11, accumulated_bytes=13)

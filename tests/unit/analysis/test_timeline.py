@@ -163,7 +163,7 @@ def test_groups_that_look_alike_are_two_streams():
     assert describe_ranks(tuple(range(4096))) == "4096 ranks 0, 1, ... 4095"
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_of_every_step(program):
     joint = random_graph(program)
