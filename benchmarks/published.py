@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from graph_trainer.analysis.hardware import load_hardware
+from graph_trainer.analysis.memory import Category
 from graph_trainer.analysis.runtime import TORCHTITAN
+from graph_trainer.analysis.simulation import simulate
 from graph_trainer.config import load_config
 from graph_trainer.plan.planner import Plan, make_plan
 
@@ -67,11 +69,28 @@ RUNS = (
 )
 
 
-@cache
 def predict(run: Published) -> Plan:
     """The plan of a published run."""
-    config = load_config(list(run.flags), world_size=run.ranks)
-    return make_plan(config, run.ranks, load_hardware(run.hardware), runtime=TORCHTITAN)
+    eager = tuple("eager" if word == "inductor" else word for word in run.flags)
+    plan = _planned(eager, run.ranks, run.hardware)
+    if eager == run.flags:
+        return plan
+    # the graph is the same, so it is not captured again
+    memory = plan.simulation.memory
+    simulation = simulate(
+        plan.simulation.joint,
+        plan.hardware,
+        optimizer_bytes=memory.by_category[Category.OPTIMIZER_STATE][0],
+        fused=True,
+        runtime=TORCHTITAN,
+    )
+    return replace(plan, simulation=simulation, reserved_bytes=simulation.reserved_bytes())
+
+
+@cache
+def _planned(flags: tuple[str, ...], ranks: int, hardware: str) -> Plan:
+    config = load_config(list(flags), world_size=ranks)
+    return make_plan(config, ranks, load_hardware(hardware), runtime=TORCHTITAN)
 
 
 def compare(run: Published) -> dict[str, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graph_trainer.errors import GraphTrainerError
@@ -22,6 +23,7 @@ class Advice:
     flags: tuple[str, ...]
     """What to write on the command line."""
     reserved_bytes: int
+    """Estimated, as are the others."""
     tokens_per_second_per_gpu: float
     fits: bool
 
@@ -30,8 +32,18 @@ class Advice:
         return " ".join(self.flags)
 
 
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    reserved_bytes: float
+    tokens_per_second_per_gpu: float
+
+
 def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
     """Plan the run again with one setting changed at a time.
+
+    A change is estimated from the first two and the first four layers of the model, since
+    memory and time grow linearly with layers: what it saves there is what it saves, so that
+    this takes seconds for a model of any depth.
 
     Arguments:
         load: the config of the same command line with more flags behind it, checked.
@@ -40,23 +52,59 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         the changes that need less memory, the one that needs least first; what cannot be
         combined with the config is left out.
     """
+    on_progress("estimating from a few layers")
+    before = _estimate(load(()), plan)
     found = []
     for flags in changes(plan.config, plan.world_size):
         on_progress(f"trying {' '.join(flags)}")
         try:
-            other = make_plan(
-                load(flags),
-                plan.world_size,
-                plan.hardware,
-                rank=plan.rank,
-                runtime=plan.simulation.runtime,
-            )
+            after = _estimate(load(flags), plan)
         except GraphTrainerError:  # this config excludes the change
             continue
-        if other.reserved_bytes < plan.reserved_bytes:
-            speed = other.tokens_per_second_per_gpu
-            found.append(Advice(flags, other.reserved_bytes, speed, other.fits))
+        needs = plan.reserved_bytes + int(after.reserved_bytes - before.reserved_bytes)
+        if needs < plan.reserved_bytes:
+            faster = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
+            speed = plan.tokens_per_second_per_gpu * faster
+            found.append(Advice(flags, needs, speed, needs <= plan.hardware.usable_bytes))
     return sorted(found, key=lambda a: a.reserved_bytes)
+
+
+_FEW, _MORE = 2, 4
+
+
+def _estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
+    """What a config needs and does, from a line through two depths of its model."""
+    assert config.model_spec is not None
+    depth = len(getattr(config.model_spec.model, "layers", ()))
+    few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
+    times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * times
+
+    seconds = line(few.step_seconds, more.step_seconds)
+    return _Estimate(
+        line(few.reserved_bytes, more.reserved_bytes),
+        more.tokens_per_step / more.ranks_per_batch / seconds,
+    )
+
+
+def _planned(config: GraphTrainer.Config, plan: Plan, layers: int) -> Plan:
+    """The plan of the first layers of a model; of all where it has no list of layers."""
+    spec = config.model_spec
+    assert spec is not None
+    model = copy.deepcopy(spec.model)
+    if hasattr(model, "layers"):
+        model.layers = model.layers[:layers]
+    shallow = copy.copy(config)
+    shallow.model_spec = replace(spec, model=model)
+    return make_plan(
+        shallow,
+        plan.world_size,
+        plan.hardware,
+        rank=plan.rank,
+        runtime=plan.simulation.runtime,
+    )
 
 
 def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:

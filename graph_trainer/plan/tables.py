@@ -176,7 +176,7 @@ def advice_table(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
     """What would help a run that does not fit, the most helpful first."""
     if not advice:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
-    table = plain_table("What would help most, one change at a time")
+    table = plain_table("What would help most, one change at a time, estimated from four layers")
     table.add_column("flags", overflow="fold")
     table.add_column("needs GiB", justify="right")
     table.add_column("saves", justify="right")

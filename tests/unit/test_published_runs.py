@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
+
 from benchmarks import published
 
-# One capture serves a run with and without compilation in spirit, but each is planned as a user
-# would plan it; what is slow here is that the model is the real one.
 H100 = [run for run in published.RUNS if run.hardware == "h100-grand-teton"]
 
 

@@ -1,0 +1,235 @@
+"""A plan is what training would capture, and its reports say the same numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from functools import cache
+
+import pytest
+from rich.console import Console
+
+from graph_trainer.analysis.hardware import Hardware, load_hardware
+from graph_trainer.analysis.runtime import TORCHTITAN
+from graph_trainer.config import load_config
+from graph_trainer.errors import ConfigError
+from graph_trainer.plan import advice
+from graph_trainer.plan.command import main
+from graph_trainer.plan.compare import combinations, compare, flags_of, settings
+from graph_trainer.plan.document import document
+from graph_trainer.plan.ledger import row_of
+from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.plan.tables import report, without_layer
+
+FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+GIB = 1024**3
+
+
+def small(*more: str, ranks: int = 4):
+    """The debug model with one layer."""
+    config = load_config([*FLAGS, *more], world_size=ranks)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    return config
+
+
+@cache
+def planned(*more: str, ranks: int = 4, hardware: str = "h100-sxm", rank: int = 0) -> Plan:
+    return make_plan(small(*more, ranks=ranks), ranks, load_hardware(hardware), rank=rank)
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report(plan))
+    return console.export_text()
+
+
+def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
+    plan = planned()
+    assert plan.rows[0].name == "capture"
+    assert [row.name for row in plan.rows[1:]] == plan.simulation.joint.history
+    again = row_of(plan.simulation, plan.rows[-1].name, plan.rows[-1].seconds)
+    assert again == plan.rows[-1]
+
+
+def test_reshard_policies_are_ordered_in_memory_and_in_gathers():
+    key = "--parallelism.fsdp_reshard_after_forward"
+    never, always = planned(key, "never"), planned(key, "always")
+    assert never.peak_bytes > always.peak_bytes
+    gathers = [p.rows[-1].of_kind("all_gather_into_tensor").count for p in (never, always)]
+    assert gathers[0] < gathers[1]
+
+
+def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
+    one, two = planned(), planned("--training.global_batch_size", "16")
+    assert (one.microbatches, two.microbatches) == (1, 2)
+    assert two.peak_bytes > one.peak_bytes
+    assert two.tokens_per_step == 2 * one.tokens_per_step
+    graph = two.simulation.timeline.step_seconds
+    assert two.step_seconds == 2 * graph + two.outside_seconds
+
+
+def test_tokens_are_counted_a_gpu():
+    plan = planned("--parallelism.tensor_parallel_degree", "2")
+    assert plan.ranks_per_batch == 2
+    assert plan.tokens_per_second_per_gpu == pytest.approx(2 * 64 / 2 / plan.step_seconds)
+    per_second = plan.flops_per_token * plan.tokens_per_second_per_gpu
+    assert plan.mfu == pytest.approx(per_second / 989.4e12)
+
+
+def test_the_document_is_the_plan_and_tables_fit():
+    plan = planned("--parallelism.tensor_parallel_degree", "2")
+    said = json.loads(json.dumps(document(plan)))
+    assert said["schema"] == "graph_trainer.plan/1"
+    assert said["peak"]["bytes"] == sum(said["peak"]["by_category"].values()) == plan.peak_bytes
+    assert [row["pass"] for row in said["ledger"]] == [row.name for row in plan.rows]
+    counted = sum(
+        volume["count"]
+        for phases in said["ledger"][-1]["collectives"].values()
+        for roles in phases.values()
+        for volume in roles.values()
+    )
+    assert counted == len(plan.simulation.collectives)
+    assert {"tensor_parallel", "unshard", "reduce_grad"} <= {
+        role
+        for phases in said["ledger"][-1]["collectives"].values()
+        for roles in phases.values()
+        for role in roles
+    }
+    exposed = said["ledger"][-1]["exposed_seconds"]
+    assert sum(exposed.values()) == pytest.approx(plan.rows[-1].exposed)
+    assert said["tokens_per_second_per_gpu"] == plan.tokens_per_second_per_gpu
+    lines = shown(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("Fits" in line for line in lines)
+
+
+def test_ranks_differ_where_their_shards_do():
+    # 2048 rows over 3 ranks are 683, 683 and 682
+    first, last = planned(ranks=3), planned(ranks=3, rank=2)
+    assert first.peak_bytes > last.peak_bytes
+
+
+def test_torchtitan_prefetches_and_needs_more():
+    ours = planned()
+    theirs = make_plan(small(), 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
+    assert theirs.rows[-1].name == "overlap_fsdp"
+    assert theirs.rows[-1].exposed < ours.rows[-1].exposed
+    assert theirs.reserved_bytes >= ours.reserved_bytes
+
+
+def too_small(plan: Plan) -> Hardware:
+    room = plan.reserved_bytes / GIB - 0.01
+    return dataclasses.replace(plan.hardware, memory_gib=room, memory_reserved_gib=0.0)
+
+
+def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
+    hardware = too_small(planned())
+    plan = make_plan(small(), 4, hardware)
+    assert not plan.fits and "Does not fit" in shown(plan)
+    tried: list[str] = []
+    monkeypatch.setattr(advice, "changes", lambda config, ranks: CHANGES)
+    found = advice.advise(plan, lambda flags: small(*flags), tried.append)
+    assert len(tried) == 1 + len(CHANGES)
+    # one that needs more is not advice, one that the config excludes is left out
+    assert {a.flags for a in found} == set(CHANGES[:2])
+    assert [a.reserved_bytes for a in found] == sorted(a.reserved_bytes for a in found)
+    for each in found:
+        assert each.reserved_bytes < plan.reserved_bytes
+        assert each.fits == (each.reserved_bytes <= hardware.usable_bytes)
+    # a model of one layer is not estimated: a change does what it would do by itself
+    best = make_plan(small(*found[0].flags), 4, hardware)
+    assert best.reserved_bytes == found[0].reserved_bytes
+
+
+CHANGES = [
+    ("--training.seq_len", "32"),
+    ("--parallelism.fsdp_reshard_after_forward", "always"),
+    ("--parallelism.fsdp_reshard_after_forward", "never"),
+    ("--parallelism.tensor_parallel_degree", "3"),
+]
+
+
+def test_advice_for_a_deep_model_comes_from_a_line_through_its_first_layers():
+    flags = ("--parallelism.fsdp_reshard_after_forward", "never")
+    whole = make_plan(load_config([*FLAGS, *flags], world_size=4), 4, load_hardware("h100-sxm"))
+    estimated = advice._estimate(load_config([*FLAGS, *flags], world_size=4), whole)
+    assert len(whole.config.model_spec.model.layers) == 6
+    assert estimated.reserved_bytes == pytest.approx(whole.reserved_bytes, rel=0.2)
+    speed = whole.tokens_per_second_per_gpu
+    assert estimated.tokens_per_second_per_gpu == pytest.approx(speed, rel=0.02)
+
+
+def test_what_is_used_to_the_full_is_no_advice():
+    config = load_config([*FLAGS, "--parallelism.fsdp_reshard_after_forward", "always"])
+    words = [" ".join(flags) for flags in advice.changes(config, 4)]
+    assert not any("reshard" in text for text in words)
+    assert "--training.local_batch_size 1" in words and "--loss.type chunked_cross_entropy" in words
+    small_batch = load_config(["--training.local_batch_size", "1", "--loss.type", "cross_entropy"])
+    words = [" ".join(flags) for flags in advice.changes(small_batch, 4)]
+    assert not any("local_batch_size" in text for text in words)
+
+
+def test_comparison_has_every_combination_those_that_fit_first():
+    wanted = settings(
+        [
+            "training.local_batch_size=1,4",
+            "parallelism.fsdp_reshard_after_forward=always, never",
+        ]
+    )
+    assert len(combinations(wanted)) == 4
+    between = planned("--training.local_batch_size", "1").reserved_bytes
+    usable = (between + planned("--training.local_batch_size", "4").reserved_bytes) / 2 / GIB
+    hardware = dataclasses.replace(
+        load_hardware("h100-sxm"), memory_gib=usable, memory_reserved_gib=0.0
+    )
+    rows = compare(
+        wanted,
+        lambda flags: small(*flags),
+        lambda config: make_plan(config, 4, hardware),
+        lambda line: None,
+    )
+    assert sorted(row.values for row in rows) == sorted(combinations(wanted))
+    fits = [row.fits for row in rows]
+    assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2
+    for row in rows:
+        assert row.fits == (dict(row.values)["training.local_batch_size"] == "1")
+    speed = [row.tokens_per_second_per_gpu for row in rows if row.fits]
+    assert speed == sorted(speed, reverse=True)
+
+
+def test_a_combination_that_cannot_be_is_told_and_a_value_that_never_can_is_refused():
+    def load(flags):
+        return load_config([*FLAGS, *flags], world_size=4)
+
+    wanted = settings(
+        [
+            "parallelism.tensor_parallel_degree=1,4",
+            "parallelism.data_parallel_shard_degree=4,1",
+        ]
+    )
+    rows = compare(wanted, load, lambda config: planned(), lambda line: None)
+    assert [bool(row.reason) for row in rows] == [False, False, True, True]
+    with pytest.raises(ConfigError, match="local_batch_size"):
+        compare(settings(["training.local_batch=1"]), load, lambda c: planned(), lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["", "=1", "training.seq_len", "training.seq_len=", "a=,"])
+def test_a_comparison_without_key_or_value_is_refused(text):
+    with pytest.raises(ConfigError, match="write key=value"):
+        settings([text])
+
+
+def test_a_key_is_compared_once():
+    with pytest.raises(ConfigError, match="given twice"):
+        settings(["training.seq_len=1", "training.seq-len=2"])
+    assert flags_of((("training.seq_len", "1"),)) == ("--training.seq_len", "1")
+
+
+def test_layers_are_one_owner():
+    assert without_layer("layers.12.attention.wo") == "layers.*.attention.wo"
+    assert without_layer("lm_head") == "lm_head"
+
+
+def test_compare_stands_without_files_of_one_plan(tmp_path):
+    with pytest.raises(ConfigError, match="--trace"):
+        main(["--compare", "training.seq_len=64", "--trace", str(tmp_path / "t.json")])
