@@ -124,7 +124,8 @@ def play(
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
         elif is_wait(node):
-            end, waited = ends.get(roots[node]) or ends.get((roots[node][0], 0), (now, None))
+            issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
+            end, waited = issuer if issuer is not None else (now, None)
             if end > now and waited is not None:
                 blocked.append((node, waited, end - now))
                 now = end
