@@ -49,6 +49,10 @@ BAD = {
     "flag without value": (["--hardware"], "--hardware: expected one argument"),
     "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
     "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),
+    "batch of other ranks": (  # no number is given: two, the fewest that shard
+        ["--training.local_batch_size", "2", "--training.global_batch_size", "6"],
+        "not a multiple of",
+    ),
     "no ranks": (["--world-size", "0"], "'0' is not a number of ranks: write 1 or more"),
     "fewer than none": (["--world-size", "-2"], "'-2' is not a number of ranks"),
     "part of a rank": (["--world-size", "1.5"], "'1.5' is not a number of ranks"),
