@@ -57,7 +57,9 @@ def comparison(plan: SavedPlan, rank: int, now: Measured) -> Comparison:
     no_watch = f"not measured: that is done in step {WATCHED_STEP}"
     no_made = no_watch if now.sees_memory else "not measured: compiled code allocates unseen"
     no_maximum = "not measured: a CPU's allocator keeps no maximum"
-    watched = f"held in step {WATCHED_STEP}, one microbatch"
+    # What a collective under way still reads is held by the backend, out of sight; the
+    # prediction counts it until the wait.
+    watched = f"held by tensors in step {WATCHED_STEP}, one microbatch"
 
     def row(name: str, unit: str, before: float, found: float | None, how: str, why: str) -> Row:
         return Row(name, unit, before, found, why if found is None else how)

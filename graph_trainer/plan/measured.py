@@ -34,7 +34,7 @@ class Measured:
     reserved_bytes: int | None
     """The most bytes that it had taken from the device."""
     made_bytes: int | None
-    """The most bytes at once that the graph had made and held."""
+    """The most bytes at once that the graph had made and tensors held; see `LiveStorages`."""
     sees_memory: bool
     """Whether `made_bytes` can be measured with the backend."""
     parameter_bytes: int

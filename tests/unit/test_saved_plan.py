@@ -88,6 +88,9 @@ def test_what_is_written_is_read(plan, saved):
     of_rank_1 = plan.of_rank(1)
     assert of_rank_1.rank == 1 and of_rank_1.ranks == 1
     assert len(of_rank_1.fingerprint.issues) > 15 and len(of_rank_1.fingerprint.computes) > 10
+    # without overlap_fsdp every collective is waited for in place
+    waits = [entry.what.rpartition(", ")[2] for entry in of_rank_1.fingerprint.issues]
+    assert waits == [f"waited for when {n} are issued" for n in range(1, len(waits) + 1)]
     assert of_rank_1.predicted.parameter_bytes == of_rank_1.predicted.gradient_bytes > 0
     # what the caller holds and what the graph makes are the peak
     parts = of_rank_1.predicted.peak_by_category
