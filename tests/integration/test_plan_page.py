@@ -130,6 +130,17 @@ def test_headings_state_the_result(browser, plan):
     assert largest.owner in text and largest.node.name in text
 
 
+def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
+    usable = plan.hardware.usable_bytes
+    opened.window(1280, 900)
+    opened.open(written(replace(plan, reserved_bytes=2 * usable), tmp_path / "large.html"))
+    heading = "return [document.querySelector('h1').className, document.title]"
+    kind, title = opened.js(heading)
+    gib = usable / 2**30
+    assert kind == "bad" and title.startswith(f"Does not fit: needs {2 * gib:.1f} of {gib:.1f} GiB")
+    assert "too much" in opened.js("return document.querySelector('.figures').innerText")
+
+
 def test_memory_is_drawn_as_it_was_simulated(browser, plan):
     memory = plan.simulation.memory
     traces = {trace["meta"]: trace for trace in drawn(browser, "memory")}
