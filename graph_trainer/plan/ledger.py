@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from graph_trainer.analysis.simulation import Simulation
 from graph_trainer.analysis.traffic import Traffic, traffic_of
@@ -39,6 +39,8 @@ class LedgerRow:
     exposed_seconds: dict[Traffic, float]
     seconds: float
     """What the pass took, here."""
+    rolled_back: str = ""
+    """Why what the pass did was undone; empty where it was not."""
 
     def of_kind(self, kind: str) -> Volume:
         """All collectives of one kind."""
@@ -72,7 +74,8 @@ def ledger(
         if simulation is None or after != before:
             simulation = simulate(joint)
         before = after
-        yield row_of(simulation, report.name, report.seconds), simulation
+        row = row_of(simulation, report.name, report.seconds)
+        yield replace(row, rolled_back=report.rolled_back), simulation
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:

@@ -15,7 +15,7 @@ from graph_trainer.plan.advice import Advice
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 
-GIB = 1024**3
+MIB, GIB = 1024**2, 1024**3
 _OWNERS_SHOWN = 8
 _WAITS_SHOWN = 5
 
@@ -58,10 +58,16 @@ def plain_table(title: str) -> Table:
     )
 
 
+def unit_of(num_bytes: int) -> tuple[str, int]:
+    """The unit in which a number of bytes reads well, and its bytes."""
+    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
+
+
 def ledger_table(rows: list[LedgerRow]) -> Table:
     """A row a pass; under a number what the pass changed in it."""
+    unit, size = unit_of(max(row.peak_bytes for row in rows))
     table = plain_table(
-        "What each pass does; all-gathers, reduce-scatters and all-reduces with their GiB"
+        f"What each pass does; all-gathers, reduce-scatters and all-reduces with their {unit}"
     )
     table.add_column("after", no_wrap=True)
     columns: list[tuple[str, Callable[[LedgerRow], float], str]] = [
@@ -70,9 +76,9 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
     for kind, heading in _KINDS:
         if any(row.of_kind(kind).count for row in rows):
             columns.append((heading, lambda row, k=kind: row.of_kind(k).count, ",.0f"))  # type: ignore[misc]
-            columns.append(("GiB", lambda row, k=kind: row.of_kind(k).bytes / GIB, ",.2f"))  # type: ignore[misc]
+            columns.append((unit, lambda row, k=kind: row.of_kind(k).bytes / size, ",.2f"))  # type: ignore[misc]
     columns += [
-        ("peak\nGiB", lambda row: row.peak_bytes / GIB, ",.2f"),
+        (f"peak\n{unit}", lambda row: row.peak_bytes / size, ",.2f"),
         ("step\nms", lambda row: row.step_seconds * 1e3, ",.1f"),
         ("exposed\nms", lambda row: row.exposed * 1e3, ",.1f"),
     ]
@@ -84,7 +90,7 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
             _changed(read(row), None if before is None else read(before), form)
             for _, read, form in columns
         ]
-        table.add_row(row.name, *cells)
+        table.add_row(f"{row.name}\nrolled back" if row.rolled_back else row.name, *cells)
         before = row
     return table
 
@@ -113,13 +119,14 @@ def memory_table(plan: Plan) -> Table:
     """What the peak is made of."""
     memory = plan.simulation.memory
     node = list(plan.simulation.joint.graph.nodes)[memory.peak_position]
-    table = plain_table(f"Memory at the peak, which is at node {node.name}")
-    table.add_column("what")
-    table.add_column("GiB", justify="right")
+    unit, size = unit_of(memory.peak_bytes)
+    table = plain_table(f"Memory at the peak, at node {node.name}")
+    table.add_column("what", min_width=60)
+    table.add_column(unit, justify="right")
     table.add_column("part", justify="right")
     for category, num in memory.peak_by_category().items():
-        table.add_row(_TITLES[category], f"{num / GIB:,.2f}", f"{num / memory.peak_bytes:.0%}")
-    table.add_row("peak", f"{memory.peak_bytes / GIB:,.2f}", "100%", style="bold")
+        table.add_row(_TITLES[category], f"{num / size:,.2f}", f"{num / memory.peak_bytes:.0%}")
+    table.add_row("peak", f"{memory.peak_bytes / size:,.2f}", "100%", style="bold")
     return table
 
 
@@ -132,13 +139,14 @@ def owners_table(plan: Plan) -> Table:
         key = (without_layer(storage.owner), _TITLES[storage.category])
         total[key] += storage.bytes
         count[key] += 1
+    unit, size = unit_of(memory.peak_bytes)
     table = plain_table("Largest live tensors at the peak, by module; layers.* is every layer")
     table.add_column("module", overflow="fold")
     table.add_column("what")
     table.add_column("tensors", justify="right")
-    table.add_column("GiB", justify="right")
+    table.add_column(unit, justify="right")
     for (owner, title), num in total.most_common(_OWNERS_SHOWN):
-        row = (f"{count[(owner, title)]:,}", f"{num / GIB:,.2f}")
+        row = (f"{count[(owner, title)]:,}", f"{num / size:,.2f}")
         table.add_row(Text(owner or "(the model itself)"), title, *row)
     return table
 
