@@ -15,10 +15,10 @@ from graph_trainer.analysis.runtime import GRAPH_TRAINER, TORCHTITAN, Runtime, m
 from graph_trainer.analysis.simulation import Simulation, simulate
 from graph_trainer.held_bytes import microbatches, trained_bytes
 from graph_trainer.joint_graph import InputKind, JointGraph, layer_of
-from graph_trainer.passes import PassConfig, resolve_passes
+from graph_trainer.passes import PassConfig, resolve_passes, run_passes
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.plan.fake_run import FakeRun
-from graph_trainer.plan.ledger import LedgerRow, ledger
+from graph_trainer.plan.ledger import LedgerRow, ledger, row_of
 
 if TYPE_CHECKING:
     from graph_trainer.trainer import GraphTrainer
@@ -94,6 +94,7 @@ def make_plan(
     *,
     rank: int = 0,
     runtime: Runtime = GRAPH_TRAINER,
+    every_pass: bool = True,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -101,6 +102,8 @@ def make_plan(
     Arguments:
         config: a checked config whose degrees multiply to `world_size`.
         runtime: who runs the config.
+        every_pass: simulate after each pass, for the ledger; or the graph that runs alone, of
+            which the only row is then.
         on_progress: called with what is being done.
 
     Raises:
@@ -125,7 +128,12 @@ def make_plan(
         runtime=runtime,
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
-    simulated = list(ledger(joint, passes, look, on_pass=on_progress))
+    if every_pass:
+        simulated = list(ledger(joint, passes, look, on_pass=on_progress))
+    else:
+        last = run_passes(joint, passes, on_pass=on_progress).last
+        only = look(joint)
+        simulated = [(row_of(only, last.name, last.seconds), only)]
     simulation = simulated[-1][1]
     return Plan(
         config=config,

@@ -33,7 +33,7 @@ def plan_every_class(
     by_rank: dict[int, PlannedClass] = {}
     for rank, ranks in classes.representatives().items():
         on_progress(f"rank {rank}, class {len(by_rank) + 1} of {len(classes.representatives())}")
-        of_rank = make_plan(config, world_size, hardware, rank=rank)
+        of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False)
         by_rank[rank] = _class(of_rank, ranks, classes)
     return SavedPlan(
         versions=versions(),

@@ -67,8 +67,13 @@ def text_of(plan):
 
 
 @pytest.fixture(scope="module")
-def plan():
-    return plan_every_class(make_plan(config_of(), RANKS, load_hardware("cpu")))
+def full():
+    return make_plan(config_of(), RANKS, load_hardware("cpu"))
+
+
+@pytest.fixture(scope="module")
+def plan(full):
+    return plan_every_class(full)
 
 
 @pytest.fixture
@@ -98,6 +103,16 @@ def test_what_is_written_is_read(plan, saved):
     assert sum(parts.values()) == of_rank_1.predicted.peak_bytes
     assert of_rank_1.predicted.peak_bytes >= held + of_rank_1.predicted.made_bytes
     assert plan.passes[0] == "normalize_views" and plan.config_table()["base"]
+
+
+def test_what_is_saved_is_what_the_tables_say(full, plan):
+    predicted = plan.of_rank(full.rank).predicted
+    assert predicted.peak_bytes == full.peak_bytes
+    assert predicted.reserved_bytes == full.reserved_bytes
+    assert predicted.step_seconds == full.step_seconds
+    row = full.rows[-1]
+    for kind, roles in predicted.collectives.items():
+        assert sum(volume["count"] for volume in roles.values()) == row.of_kind(kind).count
 
 
 def test_ranks_of_a_class_have_one_fingerprint_and_others_another():
