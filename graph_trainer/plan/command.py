@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -13,6 +14,7 @@ from rich.console import Console, RenderableType
 from graph_trainer.analysis.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.analysis.runtime import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.config import check_config, load_config, wanted_ranks
+from graph_trainer.config.check import world_size_from_environment
 from graph_trainer.errors import ConfigError
 from graph_trainer.plan.advice import LoadConfig, advise
 from graph_trainer.plan.compare import compare, comparison_document, comparison_table, settings
@@ -59,9 +61,11 @@ def main(argv: Sequence[str]) -> int:
     """
     flags, words = _parser().parse_known_args(list(argv))
     _check_together(flags)
+    _check_misspelt(words, vars(flags))
     hardware = load_hardware(flags.hardware)
-    config = load_config(words, world_size=flags.world_size, prog="graph-trainer plan")
-    world_size = flags.world_size or wanted_ranks(config)
+    announced = flags.world_size or world_size_from_environment()
+    config = load_config(words, world_size=announced, prog="graph-trainer plan")
+    world_size = announced or wanted_ranks(config)
     check_config(config, world_size)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
@@ -115,6 +119,19 @@ def _check_together(flags: argparse.Namespace) -> None:
     for name in ("compare", *_WRITERS):
         if getattr(flags, name):
             raise ConfigError(f"--verify-order plans nothing: leave it or --{name} out")
+
+
+def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
+    """Tell the nearest flag of plan's own for a word that is like one; the config, which all
+    other words belong to, does not know them."""
+    own = [f"--{name.replace('_', '-')}" for name in names]
+    for word in words:
+        flag = word.partition("=")[0]
+        if "." in flag or not flag.startswith("--") or flag in ("--module", "--config"):
+            continue
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.75)
+        if near:
+            raise ConfigError(f"command line: there is no {flag}; did you mean {near[0]}?")
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:
@@ -186,7 +203,7 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=_positive,
         metavar="N",
-        help="number of ranks; default: what the degrees of parallelism multiply to",
+        help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to",
     )
     parser.add_argument(
         "--hardware",
