@@ -12,11 +12,18 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.integration.browser import Browser
 
-DESK, PHONE = (1024, 768), (375, 812)
+_LONGEST_WAIT = """
+const {lanes} = JSON.parse(document.getElementById("plan").textContent);
+const {start, ns} = lanes.find(({waits}) => waits);
+const longest = ns.indexOf(Math.max(...ns));
+const [from, to] = [start[longest] - 4 * ns[longest], start[longest] + 5 * ns[longest]];
+Plotly.relayout("streams", {"xaxis.range[0]": Math.max(from, 1) / 1e6, "xaxis.range[1]": to / 1e6});
+"""
+DESK = (1200, 800)
 
 
 def main() -> int:
-    """Write plan.png, plan_memory.png, plan_streams.png and plan_phone.png."""
+    """Write plan.png, plan_memory.png and plan_streams.png."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("page", type=Path)
     parser.add_argument("folder", type=Path)
@@ -38,15 +45,12 @@ def pictures(browser: Browser, page: Path):
     browser.window(*DESK)
     browser.open(page)
     yield "plan", browser.picture()
-    browser.js("document.querySelector('#memory-part').scrollIntoView({block: 'center'})")
-    browser.point_at("#memory", right=-100)
+    browser.point_at("#memory", right=320)
     browser.until("return document.querySelector('#memory .hoverlayer .hovertext')")
     yield "plan_memory", browser.picture("#memory-part")
-    browser.js("document.querySelector('[data-zoom=peak]').click()")
+    browser.js(_LONGEST_WAIT)
+    browser.until("return document.getElementById('memory')._fullLayout.xaxis.range[0] > 0")
     yield "plan_streams", browser.picture("#streams-part")
-    browser.window(*PHONE, dark=True)
-    browser.open(page)
-    yield "plan_phone", browser.picture()
 
 
 if __name__ == "__main__":

@@ -89,10 +89,12 @@ class Browser:
         return ActionChains(self.driver, duration=50)
 
     def picture(self, selector: str = "") -> bytes:
-        """PNG of the window, or of one element."""
+        """PNG of the window, or of one element, which the window must be large enough for."""
         if not selector:
             return self.driver.get_screenshot_as_png()
-        return self.driver.find_element("css selector", selector).screenshot_as_png
+        element = self.driver.find_element("css selector", selector)
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        return element.screenshot_as_png
 
     def close(self) -> None:
         """End the browser and its driver."""
