@@ -129,3 +129,15 @@ def test_gpu_runs_small_on_a_cpu() -> None:
     _, results = benchmark("benchmarks.gpu", *flags, "--variants", *variants)
     assert list(results["variants"]) == variants
     assert all(row["ratio"] > 0 for row in results["variants"].values())
+
+
+def test_planning_is_measured_from_command_to_table(tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    table, rows = benchmark("benchmarks.plan", "--cases", "debugmodel:4:2", "--json", str(path))
+    assert json.loads(path.read_text()) == rows
+    (row,) = rows
+    assert (row["config"], row["ranks"], row["tensor_parallel"]) == ("debugmodel", 4, 2)
+    assert 1000 < row["nodes"] < 5000
+    assert row["wall_seconds"] > 0 and row["cpu_seconds"] > 0
+    assert 50 * 1024**2 < row["peak_resident_bytes"] < 4 * 1024**3
+    assert "debugmodel" in table[-1]
