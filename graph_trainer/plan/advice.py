@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from graph_trainer.errors import GraphTrainerError
-from graph_trainer.plan.planner import OnProgress, Plan, make_plan
+from graph_trainer.fqn import without_layer
+from graph_trainer.joint_graph import Phase, layer_of, module_of, phase_of
+from graph_trainer.plan.planner import Advice, OnProgress, Plan, make_plan
 
 if TYPE_CHECKING:
     from graph_trainer.trainer import GraphTrainer
@@ -17,33 +20,17 @@ LoadConfig = Callable[[Sequence[str]], "GraphTrainer.Config"]
 
 
 @dataclass(frozen=True, slots=True)
-class Advice:
-    """One change and what it would do."""
-
-    flags: tuple[str, ...]
-    """What to write on the command line."""
-    reserved_bytes: int
-    """Estimated, as are the others."""
-    tokens_per_second_per_gpu: float
-    fits: bool
-
-    def words(self) -> str:
-        """The flags as one would type them."""
-        return " ".join(self.flags)
-
-
-@dataclass(frozen=True, slots=True)
 class _Estimate:
-    reserved_bytes: float
+    peak_bytes: float
     tokens_per_second_per_gpu: float
 
 
 def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
     """Plan the run again with one setting changed at a time.
 
-    A change is estimated from the first two and the first four layers of the model, since
-    memory and time grow linearly with layers: what it saves there is what it saves, so that
-    this takes seconds for a model of any depth.
+    A change is estimated from the first two and the first four layers of the model, so that
+    this takes seconds for a model of any depth: memory at every node, and time, grow linearly
+    with layers.
 
     Arguments:
         load: the config of the same command line with more flags behind it, checked.
@@ -53,15 +40,15 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         combined with the config is left out.
     """
     on_progress("estimating from a few layers")
-    before = _estimate(load(()), plan)
+    before = estimate(load(()), plan)
     found = []
     for flags in changes(plan.config, plan.world_size):
         on_progress(f"trying {' '.join(flags)}")
         try:
-            after = _estimate(load(flags), plan)
+            after = estimate(load(flags), plan)
         except GraphTrainerError:  # this config excludes the change
             continue
-        needs = plan.reserved_bytes + int(after.reserved_bytes - before.reserved_bytes)
+        needs = int(plan.reserved_bytes * after.peak_bytes / before.peak_bytes)
         if needs < plan.reserved_bytes:
             faster = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
             speed = plan.tokens_per_second_per_gpu * faster
@@ -71,9 +58,18 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
 _FEW, _MORE = 2, 4
 
+_Place = tuple[Phase | None, str, str, str, int]
+"""Phase, which layer, module, op and how many like it came before: the same node at any depth."""
 
-def _estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
-    """What a config needs and does, from a line through two depths of its model."""
+
+def estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
+    """What a config needs and does, from lines through two depths of its model.
+
+    What is alive at a node of the first or the last layer, or outside the layers, grows
+    linearly with the number of layers, and between the first and the last layer it changes
+    evenly. So the peak is the highest of these lines at the model's depth, wherever the peak
+    of the shallow models is.
+    """
     assert config.model_spec is not None
     depth = len(getattr(config.model_spec.model, "layers", ()))
     few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
@@ -82,11 +78,33 @@ def _estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
     def line(a: float, b: float) -> float:
         return a + (b - a) * times
 
+    low, high = _memory_by_place(few), _memory_by_place(more)
     seconds = line(few.step_seconds, more.step_seconds)
     return _Estimate(
-        line(few.reserved_bytes, more.reserved_bytes),
+        max(line(low[place], high[place]) for place in low.keys() & high.keys()),
         more.tokens_per_step / more.ranks_per_batch / seconds,
     )
+
+
+def _memory_by_place(plan: Plan) -> dict[_Place, int]:
+    """Bytes alive at every node outside the layers and of the first and the last layer."""
+    simulation = plan.simulation
+    nodes = list(simulation.joint.graph.nodes)
+    layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
+    names = {min(layers): "first", max(layers): "last"} if layers else {}
+    seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
+    found = {}
+    for node, num in zip(nodes, simulation.memory.total, strict=True):
+        module = module_of(node) or ""
+        layer = layer_of(module)
+        if layer is not None and layer not in names:
+            continue
+        which = "" if layer is None else names[layer]
+        like = (phase_of(node), which, without_layer(module), str(node.target))
+        if node.op == "call_function":
+            found[(*like, seen[like])] = num
+            seen[like] += 1
+    return found
 
 
 def _planned(config: GraphTrainer.Config, plan: Plan, layers: int) -> Plan:
@@ -104,6 +122,7 @@ def _planned(config: GraphTrainer.Config, plan: Plan, layers: int) -> Plan:
         plan.hardware,
         rank=plan.rank,
         runtime=plan.simulation.runtime,
+        every_pass=False,
     )
 
 

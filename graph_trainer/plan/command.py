@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -25,7 +26,7 @@ from graph_trainer.plan.planner import OnProgress, Plan, make_plan
 from graph_trainer.plan.progress import progress
 from graph_trainer.plan.saved import write_plan
 from graph_trainer.plan.saving import plan_every_class
-from graph_trainer.plan.tables import advice_table, report
+from graph_trainer.plan.tables import report
 from graph_trainer.plan.trace import write_trace
 from graph_trainer.plan.verify_order import verify_order
 from graph_trainer.trainer import GraphTrainer
@@ -93,11 +94,10 @@ def main(argv: Sequence[str]) -> int:
         return _compare(flags, load, plan_of, hardware)
     with progress("plan") as say:
         plan = plan_of(config, say)
-    _print(report(plan))
     if not plan.fits:
         with progress("what would help") as say:
-            advice = advise(plan, load, say)
-        _print(advice_table(plan, advice))
+            plan = replace(plan, advice=tuple(advise(plan, load, say)))
+    _print(report(plan))
     for flag, path in files.items():
         with published(path) as file:
             _WRITERS[flag.removeprefix("--")](plan, file)

@@ -41,6 +41,7 @@ def document(plan: Plan) -> dict[str, Any]:
         "reserved_bytes": plan.reserved_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
+        "advice": [dataclasses.asdict(each) for each in plan.advice],
         "microbatches": plan.microbatches,
         "graph_seconds": plan.simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,

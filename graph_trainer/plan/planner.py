@@ -27,6 +27,22 @@ OnProgress = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Advice:
+    """One change and what it would do."""
+
+    flags: tuple[str, ...]
+    """What to write on the command line."""
+    reserved_bytes: int
+    """Estimated, as are the others."""
+    tokens_per_second_per_gpu: float
+    fits: bool
+
+    def words(self) -> str:
+        """The flags as one would type them."""
+        return " ".join(self.flags)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank of a run will need and do."""
 
@@ -52,6 +68,8 @@ class Plan:
     """The first is the graph as captured, the last the graph that runs."""
     simulation: Simulation
     """Of the graph that runs."""
+    advice: tuple[Advice, ...] = ()
+    """What would help where it does not fit, the most helpful first; empty where it fits."""
 
     @property
     def step_seconds(self) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from rich.box import SIMPLE
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graph_trainer.analysis.memory import Category
-from graph_trainer.plan.advice import Advice
+from graph_trainer.fqn import without_layer
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 
@@ -39,6 +39,8 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     if plan.simulation.timeline.exposed:
         yield waits_table(plan)
     yield Text(verdict(plan))
+    if not plan.fits:
+        yield advice_table(plan)
 
 
 def headline(plan: Plan) -> str:
@@ -151,11 +153,6 @@ def owners_table(plan: Plan) -> Table:
     return table
 
 
-def without_layer(fqn: str) -> str:
-    """An FQN with a star for every number in it: the same module of every layer."""
-    return ".".join("*" if part.isdigit() else part for part in fqn.split("."))
-
-
 def waits_table(plan: Plan) -> Table:
     """Where compute stands still, by module."""
     timeline = plan.simulation.timeline
@@ -180,9 +177,9 @@ def waits_table(plan: Plan) -> Table:
     return table
 
 
-def advice_table(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
+def advice_table(plan: Plan) -> RenderableType:
     """What would help a run that does not fit, the most helpful first."""
-    if not advice:
+    if not plan.advice:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
     table = plain_table("What would help most, one change at a time, estimated from four layers")
     table.add_column("flags", overflow="fold")
@@ -190,7 +187,7 @@ def advice_table(plan: Plan, advice: Sequence[Advice]) -> RenderableType:
     table.add_column("saves", justify="right")
     table.add_column("tok/s/GPU", justify="right")
     table.add_column("fits", justify="right")
-    for each in advice:
+    for each in plan.advice:
         saved = (plan.reserved_bytes - each.reserved_bytes) / GIB
         table.add_row(
             Text(each.words()),

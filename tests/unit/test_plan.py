@@ -13,13 +13,14 @@ from graph_trainer.analysis.hardware import Hardware, load_hardware
 from graph_trainer.analysis.runtime import TORCHTITAN
 from graph_trainer.config import load_config
 from graph_trainer.errors import ConfigError
+from graph_trainer.fqn import without_layer
 from graph_trainer.plan import advice
 from graph_trainer.plan.command import main
 from graph_trainer.plan.compare import combinations, compare, flags_of, settings
 from graph_trainer.plan.document import document
 from graph_trainer.plan.ledger import row_of
 from graph_trainer.plan.planner import Plan, make_plan
-from graph_trainer.plan.tables import report, without_layer
+from graph_trainer.plan.tables import report
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
 GIB = 1024**3
@@ -126,6 +127,7 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     hardware = too_small(planned())
     plan = make_plan(small(), 4, hardware)
     assert not plan.fits and "Does not fit" in shown(plan)
+    assert "No single setting would help" in shown(plan)
     tried: list[str] = []
     monkeypatch.setattr(advice, "changes", lambda config, ranks: CHANGES)
     found = advice.advise(plan, lambda flags: small(*flags), tried.append)
@@ -136,9 +138,12 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     for each in found:
         assert each.reserved_bytes < plan.reserved_bytes
         assert each.fits == (each.reserved_bytes <= hardware.usable_bytes)
-    # a model of one layer is not estimated: a change does what it would do by itself
+    advised = dataclasses.replace(plan, advice=tuple(found))
+    assert found[0].words() in shown(advised)
+    assert document(advised)["advice"][0]["reserved_bytes"] == found[0].reserved_bytes
+    # a change does about what it does by itself
     best = make_plan(small(*found[0].flags), 4, hardware)
-    assert best.reserved_bytes == found[0].reserved_bytes
+    assert best.reserved_bytes == pytest.approx(found[0].reserved_bytes, rel=0.15)
 
 
 CHANGES = [
@@ -149,14 +154,22 @@ CHANGES = [
 ]
 
 
-def test_advice_for_a_deep_model_comes_from_a_line_through_its_first_layers():
-    flags = ("--parallelism.fsdp_reshard_after_forward", "never")
-    whole = make_plan(load_config([*FLAGS, *flags], world_size=4), 4, load_hardware("h100-sxm"))
-    estimated = advice._estimate(load_config([*FLAGS, *flags], world_size=4), whole)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallelism.fsdp_reshard_after_forward", "never"),
+        ("--activation_checkpoint.type", "full"),
+    ],
+    ids=["never", "full"],
+)
+def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
+    config = load_config([*FLAGS, *flags], world_size=4)
+    whole = make_plan(config, 4, load_hardware("h100-sxm"))
+    estimated = advice.estimate(load_config([*FLAGS, *flags], world_size=4), whole)
     assert len(whole.config.model_spec.model.layers) == 6
-    assert estimated.reserved_bytes == pytest.approx(whole.reserved_bytes, rel=0.2)
+    assert estimated.peak_bytes == whole.peak_bytes
     speed = whole.tokens_per_second_per_gpu
-    assert estimated.tokens_per_second_per_gpu == pytest.approx(speed, rel=0.02)
+    assert estimated.tokens_per_second_per_gpu == pytest.approx(speed, rel=0.01)
 
 
 def test_what_is_used_to_the_full_is_no_advice():

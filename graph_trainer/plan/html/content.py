@@ -8,12 +8,13 @@ from typing import Any
 
 from graph_trainer.analysis.memory import Category
 from graph_trainer.config import config_to_toml
+from graph_trainer.fqn import without_layer
 from graph_trainer.joint_graph import phase_of
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.html.words import CATEGORIES, TRAFFIC, duration, size
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
-from graph_trainer.plan.tables import headline, without_layer
+from graph_trainer.plan.tables import headline
 
 _SHOWN = 12
 
@@ -33,6 +34,7 @@ def content(plan: Plan) -> dict[str, Any]:
         "verdict": verdict(plan),
         "fits": plan.fits,
         "figures": figures(plan, exposed),
+        "advice": advice(plan),
         "ledger_title": ledger_title(plan.rows),
         "ledger": ledger(plan.rows),
         "peak_title": peak_title(plan),
@@ -68,6 +70,20 @@ def figures(plan: Plan, exposed: float) -> list[tuple[str, str]]:
         ("MFU", f"{plan.mfu:.1%}"),
         (_step(plan.microbatches), duration(plan.step_seconds)),
         ("compute waits", f"{exposed / plan.simulation.timeline.step_seconds:.1%}"),
+    ]
+
+
+def advice(plan: Plan) -> list[dict[str, str]]:
+    """What would help, as one would type it."""
+    return [
+        {
+            "flags": each.words(),
+            "needs": size(each.reserved_bytes),
+            "saves": size(plan.reserved_bytes - each.reserved_bytes),
+            "speed": f"{each.tokens_per_second_per_gpu:,.0f}",
+            "fits": "yes" if each.fits else "no",
+        }
+        for each in plan.advice
     ]
 
 
