@@ -49,7 +49,7 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         except GraphTrainerError:  # this config excludes the change
             continue
         needs = int(plan.reserved_bytes * after.peak_bytes / before.peak_bytes)
-        if needs < plan.reserved_bytes:
+        if needs < (1 - _LEAST) * plan.reserved_bytes:
             faster = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
             speed = plan.tokens_per_second_per_gpu * faster
             found.append(Advice(flags, needs, speed, needs <= plan.hardware.usable_bytes))
@@ -57,6 +57,7 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
 
 _FEW, _MORE = 2, 4
+_LEAST = 0.005  # what saves less of the whole is no help
 
 _Place = tuple[Phase | None, str, str, str, int]
 """Phase, which layer, module, op and how many like it came before: the same node at any depth."""

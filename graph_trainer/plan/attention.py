@@ -53,19 +53,5 @@ def _run_flash(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if enable_gqa:
-        # its meta kernel takes as many keys as queries; the kernel itself reads each key once,
-        # so a view that repeats them stands for the same bytes
-        key, value = (_repeated(t, query.shape[-3] // t.shape[-3]) for t in (key, value))
+    # the kernel reads fewer keys than queries as they are: enable_gqa asks for nothing more
     return _flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-
-
-def _repeated(heads: torch.Tensor, times: int) -> torch.Tensor:
-    batch, count, length, size = heads.shape
-    return (
-        heads[:, :, None]
-        .expand(batch, count, times, length, size)
-        .reshape(batch, count * times, length, size)
-        if times > 1
-        else heads
-    )
