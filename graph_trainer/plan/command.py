@@ -7,6 +7,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -22,7 +23,7 @@ from graph_trainer.plan.compare import compare, comparison_document, comparison_
 from graph_trainer.plan.document import document
 from graph_trainer.plan.files import check_outputs, published
 from graph_trainer.plan.html import write_page
-from graph_trainer.plan.planner import OnProgress, Plan, make_plan
+from graph_trainer.plan.planner import Plan, make_plan
 from graph_trainer.plan.progress import progress
 from graph_trainer.plan.saved import write_plan
 from graph_trainer.plan.saving import plan_every_class
@@ -78,22 +79,20 @@ def main(argv: Sequence[str]) -> int:
     def load(more: Sequence[str]) -> GraphTrainer.Config:
         return load_config([*words, *more], world_size=world_size, prog="graph-trainer plan")
 
-    def plan_of(config: GraphTrainer.Config, say: OnProgress = lambda line: None) -> Plan:
-        return make_plan(
-            config,
-            world_size,
-            hardware,
-            rank=flags.rank,
-            runtime=RUNTIMES[flags.like],
-            on_progress=say,
-        )
+    plan_of = partial(
+        make_plan,
+        world_size=world_size,
+        hardware=hardware,
+        rank=flags.rank,
+        runtime=RUNTIMES[flags.like],
+    )
 
     if flags.verify_order:
         return _verify_order(flags, config, world_size, hardware.device)
     if flags.compare:
-        return _compare(flags, load, plan_of, hardware)
+        return _compare(flags, load, partial(plan_of, every_pass=False), hardware)
     with progress("plan") as say:
-        plan = plan_of(config, say)
+        plan = plan_of(config, on_progress=say)
     if not plan.fits:
         with progress("what would help") as say:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))

@@ -141,7 +141,7 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
     table = plain_table(f"All combinations; fits: needs at most {usable_bytes / GIB:,.1f} GiB")
     table.add_column("fits", no_wrap=True)
     for key, _ in rows[0].values:
-        table.add_column(key.rpartition(".")[2], overflow="fold")
+        table.add_column(key.replace(".", ".\n"), overflow="fold")
     for heading in ("needs GiB", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
         table.add_column(heading, justify="right")
     for row in rows:
@@ -152,9 +152,9 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
         table.add_row(
             "yes" if row.fits else "NO",
             *values,
-            f"{row.reserved_bytes / GIB:,.1f}",
-            f"{row.step_seconds * 1e3:,.0f}",
-            f"{row.exposed_seconds * 1e3:,.0f}",
+            f"{row.reserved_bytes / GIB:,.2f}",
+            f"{row.step_seconds * 1e3:,.1f}",
+            f"{row.exposed_seconds * 1e3:,.1f}",
             f"{row.tokens_per_second_per_gpu:,.0f}",
             f"{row.mfu:.1%}",
             style="" if row.fits else "dim",
