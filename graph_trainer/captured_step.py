@@ -51,8 +51,11 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> PassConfig:
+def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims, device: str) -> PassConfig:
     """Which passes the config asks for, and how.
+
+    Arguments:
+        device: what the step runs on, which the memory limit depends on: "cuda" or "cpu".
 
     Raises:
         PassError: a pass that is unknown or out of place.
@@ -62,5 +65,5 @@ def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims) -> PassC
         config.compile,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         pipeline_parallel=parallel_dims.pp_enabled,
-        held_bytes=held_by(config, batches),
+        held_bytes=held_by(config, batches, device),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from graph_trainer.analysis.lifetimes import storage_bytes
@@ -16,16 +17,22 @@ if TYPE_CHECKING:
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
-def held_by(config: GraphTrainer.Config, data_parallel_degree: int) -> HeldBytes:
+def held_by(config: GraphTrainer.Config, data_parallel_degree: int, device: str) -> HeldBytes:
     """What this run holds during a step, as a function of the captured graph.
 
     Arguments:
         data_parallel_degree: how many different batches a step has.
+        device: what the step runs on: "cuda" or "cpu".
     """
     several = microbatches(config, data_parallel_degree) > 1
 
     def held(joint: JointGraph) -> Held:
-        return Held(optimizer_bytes(joint, config), trained_bytes(joint) if several else 0)
+        return Held(
+            optimizer_bytes(joint, config),
+            trained_bytes(joint) if several else 0,
+            fused=config.compile.backend == "inductor",
+            device=device,
+        )
 
     return held
 
@@ -47,19 +54,21 @@ def optimizer_bytes(joint: JointGraph, config: GraphTrainer.Config) -> int:
         for g in config.optimizer.param_groups
     ]
     total = 0
-    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
-        if spec.requires_grad:
-            states = next((count for pattern, count in groups if pattern.search(spec.name)), 0)
-            total += states * sum(storage_bytes(t) for n in nodes for t in tensors_of(n))
+    for name, num in _trained(joint):
+        states = next((count for pattern, count in groups if pattern.search(name)), 0)
+        total += states * num
     return total
 
 
 def trained_bytes(joint: JointGraph) -> int:
     """Bytes of the parameters that are trained, and so of their gradients, on this rank."""
-    return sum(
-        storage_bytes(t)
-        for spec, nodes in joint.inputs_of(InputKind.PARAMETER)
-        if spec.requires_grad
-        for node in nodes
-        for t in tensors_of(node)
-    )
+    return sum(num for _, num in _trained(joint))
+
+
+def _trained(joint: JointGraph) -> Iterator[tuple[str, int]]:
+    """Name and bytes of every parameter that gets a gradient; an optimizer keeps no state of
+    others."""
+    without = set(joint.signature.parameters_without_grad)
+    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
+        if spec.requires_grad and spec.name not in without:
+            yield spec.name, sum(storage_bytes(t) for n in nodes for t in tensors_of(n))

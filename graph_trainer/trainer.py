@@ -70,7 +70,7 @@ class GraphTrainer(Trainer):
         if compile_config.mode == "aot_fx_trace":
             self._captured_step = TrainStep(
                 loss_of_batch(self.loss_fn),
-                passes=passes_of(config, self.parallel_dims),
+                passes=passes_of(config, self.parallel_dims, self.device.type),
                 backend=compile_config.backend,
                 max_graphs=compile_config.max_graphs,
                 on_event=logger.info,

@@ -97,8 +97,8 @@ def reserved_bytes(
 ) -> int:
     """The most that the allocator takes, in all pools. n log n in storages.
 
-    Parameters, buffers and optimizer state are there before the first of `steps` steps;
-    gradients live until the next step begins.
+    Parameters, buffers, optimizer state and gradients of earlier microbatches are there before
+    the first of `steps` steps; gradients of the graph live until the next step begins.
     """
     given = sum(series[0] for c, series in memory.by_category.items() if c in _GIVEN and series)
     pools: dict[Pool, tuple[Segment, Segment]] = defaultdict(
@@ -129,7 +129,13 @@ def reserved_bytes(
     return sum(s.reserved for pair in pools.values() for s in pair)
 
 
-_GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS)
+# At the first node the only gradients are those of earlier microbatches.
+_GIVEN = (
+    Category.PARAMETERS,
+    Category.OPTIMIZER_STATE,
+    Category.BUFFERS,
+    Category.GRADIENTS,
+)
 
 
 def _free(

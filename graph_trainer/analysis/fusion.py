@@ -179,7 +179,9 @@ def _reduces_outer(node: fx.Node) -> bool:
     dims = argument(node, "dim")
     if not isinstance(dims, (list, tuple)) or not dims:
         return False
-    ((source, *_), *_) = ([*tensors_of(n)] for n in node.all_input_nodes)
+    source = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
+    if source is None or source.dim() == 0:
+        return False
     kept = {d % source.dim() for d in dims if isinstance(d, int)}
     return source.dim() - 1 not in kept
 

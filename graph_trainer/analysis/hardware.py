@@ -144,6 +144,8 @@ def read_hardware(path: Path) -> Hardware:
     return Hardware(name=path.stem, **values)
 
 
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+
 _MAY_BE_ZERO = {
     "memory_reserved_gib",
     "launch_seconds",
@@ -164,6 +166,10 @@ def _check(path: Path, key: str, value: Any) -> None:
         if not isinstance(value, dict) or "float32" not in value:
             raise ConfigError(f"{where}: a table of FLOP/s by dtype, float32 among them")
         for dtype, number in value.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                near = difflib.get_close_matches(dtype, _DTYPES, n=1, cutoff=0.3)
+                hint = f"; did you mean {near[0]}?" if near else f": {', '.join(_DTYPES)}"
+                raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
             _check(path, f"peak_flops.{dtype}", number)
     else:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -58,16 +58,40 @@ def simulate(
         VerificationError: a collective of which nothing can be said (see `collectives`).
     """
     issued = collectives(joint)
-    fusion = runtime.fusion(joint, fused)
-    cost = costs(joint, hardware, fusion)
-    memory = memory_of(
+    cost = costs(joint, hardware, runtime.fusion(joint, fused))
+    memory = predicted_memory(
         joint,
         optimizer_bytes=optimizer_bytes,
         accumulated_bytes=accumulated_bytes,
-        not_allocated=fusion.kept_inside,
-        held_longer=runtime.held_longer(joint),
-        # gloo is what runs on a CPU; nccl's buffers are its own, made once
-        scratch=gloo_scratch(joint) if hardware.device == "cpu" else None,
+        fused=fused,
+        device=hardware.device,
+        runtime=runtime,
     )
     timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
+
+
+def predicted_memory(
+    joint: JointGraph,
+    *,
+    optimizer_bytes: int = 0,
+    accumulated_bytes: int = 0,
+    fused: bool = False,
+    device: str = "cuda",
+    runtime: Runtime = GRAPH_TRAINER,
+) -> Memory:
+    """What is alive at every node: the memory of `simulate`, which the memory limit asks too.
+
+    Arguments:
+        device: "cpu", where gloo allocates inside collectives; or "cuda".
+        optimizer_bytes, accumulated_bytes, fused, runtime: as `simulate` has them.
+    """
+    return memory_of(
+        joint,
+        optimizer_bytes=optimizer_bytes,
+        accumulated_bytes=accumulated_bytes,
+        not_allocated=runtime.fusion(joint, fused).kept_inside,
+        held_longer=runtime.held_longer(joint),
+        # gloo is what runs on a CPU; nccl's buffers are its own, made once
+        scratch=gloo_scratch(joint) if device == "cpu" else None,
+    )

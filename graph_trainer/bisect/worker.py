@@ -60,7 +60,7 @@ def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) ->
                 loss_of_batch(trainer.loss_fn),
                 args,
                 kwargs,
-                passes=passes_of(config_passes(config, trainer.parallel_dims)),
+                passes=passes_of(config_passes(config, trainer.parallel_dims, trainer.device.type)),
                 on_event=logger.info if dist.get_rank() == 0 else lambda line: None,
             )
         )

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from graph_trainer.analysis.memory import Category, Memory, memory_of
+from graph_trainer.analysis.memory import Category, Memory
+from graph_trainer.analysis.simulation import predicted_memory
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
 
@@ -14,12 +15,16 @@ KEY = "compile.memory_limit_gib"
 
 
 class Held(NamedTuple):
-    """Bytes alive on this rank during a step that neither the graph nor its inputs hold."""
+    """What decides, beside the graph and its inputs, how much is alive on this rank."""
 
     optimizer_bytes: int = 0
     """Optimizer state, from the second step on."""
     accumulated_bytes: int = 0
     """Gradients of earlier microbatches."""
+    fused: bool = False
+    """Whether the backend compiles."""
+    device: str = "cuda"
+    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
 
 
 HeldBytes = Callable[[JointGraph], Held]
@@ -51,6 +56,8 @@ class Budget:
     """
 
     def __init__(self, limit_gib: float | None, held: HeldBytes, agree: Agree) -> None:
+        if limit_gib is not None and not limit_gib > 0:
+            raise PassError(f"{KEY} = {limit_gib}: not a limit; write GiB above 0, or None")
         self._limit_gib = limit_gib
         self._held = held
         self._agree = agree
@@ -63,7 +70,7 @@ class Budget:
 
     def memory(self, joint: JointGraph) -> Memory:
         """What is predicted for this rank. Linear in nodes."""
-        return memory_of(joint, **self._held(joint)._asdict())
+        return predicted_memory(joint, **self._held(joint)._asdict())
 
     def peak(self, joint: JointGraph) -> int:
         """Predicted peak, in bytes, of the rank that needs most; remembered until `changed`."""

@@ -111,11 +111,16 @@ def _check_together(flags: argparse.Namespace) -> None:
             f"--save is for runs of graph_trainer, and --like {flags.like} plans another program: "
             "leave one of the two out"
         )
+    if flags.verify_order and flags.like != GRAPH_TRAINER.name:
+        raise ConfigError(
+            f"--verify-order is for runs of graph_trainer, and --like {flags.like} plans another "
+            "program: leave one of the two out"
+        )
     if not flags.verify_order:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
         return
-    for name in ("compare", *_WRITERS):
+    for name in ("compare", "rank", *_WRITERS):
         if getattr(flags, name):
             raise ConfigError(f"--verify-order plans nothing: leave it or --{name} out")
 

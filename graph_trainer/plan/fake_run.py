@@ -82,7 +82,7 @@ class FakeRun:
 
     def pass_config(self) -> PassConfig:
         """The passes that training runs."""
-        return passes_of(self.config, self.parallel_dims)
+        return passes_of(self.config, self.parallel_dims, self.device)
 
     def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """A batch as the data loaders and the trainer make it, on meta."""

@@ -7,7 +7,15 @@ from dataclasses import dataclass, replace
 
 from graph_trainer.analysis.simulation import Simulation
 from graph_trainer.analysis.traffic import Traffic, traffic_of
-from graph_trainer.joint_graph import JointGraph, compute_nodes
+from graph_trainer.joint_graph import (
+    JointGraph,
+    compute_nodes,
+    module_of,
+    parameter_of,
+    phase_of,
+    role_of,
+    value_of,
+)
 from graph_trainer.passes import PassConfig
 from graph_trainer.passes.pipeline import pass_by_pass
 
@@ -62,7 +70,7 @@ def ledger(
     *,
     on_pass: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[LedgerRow, Simulation]]:
-    """Run the passes on a graph, in place, and simulate it after each that changed a node.
+    """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
     Returns:
         an iterator of rows with what was simulated, first the graph as captured.
@@ -70,12 +78,21 @@ def ledger(
     simulation: Simulation | None = None
     before: list[object] = []
     for report in pass_by_pass(joint, passes, on_pass=on_pass):
-        after: list[object] = [(n, n.target, n.args, n.kwargs) for n in joint.graph.nodes]
+        after = _state_of(joint)
         if simulation is None or after != before:
             simulation = simulate(joint)
         before = after
         row = row_of(simulation, report.name, report.seconds)
         yield replace(row, rolled_back=report.rolled_back), simulation
+
+
+def _state_of(joint: JointGraph) -> list[object]:
+    """All that a simulation depends on, node by node."""
+    return [
+        (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
+        + (id(value_of(n)),)
+        for n in joint.graph.nodes
+    ]
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:

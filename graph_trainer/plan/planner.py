@@ -142,7 +142,7 @@ def make_plan(
         hardware=hardware,
         optimizer_bytes=held.optimizer_bytes,
         accumulated_bytes=held.accumulated_bytes,
-        fused=config.compile.backend == "inductor",
+        fused=held.fused,
         runtime=runtime,
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
@@ -185,6 +185,7 @@ def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassCo
     return replace(
         passes,
         passes=(*passes.passes, overlap_fsdp.name),
+        disable_passes=[name for name in passes.disable_passes if name != overlap_fsdp.name],
         options={**passes.options, overlap_fsdp.name: options},
     )
 

@@ -96,7 +96,7 @@ class Measured:
         config = self.trainer.config
         config.parallelism.fsdp_reshard_after_forward = policy
         joint = copy_graph(self._captured)
-        gt.run_passes(joint, passes_of(config, self.trainer.parallel_dims))
+        gt.run_passes(joint, passes_of(config, self.trainer.parallel_dims, "cpu"))
         step = gt.compile(joint)
         state = self._state_bytes()
         for attempt in range(4):
@@ -105,7 +105,7 @@ class Measured:
             dist.all_reduce(all_given_back, dist.ReduceOp.MIN)
             if all_given_back:
                 break
-        held = held_by(config, self._data_ranks())(joint)
+        held = held_by(config, self._data_ranks(), "cpu")(joint)
         memory = simulate(
             joint,
             load_hardware("cpu"),

@@ -53,6 +53,14 @@ BAD = {
         ["--training.local_batch_size", "2", "--training.global_batch_size", "6"],
         "not a multiple of",
     ),
+    "order of another's rank": (
+        ["--verify-order", "--rank", "1", "--world-size", "2"],
+        "--verify-order plans nothing: leave it or --rank out",
+    ),
+    "order of another program": (
+        ["--verify-order", "--like", "torchtitan"],
+        "--like torchtitan plans another program",
+    ),
     "no ranks": (["--world-size", "0"], "'0' is not a number of ranks: write 1 or more"),
     "fewer than none": (["--world-size", "-2"], "'-2' is not a number of ranks"),
     "part of a rank": (["--world-size", "1.5"], "'1.5' is not a number of ranks"),

@@ -87,3 +87,10 @@ def test_gradients_of_a_step_are_freed_before_the_next_and_not_twice():
     assert kinds[Category.GRADIENTS]
     twice = reserved_bytes(memory, steps=2)
     assert reserved_bytes(memory, steps=5) == twice
+
+
+def test_gradients_of_earlier_microbatches_are_taken_as_well():
+    joint = captured_decoder(layers=3, dim=256, hidden=1024)
+    for earlier in (0, 50 * MIB, 500 * MIB):
+        memory = memory_of(joint, optimizer_bytes=MIB, accumulated_bytes=earlier)
+        assert memory.peak_bytes <= reserved_bytes(memory) < memory.peak_bytes + 60 * MIB

@@ -175,3 +175,11 @@ def test_work_grows_with_nodes(monkeypatch):
         fuse(b.joint(b.call(aten.sum.default, x)))
         per_node.append(len(asked) / length)
     assert per_node[1] <= per_node[0] <= 2
+
+
+def test_a_reduction_of_a_number_is_fused_like_any_other():
+    builder = Builder()
+    x = builder.input("x")
+    total = builder.call(aten.sum.dim_IntList, builder.call(aten.neg.default, x), [0])
+    joint = builder.joint(total)
+    assert len(set(fuse(joint).group.values())) == 1

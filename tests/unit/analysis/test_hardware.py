@@ -139,6 +139,13 @@ def test_peaks_are_a_table(own):
         load_hardware(str(path))
 
 
+def test_a_peak_of_no_dtype_is_refused(own):
+    path = own().with_name("typo.toml")
+    path.write_text(own().read_text().replace("bfloat16 =", "bf16 ="))
+    with pytest.raises(gt.ConfigError, match="'bf16' is no dtype of torch's; did you mean"):
+        load_hardware(str(path))
+
+
 def test_a_file_that_is_no_profile(tmp_path):
     for name, content in (("a.toml", b"memory = = 1"), ("b.toml", b"\xff\xfe\x00")):
         (tmp_path / name).write_bytes(content)
