@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,8 @@ _MAKE_GRAPHS = (
 )
 _NEVER = ("dump_folder",)
 _OURS = ("graph_trainer", "torchtitan")
+# An entry is a name, or a name and what it is called with.
+_OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,13 +208,27 @@ def _check_imports(path: Path, document: Mapping[str, Any], words: Sequence[str]
     """A config may name code to import. A plan is data, so it may name none but ours."""
     if any(word.partition("=")[0] == "--module" for word in words):
         document = {k: v for k, v in document.items() if k != "module"}
-    for key, value in _flat(document, ""):
-        names_code = key == "module" or key.split(".")[-1] == "type" and ":" in str(value)
-        if names_code and str(value).split(".")[0] not in _OURS:
+    for key, value in _code_named(document, ""):
+        if value.split(".")[0] not in _OURS:
             raise ConfigError(
                 f"{FLAG} {path}: its config has {key} = {show(value)}, which would be imported, "
                 "and a plan is data. Give the config itself with --config (and --module)."
             )
+
+
+def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Every text of a config that names code, wherever it stands: the module of the registry,
+    the class of a section, and torchtitan's overrides, which are imported by name."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _code_named(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _code_named(inner, f"{key}[{place}]")
+    elif isinstance(value, str):
+        is_class = key.rpartition(".")[2] == "type" and ":" in value
+        if key == "module" or is_class or _OVERRIDE.fullmatch(key):
+            yield key, value
 
 
 def _check_mode(path: Path, config: GraphTrainer.Config) -> None:

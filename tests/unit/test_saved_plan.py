@@ -390,6 +390,10 @@ def test_another_number_of_ranks_is_refused(saved, monkeypatch):
         'module = "planted"',
         'module = "graph_trainer_planted"',
         '[loss]\ntype = "planted.inner:Loss.Config"',
+        '[[optimizer.param_groups]]\npattern = ".*"\ntype = "planted.inner:X"',
+        '[dataloader]\nsources = [[{type = "planted.inner:X"}]]',
+        '[override]\nimports = ["torchtitan.overrides.x.y", "planted.inner.f"]',
+        '[override]\nimports = [["planted.inner.f", {}]]',
     ],
 )
 def test_a_plan_names_no_code_to_import(document, tmp_path, monkeypatch, line):
