@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from graph_trainer.analysis.ops import (
 )
 from graph_trainer.bisect.bits import Difference, digest, distance
 from graph_trainer.bisect.runs import Runs
-from graph_trainer.joint_graph import JointGraph, OutputKind, module_of, phase_of
+from graph_trainer.joint_graph import InputKind, JointGraph, OutputKind, module_of, phase_of
+
+Same = Callable[[fx.Node], bool | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,56 +48,50 @@ class NodeDifference:
 def first_difference(
     runs: Runs, before: JointGraph, after: JointGraph, differing: Iterable[str]
 ) -> NodeDifference | None:
-    """Run both graphs node by node on the same inputs; four runs in all, linear in nodes.
+    """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.
 
     A node is compared with the one of its name, or with the one in whose place a kept node
-    reads it. Only nodes that lead to a value that differs count, since a pass may change what
-    matters to no one. What is not settled when it is made (memory not yet written, a collective
-    not yet waited for) is not compared, nor what differs when the graph before runs twice.
+    reads it. A node counts where its difference reaches a value that differs: through readers
+    that differ too, since a pass may change what matters to no one, or make up for it behind.
+    What is not settled when it is made (memory not yet written, a collective not yet waited
+    for) is not compared, nor what differs when the graph before runs twice.
 
     Arguments:
         differing: names of the results that differ on this rank, as `Results` has them; none
             where only other ranks' do. This rank then only takes part in the collectives.
 
     Returns:
-        the first node in the order of the graph after, or None where every node is the same.
+        the first node in the order of the graph after, or None where none counts.
     """
-    was = _digests(runs, before)
-    again = _digests(runs, before)
+    was, again = _digests(runs, before), _digests(runs, before)
+    now = _digests(runs, after)
     partners = partners_of(before, after)
     unstable = {name for name in was if was[name] != again[name]}
     unstable |= {node.name for node in (*_unsettled(before.graph), *_unsettled(after.graph))}
-    wanted = _leading_to(after, set(differing))
-    order = list(after.graph.nodes)
-    first: dict[bool, tuple[fx.Node, Any]] = {}
+    known = {was[name] for name in was if name not in unstable}
 
-    def compare(node: fx.Node, value: Any) -> None:
+    def same(node: fx.Node) -> bool | None:
+        """Whether a value is what it was; None where nothing tells."""
         partner = partners.get(node)
-        if partner is None or not unstable.isdisjoint((partner.name, node.name)):
-            return
-        leads = node in wanted
-        if leads not in first and digest(value) != was[partner.name]:
-            first[leads] = (node, _kept(value))
+        if node.name in unstable or (partner is not None and partner.name in unstable):
+            return None
+        if partner is None:  # a value that there was is not at fault, wherever it was
+            return True if now[node.name] in known else None
+        return now[node.name] == was[partner.name]
 
-    runs.node_by_node(after, compare)
-    found = first.get(True) or first.get(False)
-    values: list[Any] = []
-
-    def keep(node: fx.Node, value: Any) -> None:
-        if found is not None and node is partners[found[0]]:
-            values.append(_kept(value))
-
-    runs.node_by_node(before, keep)
-    if found is None or not set(differing):
+    seen = _first_that_reaches(after, set(differing), same)
+    old = _value_of(runs, before, None if seen is None else partners[seen])
+    value = _value_of(runs, after, seen)
+    if seen is None:
         return None
-    seen, value = found
-    node = _cause(seen, partners)
+    node = _cause(seen, partners, same)
     partner = partners.get(node)
-    difference = distance(seen.name, values[0], value)
-    assert difference is not None, "digests differ and values do not"
+    difference = distance(seen.name, old, value) or Difference(
+        seen.name, 0.0, 0.0, "different in one run of two"
+    )
     phase = phase_of(node)
     return NodeDifference(
-        order.index(node),
+        list(after.graph.nodes).index(node),
         node.name,
         str(node.target),
         module_of(node) or "",
@@ -127,10 +123,10 @@ def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]
     return partners
 
 
-def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node]) -> fx.Node:
+def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node], same: Same) -> fx.Node:
     """An inserted node that has no partner and that a kept one reads, where there is one."""
     same_op = node.op == "call_function" and node.target == partners[node].target
-    new = [source for source in node.all_input_nodes if source not in partners]
+    new = [s for s in node.all_input_nodes if s not in partners and not same(s)]
     return new[0] if same_op and new else node
 
 
@@ -144,21 +140,59 @@ def _digests(runs: Runs, joint: JointGraph) -> dict[str, str]:
     return found
 
 
-def _leading_to(joint: JointGraph, differing: set[str]) -> set[fx.Node]:
-    """The nodes from which the results of these names are computed."""
+def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
+    """What a node gives in one more run, None for no node."""
+    values: list[Any] = []
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if node is wanted:
+            values.append(_kept(value))
+
+    runs.node_by_node(joint, keep)
+    return values[0] if values else None
+
+
+def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> fx.Node | None:
+    """The first node that differs and from which only others that do, or of which nothing is
+    known, lead to a result of these names."""
+    returned = _returned(joint, differing)
+    roots = storage_roots(joint.graph)
+    output = joint.output_node()
+    read = {output} if returned else set()
+    storages = {
+        roots[node]
+        for spec, nodes in joint.inputs_of(InputKind.BUFFER)
+        for node in nodes
+        if f"buffer {spec.name}" in differing
+    }
+    first: fx.Node | None = None
+    for node in reversed(joint.graph.nodes):
+        touched = {roots[source] for source in written_arguments(node)}
+        writes = not storages.isdisjoint(touched)
+        if node not in read and not writes:
+            continue
+        # what a batch norm leaves in its statistics is not in what it returns
+        shown = not writes or roots[node] in touched
+        verdict = same(node)
+        if verdict and shown:
+            continue
+        if verdict is False:
+            first = node
+        sources = returned if node is output else node.all_input_nodes
+        read.update(sources)
+        storages.update(roots[source] for source in sources)
+    return first
+
+
+def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
+    """The nodes that the graph returns as the loss or the gradients of these names."""
     values = iter(joint.output_values())
-    left: list[fx.Node] = []
+    found: list[fx.Node] = []
     for spec in joint.signature.outputs:
         is_loss = spec.kind is OutputKind.LOSS
         name = "loss" if is_loss else f"gradient of {spec.name}"
         parts = [next(values) for _ in range(spec.layout.num_tensors)]
-        left += parts if name in differing else []
-    found: set[fx.Node] = set()
-    while left:
-        node = left.pop()
-        if node not in found:
-            found.add(node)
-            left += node.all_input_nodes
+        found += parts if name in names else []
     return found
 
 
@@ -173,7 +207,6 @@ def _unsettled(graph: fx.Graph) -> set[fx.Node]:
         touched = {roots[source] for source in written_arguments(node)}
         if is_collective(node):
             under_way |= {root, *touched}
-            written -= {root, *touched}
         elif is_wait(node):
             written.add(root)
             under_way.discard(root)

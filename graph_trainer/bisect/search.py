@@ -37,7 +37,7 @@ def bisect_passes(
     backend, all from the same state and random numbers on the same batch, and compares loss,
     gradients and buffers bit by bit. In the first pass that differs it looks for the first
     node. Every rank must call it, with a model and a batch on CPU; all get the same verdict,
-    and leave with the model as it was. Costs a run of the step for each pass and four node by
+    and leave with the model as it was. Costs a run of the step for each pass and five node by
     node.
 
     Arguments:

@@ -59,8 +59,8 @@ def _conclusion(verdict: Verdict) -> str:
         )
     if node is None:
         return (
-            f"'{culprit}' is the first pass that changes the numbers. Every node that can be "
-            "compared has the value that it had before; compare the graphs themselves."
+            f"'{culprit}' is the first pass that changes the numbers. Every node that leads there "
+            "and can be compared has the value that it had before; compare the graphs themselves."
         )
     ranks = [rank for rank, found in enumerate(verdict.nodes) if found is not None]
     return "\n".join(

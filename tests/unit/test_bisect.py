@@ -273,6 +273,120 @@ def test_gradients_that_are_returned_in_each_others_place():
     assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
 
 
+def test_an_unrelated_change_is_not_blamed_for_gradients_in_each_others_place():
+    b = Builder()
+    x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
+    b.call(aten.relu.default, x)
+    one, two = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)
+    joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
+
+    def change(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        loss, first, second = joint.output_values()
+        joint.output_node().args = ((loss, second, first),)
+
+    assert find(joint, change, ["gradient of v", "gradient of w"]).name == "output"
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_buffers_writer_is_blamed_and_no_unrelated_change(through_a_view):
+    b = Builder()
+    x, count = b.input("x", 3), b.buffer("norm.count", 3)
+    b.call(aten.relu.default, x)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    written = b.call(aten.slice.Tensor, count, 0, 0, 3) if through_a_view else count
+    b.call(aten.add_.Tensor, written, scaled)
+    joint = b.joint(b.call(aten.sum.default, x))
+
+    def change(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        nodes(joint, aten.add_.Tensor)[0].target = aten.sub_.Tensor
+
+    assert find(copy_graph(joint), change, ["buffer norm.count"]).name == "add__tensor"
+
+    def earlier(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(copy_graph(joint), earlier, ["buffer norm.count"]).name == "mul_tensor"
+    assert find(copy_graph(joint), earlier, ["loss"]) is None
+
+
+def test_what_is_written_by_an_op_that_returns_nothing_is_followed():
+    b = Builder()
+    x, count = b.input("x", 3), b.buffer("norm.count", 3)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    b.call(aten._foreach_add_.List, [count], [scaled])
+    joint = b.joint(b.call(aten.sum.default, x))
+
+    def change(joint):
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(joint, change, ["buffer norm.count"]).name == "mul_tensor"
+
+
+def test_what_a_kept_reader_makes_up_for_is_not_blamed():
+    """Both factors negated give the same product."""
+    b = Builder()
+    x, y = b.input("x", 16), b.input("y", 16)
+    product = b.call(aten.mul.Tensor, x, y)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.relu.default, product)))
+
+    def negated(joint):
+        (product,) = nodes(joint, aten.mul.Tensor)
+        for source in product.args:
+            with joint.graph.inserting_before(product):
+                new = joint.graph.call_function(aten.neg.default, (source,))
+            new.meta["val"] = source.meta["val"]
+            copy_annotations(product, new)
+            product.replace_input_with(source, new)
+
+    def change(joint):
+        negated(joint)
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+
+    assert find(copy_graph(joint), negated) is None
+    assert find(copy_graph(joint), change).name == "relu_default"
+
+
+@pytest.mark.parametrize("in_between", [False, True])
+def test_what_an_inserted_node_makes_up_for_is_not_blamed(in_between):
+    joint = chain()
+
+    def change(joint):
+        scaled = nodes(joint, aten.mul.Tensor)[1]
+        (relu,) = nodes(joint, aten.relu.default)
+        with joint.graph.inserting_before(scaled):
+            twice = joint.graph.call_function(aten.mul.Tensor, (scaled.args[0], 2.0))
+        with joint.graph.inserting_before(relu):
+            half = joint.graph.call_function(aten.mul.Tensor, (scaled, 0.5))
+            last = joint.graph.call_function(aten.neg.default, (half,)) if in_between else half
+        for node in (twice, half, last):
+            node.meta["val"] = scaled.meta["val"]
+            copy_annotations(scaled, node)
+        scaled.args = (twice, scaled.args[1])
+        relu.target, relu.args = aten.abs.default, (last,)
+
+    # the reader is another op now, so nothing says what its new input should be compared with
+    assert find(joint, change).name == "relu_default"
+
+
+def test_what_is_random_in_itself_is_not_compared():
+    b = Builder()
+    x = b.input("x", 64)
+    noise = b.call(aten.rand.default, [64])
+    scaled = b.call(aten.mul.Tensor, noise, 0.0)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.add.Tensor, x, scaled)))
+
+    def change(joint):
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 1.0)
+
+    assert find(joint, change).name == "mul_tensor"
+
+
 @pytest.mark.parametrize("reduce", [c10d.all_reduce.default, c10d.all_reduce_.default])
 def test_what_is_not_there_yet_is_not_compared(reduce):
     """Memory before it is written, and a collective before it is waited for."""
