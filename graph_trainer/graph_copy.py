@@ -36,8 +36,12 @@ def copy_graph(joint: JointGraph) -> JointGraph:
 
 
 def put_back(joint: JointGraph, copy: JointGraph) -> None:
-    """Make `joint` what it was when `copy` was made of it. The copy becomes its graph."""
-    joint.graph_module.graph = copy.graph
+    """Make `joint` what it was when `copy` was made of it.
+
+    The copy's graph module becomes that of `joint`, with the attributes that its graph reads:
+    those that were replaced, deleted or added meanwhile stay behind with the old module.
+    """
+    joint.graph_module = copy.graph_module
     joint.signature = copy.signature
     joint.history[:] = copy.history
 

@@ -2,24 +2,28 @@
 
 import dataclasses
 import functools
+import operator
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import graph_trainer as gt
 from graph_trainer.analysis.memory import memory_of
+from graph_trainer.analysis.ops import subgraph_of
 from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.passes import Pass, Stage
 from graph_trainer.passes.memory_limit import GIB, Held
 from graph_trainer.train_step import TrainStep
 from tests.unit.graphs import (
+    Builder,
     assert_same,
     aten,
     captured_decoder,
     code,
     hungry,
     run,
+    values_for,
 )
 
 OVERLAP = ["default", "overlap_fsdp"]
@@ -261,6 +265,83 @@ def test_a_copy_does_not_change_with_its_original(plain):
     assert described(joint) == before and joint.history[-1] == "rematerialize"
     joint.validate()
     assert_same(run(joint), run(plain))
+
+
+def with_attributes():
+    """relu(x) * const * scales.factor, negated by a subgraph."""
+    b = Builder()
+    inner = fx.Graph()
+    x = b.call(aten.relu.default, b.input("x", 8))
+    value = inner.placeholder("value")
+    inner.output((inner.call_function(aten.neg.default, (value,)),))
+    body = b.call_higher_order(called, fx.GraphModule(nn.Module(), inner), x, val=x)
+    result = b.call(operator.getitem, body, 0)
+    b.root.register_buffer("const", torch.ones(8))
+    b.root.scales = nn.Module()
+    b.root.scales.register_buffer("factor", torch.full((8,), 0.5))
+    for name in ("const", "scales.factor"):
+        constant = b.graph.get_attr(name)
+        constant.meta["val"] = x.meta["val"]
+        result = b.call(aten.mul.Tensor, result, constant)
+    return b.joint(b.call(aten.sum.default, result))
+
+
+def called(module, *args):
+    """A higher-order op, as far as fx can tell."""
+    return module(*args)
+
+
+def replaced(module):
+    module.const = torch.full((8,), 10.0)
+    module.scales = nn.Module()
+    module.scales.register_buffer("factor", torch.zeros(8))
+
+
+def replaced_inside(module):
+    module.scales.factor = torch.zeros(8)
+
+
+def deleted(module):
+    del module.const, module.scales
+
+
+def another_body(module):
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    graph.output((graph.call_function(aten.exp.default, (value,)),))
+    module.body = fx.GraphModule(nn.Module(), graph)
+
+
+def added(module):
+    module.register_buffer("extra", torch.ones(8))
+
+
+@pytest.mark.parametrize("change", [replaced, replaced_inside, deleted, another_body, added])
+def test_what_a_pass_did_to_attributes_is_put_back(change):
+    joint = with_attributes()
+    before, text = run(joint), str(joint)
+    copy = copy_graph(joint)
+    change(joint.graph_module)
+    put_back(joint, copy)
+    assert_same(before, run(joint))
+    assert str(joint) == text and not hasattr(joint.graph_module, "extra")
+    assert all(subgraph_of(n) is not None for n in joint.graph.nodes if n.target == "body")
+    # and so in the code that backends compile
+    assert_same(before[:1], [o.clone() for o in joint.graph_module(*values_for(joint))])
+
+
+def test_a_rolled_back_pass_leaves_no_attribute_behind():
+    def spoil(joint, options):
+        hungry(10_000).function(joint, options)
+        replaced(joint.graph_module)
+        added(joint.graph_module)
+
+    joint = with_attributes()
+    before, limit = run(joint), peak(joint) / GIB
+    spoiling = Pass("spoil", Stage.SCHEDULE, "for a test", spoil, optional=True)
+    report = gt.run_passes(joint, gt.PassConfig(passes=[spoiling], memory_limit_gib=limit))
+    assert len(report.notes()) == 1 and not hasattr(joint.graph_module, "extra")
+    assert_same(before, run(joint))
 
 
 def test_no_limit_costs_no_exchange():
