@@ -39,6 +39,7 @@ def parallelize_decoder(
     _check_supported(parallel_dims, parallelism, training)
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
+        _tie_again(model)
     if ac_config is not None:
         ac_config.build(dump_folder=dump_folder).apply(model)
     mode, mesh = _data_parallel_mesh(parallel_dims)
@@ -87,6 +88,15 @@ def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
     if parallel_dims.dp_shard_enabled:
         return "hybrid_shard", parallel_dims.get_mesh(["dp_replicate", "fsdp"])
     return "replicate", parallel_dims.get_mesh("dp_replicate")
+
+
+def _tie_again(model: nn.Module) -> None:
+    """Make one parameter of two that tensor parallelism has distributed one by one.
+
+    torchtitan ties them again only when it initializes the model, which a plan never does.
+    """
+    if getattr(model, "enable_weight_tying", False):
+        model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
 
 
 def _initialize_shards(model: nn.Module) -> None:

@@ -141,6 +141,11 @@ def read_hardware(path: Path) -> Hardware:
             f"--hardware {path}: power_idle_watts = {values['power_idle_watts']} is not below "
             "power_watts and power_limit_watts"
         )
+    if values["memory_reserved_gib"] >= values["memory_gib"]:
+        raise ConfigError(
+            f"--hardware {path}: memory_reserved_gib = {values['memory_reserved_gib']} leaves "
+            f"nothing of memory_gib = {values['memory_gib']}"
+        )
     return Hardware(name=path.stem, **values)
 
 
@@ -173,6 +178,8 @@ def _check(path: Path, key: str, value: Any) -> None:
             _check(path, f"peak_flops.{dtype}", number)
     else:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and isinstance(value, int) and value.bit_length() > 1000:
+            raise ConfigError(f"--hardware {path}: {key}: a number that no machine has")
         least = 0 if key in _MAY_BE_ZERO else 1e-30
         if not number or not least <= value < float("inf"):
             raise ConfigError(f"{where}: not a positive number")

@@ -89,8 +89,8 @@ class Budget:
     def why_rolled_back(self, before: int, after: int) -> str:
         """What the report says of a pass that was rolled back. Arguments: peaks in bytes."""
         return (
-            f"rolled back: it raises the predicted peak from {gib(before)} to {gib(after)} GiB, "
-            f"{KEY} is {self._limit_gib:g}"
+            f"rolled back: it raises the predicted peak by {after - before:,} bytes to "
+            f"{gib(after)} GiB, {KEY} is {self._limit_gib:g}"
         )
 
     def refusal(self, joint: JointGraph, ledger: str, *, reshards: bool) -> PassError:

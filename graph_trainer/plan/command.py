@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
 from graph_trainer.analysis.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.analysis.runtime import GRAPH_TRAINER, RUNTIMES
-from graph_trainer.config import check_config, load_config, wanted_ranks
+from graph_trainer.config import check_config, config_to_toml, load_config, wanted_ranks
 from graph_trainer.config.check import world_size_from_environment
 from graph_trainer.errors import ConfigError
 from graph_trainer.plan.advice import LoadConfig, advise
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
     _check_misspelt(words, vars(flags))
     hardware = load_hardware(flags.hardware)
     announced = flags.world_size or world_size_from_environment()
-    config = load_config(words, world_size=announced, prog="graph-trainer plan")
+    config = load_config(words, world_size=announced, prog="graph-trainer train")
     world_size = announced or wanted_ranks(config)
     check_config(config, world_size)
     if not 0 <= flags.rank < world_size:
@@ -77,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     check_outputs(files)
 
     def load(more: Sequence[str]) -> GraphTrainer.Config:
-        return load_config([*words, *more], world_size=world_size, prog="graph-trainer plan")
+        return load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
 
     plan_of = partial(
         make_plan,
@@ -90,17 +91,17 @@ def main(argv: Sequence[str]) -> int:
     if flags.verify_order:
         return _verify_order(flags, config, world_size, hardware.device)
     if flags.compare:
-        return _compare(flags, load, partial(plan_of, every_pass=False), hardware)
+        return _compare(flags, load, partial(plan_of, every_pass=False), hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
     if not plan.fits:
         with progress("what would help") as say:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))
-    _print(report(plan))
+    _print(report(plan), files.values())
     for flag, path in files.items():
         with published(path) as file:
             _WRITERS[flag.removeprefix("--")](plan, file)
-        print(f"wrote {path}")
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 
@@ -169,7 +170,11 @@ def _verify_order(
 
 
 def _compare(
-    flags: argparse.Namespace, load: LoadConfig, plan_of: PlanOf, hardware: Hardware
+    flags: argparse.Namespace,
+    load: LoadConfig,
+    plan_of: PlanOf,
+    hardware: Hardware,
+    world_size: int,
 ) -> int:
     wanted = settings(flags.compare)
     others = [name for name in _WRITERS if name != "json" and getattr(flags, name)]
@@ -179,20 +184,29 @@ def _compare(
         )
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say)
-    _print(comparison_table(rows, hardware.usable_bytes))
-    for reason in dict.fromkeys(row.reason for row in rows if row.reason):
-        print(f"- {reason}")
+    reasons = dict.fromkeys(row.reason for row in rows if row.reason)
+    table = comparison_table(rows, hardware.usable_bytes)
+    _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
     if flags.json:
+        about = {
+            "config": config_to_toml(load(())),
+            "hardware": asdict(hardware),
+            "runtime": flags.like,
+            "world_size": world_size,
+            "rank": flags.rank,
+        }
         with published(flags.json) as file:
-            file.write(json.dumps(comparison_document(rows), indent=2) + "\n")
-        print(f"wrote {flags.json}")
+            file.write(json.dumps(comparison_document(rows, about), indent=2) + "\n")
+        print(f"wrote {flags.json}", file=sys.stderr)
     return 0
 
 
-def _print(tables: RenderableType) -> None:
-    terminal = Console()
+def _print(tables: RenderableType, files: Iterable[Path]) -> None:
+    """Print to stdout; to stderr where a file is stdout, so that this holds the file alone."""
+    apart = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
+    terminal = Console(stderr=apart)
     width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
-    Console(width=width, highlight=False).print(tables)
+    Console(stderr=apart, width=width, highlight=False).print(tables)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -227,7 +241,8 @@ def _parser() -> argparse.ArgumentParser:
         "--compare",
         action="append",
         metavar="KEY=A,B,C",
-        help="plan all combinations of these values of config keys instead; may be repeated",
+        help="plan all combinations of these values of config keys instead; may be repeated; "
+        "between values that are lists stands ;",
     )
     parser.add_argument(
         "--verify-order",

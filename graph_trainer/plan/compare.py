@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.planner import OnProgress, Plan
-from graph_trainer.plan.tables import GIB, plain_table
+from graph_trainer.plan.tables import plain_table, unit_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -44,7 +44,7 @@ class Compared:
 
 
 def settings(texts: Sequence[str]) -> list[Setting]:
-    """The settings that `--compare` names.
+    """The settings that `--compare` names; values that are lists have ; between them.
 
     Raises:
         ConfigError: no `key=value,value`, or a key twice.
@@ -52,12 +52,14 @@ def settings(texts: Sequence[str]) -> list[Setting]:
     found: dict[str, tuple[str, ...]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
-        each = tuple(v.strip() for v in values.split(",") if v.strip())
+        between = ";" if ";" in values else ","
+        each = tuple(v.strip() for v in values.split(between) if v.strip())
         key = key.strip().removeprefix("--").replace("-", "_")
         if not key or not equals or not each:
             raise ConfigError(
                 f"--compare {text}: write key=value,value, such as "
-                "parallelism.fsdp_reshard_after_forward=always,never"
+                "parallelism.fsdp_reshard_after_forward=always,never; between values that are "
+                "lists stands ;"
             )
         if key in found:
             raise ConfigError(f"--compare {key} is given twice: write all its values in one")
@@ -74,7 +76,16 @@ def combinations(wanted: Sequence[Setting]) -> list[Values]:
 
 def flags_of(values: Values) -> tuple[str, ...]:
     """The flags that set one combination."""
-    return tuple(word for key, value in values for word in (f"--{key}", value))
+    return tuple(word for key, value in values for word in _flag(key, value))
+
+
+def _flag(key: str, value: str) -> tuple[str, ...]:
+    if value.lower() == "true":
+        return (f"--{key}",)
+    if value.lower() == "false":
+        section, _, name = key.rpartition(".")
+        return (f"--{section}.no_{name}",)
+    return (f"--{key}", value)
 
 
 def compare(
@@ -138,11 +149,12 @@ def _impossible(values: Values, error: Exception) -> Compared:
 
 def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
     """A row a combination; what fits is marked."""
-    table = plain_table(f"All combinations; fits: needs at most {usable_bytes / GIB:,.1f} GiB")
+    unit, size = unit_of(max(row.reserved_bytes for row in rows))
+    table = plain_table(f"All combinations; fits: needs at most {usable_bytes / size:,.1f} {unit}")
     table.add_column("fits", no_wrap=True)
     for key, _ in rows[0].values:
         table.add_column(key.replace(".", ".\n"), overflow="fold")
-    for heading in ("needs GiB", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
+    for heading in (f"needs {unit}", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
         table.add_column(heading, justify="right")
     for row in rows:
         values = [Text(value) for _, value in row.values]
@@ -152,7 +164,7 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
         table.add_row(
             "yes" if row.fits else "NO",
             *values,
-            f"{row.reserved_bytes / GIB:,.2f}",
+            f"{row.reserved_bytes / size:,.2f}",
             f"{row.step_seconds * 1e3:,.1f}",
             f"{row.exposed_seconds * 1e3:,.1f}",
             f"{row.tokens_per_second_per_gpu:,.0f}",
@@ -162,11 +174,16 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
     return table
 
 
-def comparison_document(rows: Sequence[Compared]) -> dict[str, Any]:
-    """The table as plain values: bytes and seconds."""
+def comparison_document(rows: Sequence[Compared], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The table as plain values: bytes and seconds.
+
+    Arguments:
+        about: what all rows have in common.
+    """
     return {
         "schema": SCHEMA,
         "versions": versions(),
+        **about,
         "rows": [
             {
                 "config": dict(row.values),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
@@ -34,11 +35,22 @@ def _check_writable(path: Path) -> None:
         problem = "is a folder: name a file"
     elif not folder.is_dir():
         problem = f"there is no folder {folder}: make it, or name another"
-    elif not os.access(path if _is_special(path) else folder, os.W_OK):
-        problem = "cannot be written to: name another file"
     else:
-        return
-    raise ConfigError(f"{path}: {problem}")
+        problem = _cannot_write(path, folder)
+    if problem:
+        raise ConfigError(f"{path}: {problem}")
+
+
+def _cannot_write(path: Path, folder: Path) -> str:
+    """Why nothing can be written there, found by trying; empty where it can."""
+    try:
+        if _is_special(path):
+            path.open("a").close()
+        else:
+            tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"cannot be written to ({error.strerror}): name another file"
+    return ""
 
 
 @contextlib.contextmanager
@@ -47,7 +59,21 @@ def published(path: Path) -> Iterator[IO[str]]:
 
     Whoever reads the name finds the old file or the new one, whole. A pipe or a device, such as
     /dev/stdout, is written to as it is.
+
+    Raises:
+        ConfigError: it cannot be written after all; the disk may be full.
     """
+    try:
+        with _opened(path) as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}): make room, or name another file"
+        ) from error
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[str]]:
     if _is_special(path):
         with path.open("w", encoding="utf-8") as file:
             yield file

@@ -181,17 +181,18 @@ def advice_table(plan: Plan) -> RenderableType:
     """What would help a run that does not fit, the most helpful first."""
     if not plan.advice:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
+    unit, size = unit_of(plan.reserved_bytes)
     table = plain_table("What would help most, one change at a time, estimated from four layers")
     table.add_column("flags", overflow="fold")
-    table.add_column("needs GiB", justify="right")
+    table.add_column(f"needs {unit}", justify="right")
     table.add_column("saves", justify="right")
     table.add_column("tok/s/GPU", justify="right")
     table.add_column("fits", justify="right")
     for each in plan.advice:
-        saved = (plan.reserved_bytes - each.reserved_bytes) / GIB
+        saved = (plan.reserved_bytes - each.reserved_bytes) / size
         table.add_row(
             Text(each.words()),
-            f"{each.reserved_bytes / GIB:,.1f}",
+            f"{each.reserved_bytes / size:,.1f}",
             f"{saved:,.1f}",
             f"{each.tokens_per_second_per_gpu:,.0f}",
             "yes" if each.fits else "no",
@@ -201,19 +202,16 @@ def advice_table(plan: Plan) -> RenderableType:
 
 def verdict(plan: Plan) -> str:
     """Does it fit, and how fast is it."""
-    room = plan.headroom_bytes / GIB
-    usable = plan.hardware.usable_bytes / GIB
-    needs = (
-        f"{plan.reserved_bytes / GIB:,.1f} GiB (peak {plan.peak_bytes / GIB:,.1f}, the rest is "
-        "the allocator's)"
-        if plan.reserved_bytes > plan.peak_bytes
-        else f"{plan.peak_bytes / GIB:,.1f} GiB"
-    )
+    unit, size = unit_of(max(plan.reserved_bytes, abs(plan.headroom_bytes)))
+    usable = f"{plan.hardware.usable_bytes / size:,.1f} {unit}"
+    room = f"{abs(plan.headroom_bytes) / size:,.1f} {unit}"
+    needs = f"{plan.reserved_bytes / size:,.1f} {unit}"
+    if plan.reserved_bytes > plan.peak_bytes:
+        needs += f" (peak {plan.peak_bytes / size:,.1f}, the rest is the allocator's)"
     memory = (
-        f"Fits: needs {needs} of {usable:,.1f}; {room:,.1f} GiB head-room."
+        f"Fits: needs {needs} of {usable}; {room} head-room."
         if plan.fits
-        else f"Does not fit: needs {needs}, {-room:,.1f} GiB more than the {usable:,.1f} GiB of "
-        f"{plan.hardware.name}."
+        else f"Does not fit: needs {needs}, {room} more than the {usable} of {plan.hardware.name}."
     )
     return (
         f"{memory}\n{plan.tokens_per_second_per_gpu:,.0f} tokens/s/GPU, MFU {plan.mfu:.1%}, "

@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import subprocess
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -23,6 +26,8 @@ from graph_trainer.plan import advice
 from graph_trainer.plan.command import main
 from graph_trainer.plan.compare import combinations, compare, flags_of, settings
 from graph_trainer.plan.document import document
+from graph_trainer.plan.fake_run import FakeRun
+from graph_trainer.plan.files import published
 from graph_trainer.plan.ledger import ledger, row_of
 from graph_trainer.plan.planner import Plan, make_plan
 from graph_trainer.plan.tables import report
@@ -289,6 +294,60 @@ def test_a_combination_that_cannot_be_is_told_and_a_value_that_never_can_is_refu
 def test_a_comparison_without_key_or_value_is_refused(text):
     with pytest.raises(ConfigError, match="write key=value"):
         settings([text])
+
+
+def test_booleans_and_lists_are_compared():
+    (passes,) = settings(["compile.passes=default;default,overlap_fsdp"])
+    assert passes == ("compile.passes", ("default", "default,overlap_fsdp"))
+    seen = []
+    for values in combinations(
+        [passes, ("parallelism.enable_sequence_parallel", ("true", "False"))]
+    ):
+        config = small("--parallelism.tensor_parallel_degree", "2", *flags_of(values))
+        seen.append((config.compile.passes, config.parallelism.enable_sequence_parallel))
+    both = ["default", "overlap_fsdp"]
+    assert seen == [(["default"], True), (["default"], False), (both, True), (both, False)]
+
+
+def test_tied_weights_are_one_parameter_under_tensor_parallelism_too():
+    config = small("--parallelism.tensor_parallel_degree", "2", ranks=2)
+    config.model_spec.model.enable_weight_tying = True
+    run = FakeRun(config, 2, device="cpu")
+    assert run.model.tok_embeddings._parameters["weight"] is run.model.lm_head._parameters["weight"]
+    (tied,) = [i for i in run.capture().signature.inputs if i.aliases]
+    assert {tied.name, *tied.aliases} == {"tok_embeddings.weight", "lm_head.weight"}
+
+
+def test_a_comparison_says_what_it_is_of(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    words = ["--world-size", "2", "--compare", "training.seq_len=32", "--json", str(path)]
+    assert main([*words, "--training.local_batch_size", "1", "--hardware", "cpu"]) == 0
+    said = json.loads(path.read_text())
+    assert (said["world_size"], said["rank"], said["runtime"]) == (2, 0, "graph_trainer")
+    assert said["hardware"]["name"] == "cpu" and "local_batch_size = 1" in said["config"]
+    assert [row["config"] for row in said["rows"]] == [{"training.seq_len": "32"}]
+
+
+def test_a_document_on_stdout_stands_alone(capsys):
+    words = ["--world-size", "2", "--training.seq_len", "32", "--json", "/dev/stdout"]
+    with capsys.disabled():
+        done = subprocess.run(
+            [sys.executable, "-m", "graph_trainer", "plan", *words],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert json.loads(done.stdout)["world_size"] == 2
+    assert "Fits" in done.stderr
+
+
+def test_a_full_disk_is_one_message(capsys):
+    plan = planned()
+    with (
+        pytest.raises(ConfigError, match="cannot be written .*No space"),
+        published(Path("/dev/full")) as file,
+    ):
+        file.write(json.dumps(document(plan)))
 
 
 def test_a_key_is_compared_once():

@@ -233,7 +233,7 @@ def test_every_flag_and_key_in_the_text_is_one():
     from graph_trainer.config.fields import settable_keys
 
     keys = set(settable_keys(load_config([])))
-    flags = {f for code in INLINE for f in re.findall(r"--([a-z][\w.]*)", code)}
+    flags = {f for code in INLINE for f in re.findall(r"--([a-z][\w.-]*)", code)}
     assert flags, "the text names no flag"
     plan = "\n".join(run(["graph-trainer", "plan", "--help"], ROOT))
     own = set(re.findall(r"--([a-z-]+)", plan)) | {"plan"}

@@ -100,6 +100,8 @@ BAD_VALUES = {
     "an unknown device": ("device", '"tpu"', '"cuda" or "cpu"'),
     "a peak that is no number": ("bfloat16", '"fast"', "peak_flops.bfloat16"),
     "no float32": ("float32", None, "float32"),
+    "more set aside than there is": ("memory_reserved_gib", "200", "leaves nothing"),
+    "a number without end": ("memory_gib", "1" + "0" * 400, "no machine has"),
     "idle above the limit": ("power_idle_watts", "700", "not below"),
     "a limit below idle": ("power_limit_watts", "50", "not below"),
 }
