@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
+from collections.abc import Mapping
 from itertools import zip_longest
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 from graph_trainer.analysis.collectives import Collective, collectives
-from graph_trainer.analysis.order import REMEDY
+from graph_trainer.analysis.order import REMEDY, check_member, refuse_splits
 from graph_trainer.analysis.sequences import Issued, Ranks, Sequence, issued_by
+from graph_trainer.analysis.splits import MODULUS, balance, first_mismatch
 from graph_trainer.errors import VerificationError
 from graph_trainer.joint_graph import JointGraph, Role
 
 Digests = dict[Ranks, str]
-Short = dict[str, tuple[int, str]]
-"""By a digest of a group's ranks: how many they are, and the digest of what is issued."""
+Short = dict[str, tuple[int, str, int]]
+"""By a digest of a group's ranks: how many they are, the digest of what is issued, and the sum
+of what `balance` says of its all-to-alls."""
 
 _PAIRS_SHOWN = 4
 _ERROR_SHOWN = 4000  # every rank receives as much from each
@@ -46,10 +49,10 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
         return
     mine: Sequence | Exception
     try:
-        mine = joint if isinstance(joint, Exception) else issued_by(joint, dist.get_world_size())
-    except VerificationError as error:
+        mine = joint if isinstance(joint, Exception) else _of_members(joint)
+    except Exception as error:  # whatever it is, the others wait to hear of it
         mine = error
-    outcome = mine if isinstance(mine, Exception) else shortened(digests_of(mine))
+    outcome = mine if isinstance(mine, Exception) else handed_out(mine, dist.get_rank())
     everyone = _exchange(outcome, "capture the step")
     assert not isinstance(mine, Exception)  # it would have been raised
     if all_agree(everyone):
@@ -57,6 +60,8 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
     digests: list[Digests] = [{}] * dist.get_world_size()
     dist.all_gather_object(digests, digests_of(mine))
     pairs = disagreeing_pairs(digests)
+    if not pairs:
+        _refuse_group(unbalanced(everyone)[0], mine)
     # Whole sequences of all ranks would be gigabytes on thousands of them. Every rank knows
     # the same pairs, so only those ranks need to say what they issue.
     pairs = pairs[:_PAIRS_SHOWN]
@@ -64,6 +69,13 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
     sequences: list[Sequence] = [[]] * dist.get_world_size()
     dist.all_gather_object(sequences, mine if dist.get_rank() in named else [])
     raise VerificationError(_refusal(sequences, pairs))
+
+
+def _of_members(joint: JointGraph) -> Sequence:
+    sequence = issued_by(joint, dist.get_world_size())
+    for each in sequence:
+        check_member(each, dist.get_rank())
+    return sequence
 
 
 def check_all_compiled(error: Exception | None) -> None:
@@ -140,6 +152,10 @@ def check_sequences(sequences: list[Sequence]) -> None:
     pairs = disagreeing_pairs([digests_of(sequence) for sequence in sequences])
     if pairs:
         raise VerificationError(_refusal(sequences, pairs[:_PAIRS_SHOWN]))
+    for sequence in sequences:
+        for place, each in enumerate(sequence):
+            if each.splits is not None:
+                _check_fit({rank: sequences[rank][place] for rank in each.entry[1]})
 
 
 def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
@@ -164,7 +180,7 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
         return all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
 
     for a, b in zip(before, after, strict=False):
-        if _shapeless(a) != _shapeless(b) or (a.entry() != b.entry() and not may_resize(a)):
+        if _shapeless(a) != _shapeless(b) or (_sized(a) != _sized(b) and not may_resize(a)):
             raise VerificationError(
                 "the graph of this batch's shape issues other collectives than the first graph: "
                 f"{b.describe()} instead of {a.describe()}; other ranks may have a batch of "
@@ -179,7 +195,11 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
 
 
 def _shapeless(c: Collective) -> object:
-    return (c.kind, c.ranks, c.dtype, c.reduction)
+    return (c.kind, c.ranks, [dtype for dtype, _ in c.inputs], c.reduction)
+
+
+def _sized(c: Collective) -> object:
+    return (c.entry(), c.splits)
 
 
 def digests_of(sequence: Sequence) -> Digests:
@@ -194,21 +214,79 @@ def digests_of(sequence: Sequence) -> Digests:
     }
 
 
-def shortened(digests: Digests) -> Short:
-    """Digests without the groups' ranks, of which there may be thousands for each group."""
+def handed_out(sequence: Sequence, rank: int) -> Short:
+    """What a rank says of its sequence: neither the groups' ranks, of which there may be
+    thousands for each group, nor what it sends whom."""
+    sums: dict[Ranks, int] = defaultdict(int)
+    for (ranks, _), number in _balances(sequence, rank).items():
+        sums[ranks] += number
     return {
-        hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]: (len(ranks), digest)
-        for ranks, digest in digests.items()
+        _short(ranks): (len(ranks), digest, sums[ranks] % MODULUS)
+        for ranks, digest in digests_of(sequence).items()
+    }
+
+
+def _short(ranks: Ranks) -> str:
+    return hashlib.sha256(repr(ranks).encode()).hexdigest()[:32]
+
+
+def _balances(sequence: Sequence, rank: int) -> dict[tuple[Ranks, int], int]:
+    """Of a rank's all-to-alls, by group and place."""
+    return {
+        (each.entry[1], place): balance(each.splits, each.entry[1].index(rank), place)
+        for place, each in enumerate(sequence)
+        if each.splits is not None
     }
 
 
 def all_agree(everyone: list[Short]) -> bool:
-    """Whether every group is known to all its members, with one digest. By global rank."""
+    """Whether every group is known to all its members, with one digest, and all of them expect
+    of its all-to-alls what the others send. By global rank."""
     said: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in everyone:
-        for group, entry in groups.items():
-            said[group].append(entry)
-    return all(len(set(es)) == 1 and len(es) == es[0][0] for es in said.values())
+        for group, (members, digest, _) in groups.items():
+            said[group].append((members, digest))
+    alike = all(len(set(es)) == 1 and len(es) == es[0][0] for es in said.values())
+    return alike and not unbalanced(everyone)
+
+
+def unbalanced(everyone: list[Short]) -> list[str]:
+    """The groups whose members do not fit in an all-to-all, in an order that all ranks know."""
+    sums: dict[str, int] = defaultdict(int)
+    for groups in everyone:
+        for group, (_, _, of_rank) in groups.items():
+            sums[group] += of_rank
+    return [group for group, total in sums.items() if total % MODULUS]
+
+
+def _refuse_group(group: str, mine: Sequence) -> NoReturn:
+    """Name two ranks that do not fit in an all-to-all of this group. All ranks call it, the
+    members alone say something: first which of the all-to-alls it is, then its sizes."""
+    own = {
+        place: number
+        for (ranks, place), number in _balances(mine, dist.get_rank()).items()
+        if _short(ranks) == group
+    }
+    balances: list[dict[int, int]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(balances, own)
+    sums: dict[int, int] = defaultdict(int)
+    for of_rank in balances:
+        for place, number in of_rank.items():
+            sums[place] += number
+    place = next(place for place in sorted(sums) if sums[place] % MODULUS)
+    everyone: list[Issued | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine[place] if place in own else None)
+    _check_fit({r: each for r, each in enumerate(everyone) if each is not None})
+    raise AssertionError("sums differ and no sizes do")
+
+
+def _check_fit(issued: Mapping[int, Issued]) -> None:
+    """Check one all-to-all of all its members."""
+    splits = {rank: each.splits for rank, each in issued.items() if each.splits is not None}
+    found = first_mismatch(splits, next(iter(issued.values())).entry[1])
+    if found:
+        one, two = found
+        refuse_splits(one, issued[one].line, two, issued[two].line)
 
 
 def disagreeing_pairs(digests: list[Digests]) -> list[tuple[int, int]]:

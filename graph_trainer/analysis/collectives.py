@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +20,7 @@ from graph_trainer.analysis.ops import (
     storage_roots,
     subgraphs,
 )
+from graph_trainer.analysis.splits import Splits, has_splits, splits_of
 from graph_trainer.compat import group_ranks
 from graph_trainer.errors import VerificationError
 from graph_trainer.joint_graph import (
@@ -48,6 +50,11 @@ _RUN_ONCE = {
 
 _RANKS_SHOWN = 16
 
+Inputs = tuple[tuple[str, int], ...]
+"""dtype and number of elements of each tensor; of a row, where ranks send unlike numbers."""
+Entry = tuple[str, tuple[int, ...], Inputs, str]
+"""Of a collective: kind, ranks, inputs, reduction."""
+
 
 @dataclass(frozen=True, slots=True)
 class Collective:
@@ -58,33 +65,49 @@ class Collective:
     """Name of the op without its namespace: all_gather_into_tensor, all_reduce, ..."""
     ranks: tuple[int, ...]
     """Global ranks of its group, in group order."""
-    dtype: torch.dtype
+    inputs: Inputs
+    """Of every tensor that is sent. The members of a group agree on them all, but for an
+    all-to-all: there, on the size of a row."""
     input_bytes: int
     output_bytes: int
     reduction: str | None
-    """The op of a reduction; the source rank of a broadcast."""
+    """The op of a reduction; the source rank of a broadcast; who decides an all-to-all's splits,
+    where the graph does not."""
     role: Role | None
     phase: Phase | None
     module: str | None
     parameter: str | None
     waited_after: int | None = None
     """How many collectives have been issued when this one is waited for; None if never."""
+    splits: Splits | None = None
+    """Of an all-to-all, where data does not decide them."""
 
-    def entry(self) -> tuple[str, tuple[int, ...], str, int, str]:
-        """What the other ranks must agree on: kind, ranks, dtype, input numel, reduction."""
-        numel = self.input_bytes // self.dtype.itemsize
-        return (self.kind, self.ranks, str(self.dtype), numel, self.reduction or "")
+    @property
+    def dtype(self) -> str:
+        """Of the first tensor that is sent."""
+        return self.inputs[0][0]
+
+    def entry(self) -> Entry:
+        """What the other ranks must agree on."""
+        return (self.kind, self.ranks, self.inputs, self.reduction or "")
 
     def describe(self) -> str:
         """One line for a person."""
-        kind, ranks, dtype, numel, reduction = self.entry()
-        what = f"{kind}{f'({reduction})' if reduction else ''} of {numel} x {dtype}"
-        return f"{what} over {ranks_text(ranks)} {self.where}"
+        told = entry_text(self.entry(), ranks_text(self.ranks), self.splits)
+        return f"{told}{',' if self.splits else ''} {self.where}"
 
     @property
     def where(self) -> str:
         """Its place in the model and the graph, for a person."""
         return f"in module '{self.module}' (node {self.node.name})"
+
+
+def entry_text(entry: Entry, ranks: str, splits: Splits | None) -> str:
+    """An entry for a person, all of it but its ranks, for which there are many names."""
+    kind, _, inputs, reduction = entry
+    sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
+    told = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
+    return f"{told}, which {splits}" if splits else told
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
@@ -136,12 +159,19 @@ def collective_of(
             "without a tensor; use the functional collectives "
             "(torch.distributed._functional_collectives) in a step that is captured"
         )
+    ranks = ranks_of_group(str(group))
     reduction = argument(node, "reduce_op", argument(node, "src"))
+    inputs = tuple((str(t.dtype), t.numel()) for t in sources)
+    splits = None
+    if has_splits(node):
+        inputs = tuple((str(t.dtype), math.prod(t.shape[1:])) for t in sources)
+        splits = splits_of(node, argument_nodes(argument(node, "input"))[0], len(ranks))
+        reduction = None if splits else "splits that data decides"
     return Collective(
         node=node,
         kind=collective_name(node),
-        ranks=ranks_of_group(str(group)),
-        dtype=sources[0].dtype,
+        ranks=ranks,
+        inputs=inputs,
         input_bytes=sum(map(num_bytes, sources)),
         output_bytes=sum(map(num_bytes, tensors_of(node))),
         reduction=None if reduction is None else str(reduction),
@@ -150,6 +180,7 @@ def collective_of(
         module=module_of(node),
         parameter=parameter_of(node),
         waited_after=waited_after,
+        splits=splits,
     )
 
 

@@ -6,9 +6,12 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import NoReturn
 
+from graph_trainer.analysis.collectives import Inputs
 from graph_trainer.analysis.rank_classes import RankClasses, Ranks
 from graph_trainer.analysis.sequences import Issued, Sequence
+from graph_trainer.analysis.splits import first_mismatch
 from graph_trainer.errors import VerificationError
 
 
@@ -63,7 +66,8 @@ def prove_order(
     """Show that the ranks cannot hang, or say who would wait for whom.
 
     1. All members of every group issue the same entries on it, in the same order. A group is
-       its ranks: two communicators over the same ranks count as one.
+       its ranks: two communicators over the same ranks count as one. In an all-to-all, each
+       expects of the others what they send it.
     2. The ranks are played to the end, each one blocking in every collective until all members
        have come. When that ends, all collectives stand in one order that every rank keeps to,
        so no placement of waits can hang, one stream or many. NCCL asks for just this of
@@ -84,6 +88,7 @@ def prove_order(
     """
     programs = _programs(sequences, classes)
     _check_groups(programs)
+    _check_splits(programs, classes)
     _check_circles(programs)
     lengths = [len(steps) for steps in programs.steps.values()]
     unknown = {s.entry[0] for sequence in sequences.values() for s in sequence if not s.entry[2]}
@@ -161,11 +166,7 @@ def _group_of(
     issued_: Issued, rank: int, sequences: Mapping[int, Sequence], classes: RankClasses | None
 ) -> _Group:
     ranks = issued_.entry[1]
-    if rank not in ranks:
-        raise VerificationError(
-            f"rank {rank} issues {issued_.line} and is no member of that group; a rank can "
-            "communicate in its own groups only"
-        )
+    check_member(issued_, rank)
     if classes is None:
         missing = next((r for r in ranks if r not in sequences), None)
         if missing is not None:
@@ -210,17 +211,56 @@ def _check_groups(programs: _Programs) -> None:
     )
 
 
+def check_member(issued_: Issued, rank: int) -> None:
+    """Raises VerificationError where a rank communicates in a group that it is not in."""
+    if rank not in issued_.entry[1]:
+        raise VerificationError(
+            f"rank {rank} issues {issued_.line} and is no member of that group; a rank can "
+            "communicate in its own groups only"
+        )
+
+
 REMEDY = (
     "Look for code in the model or the loss that depends on the rank, and for different configs "
     "or versions on the ranks."
 )
 
 
-def _on(programs: _Programs, rank: int, group: _Group) -> list[tuple[str, str, int, str]]:
+def refuse_splits(one: int, line: str, two: int, other_line: str) -> NoReturn:
+    """Raises VerificationError: two ranks of an all-to-all do not fit."""
+    raise VerificationError(
+        f"rank {two} does not expect of an all-to-all what rank {one} sends it; running them would "
+        f"hang, or mix up rows: rank {one} issues {line}; rank {two} issues {other_line}. {REMEDY}"
+    )
+
+
+def _check_splits(programs: _Programs, classes: RankClasses | None) -> None:
+    """Whether in each all-to-all every member expects of every other what that sends, where all
+    issue the same. Looks at every size once for each rank that speaks."""
+    for group in programs.groups:
+        members = group[1]
+        for place, step in enumerate(programs.on_group[members[0]][group]):
+            issued_ = programs.steps[members[0]][step].issued
+            if issued_.splits is None:
+                continue
+            splits = {r: _step(programs, r, group, place).issued.splits for r in members}
+            known = {rank: each for rank, each in splits.items() if each is not None}
+            speaks = [classes.representative_of(r) if classes else r for r in issued_.entry[1]]
+            found = first_mismatch(known, speaks)
+            if found:
+                lines = [_line(programs, rank, group, place) for rank in found]
+                refuse_splits(found[0], lines[0], found[1], lines[1])
+
+
+def _step(programs: _Programs, rank: int, group: _Group, place: int) -> _Step:
+    return programs.steps[rank][programs.on_group[rank][group][place]]
+
+
+def _on(programs: _Programs, rank: int, group: _Group) -> list[tuple[str, Inputs, str]]:
     steps = programs.steps[rank]
     entries = (steps[step].issued.entry for step in programs.on_group[rank].get(group, []))
     # which ranks is what the group says: other ones for each class
-    return [(kind, dtype, numel, reduction) for kind, _, dtype, numel, reduction in entries]
+    return [(kind, inputs, reduction) for kind, _, inputs, reduction in entries]
 
 
 def _line(programs: _Programs, rank: int, group: _Group, place: int) -> str:

@@ -7,14 +7,13 @@ from functools import cache
 
 from torch import fx
 
-from graph_trainer.analysis.collectives import Collective, collective_of, issued
+from graph_trainer.analysis.collectives import Collective, Entry, collective_of, issued
 from graph_trainer.analysis.ops import is_collective, is_getitem, is_wait, schema_of, subgraphs
+from graph_trainer.analysis.splits import Splits
 from graph_trainer.compat import group_ranks
 from graph_trainer.joint_graph import JointGraph, module_of
 
 Ranks = tuple[int, ...]
-Entry = tuple[str, Ranks, str, int, str]
-"""Of a collective, `Collective.entry()`."""
 
 # Namespaces whose ops compute and nothing else, whatever their names.
 _COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
@@ -35,6 +34,8 @@ class Issued:
     """The same for a person, with the module."""
     where: str = ""
     """Module and node alone, for a person."""
+    splits: Splits | None = None
+    """Of an all-to-all: what each member must fit to, and not repeat."""
 
 
 Sequence = list[Issued]
@@ -43,7 +44,7 @@ Sequence = list[Issued]
 
 def sequence_of(collectives: list[Collective]) -> Sequence:
     """The sequence of a graph whose collectives are known."""
-    return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
+    return [Issued(c.entry(), c.waited_after, c.describe(), c.where, c.splits) for c in collectives]
 
 
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
@@ -64,7 +65,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
             line = f"{node.target}, an op that nobody here knows and that may communicate, {where}"
-            entry = (str(node.target), everyone, "", 0, "")
+            entry: Entry = (str(node.target), everyone, (), "")
             sequence.append(Issued(entry, waited_after, line, where))
     return sequence
 

@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 import torch
 
+from graph_trainer.analysis.collectives import entry_text
 from graph_trainer.analysis.costs import Kind, flops_of
 from graph_trainer.analysis.rank_classes import RankClasses, Ranks
 from graph_trainer.analysis.sequences import Issued, issued_by
@@ -115,11 +116,9 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def _issue(each: Issued, group: str) -> str:
-    kind, _, dtype, numel, reduction = each.entry
     after = each.waited_after
     waited = "never waited for" if after is None else f"waited for when {after} are issued"
-    what = f"{kind}{f'({reduction})' if reduction else ''} of {numel} x {dtype or 'unknown'}"
-    return f"{what} over {group}, {waited}"
+    return f"{entry_text(each.entry, group, each.splits)}, {waited}"
 
 
 def _group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:

@@ -303,5 +303,15 @@ def collective(
     node = fx.Graph().placeholder("n")
     size = numel * dtype.itemsize
     return Collective(
-        node, kind, ranks, dtype, size, size, reduction, role, FORWARD, "layers.0", None
+        node,
+        kind,
+        ranks,
+        ((str(dtype), numel),),
+        size,
+        size,
+        reduction,
+        role,
+        FORWARD,
+        "layers.0",
+        None,
     )

@@ -38,7 +38,7 @@ def test_every_collective_in_order_with_sizes_and_no_waits():
         ("reduce_scatter_tensor", "sum", 16, 8),
     ]
     assert {c.ranks for c in found} == {(0, 1)}
-    assert found[1].entry() == ("all_gather_into_tensor", (0, 1), "torch.float32", 4, "")
+    assert found[1].entry() == ("all_gather_into_tensor", (0, 1), (("torch.float32", 4),), "")
     for word in ("reduce_scatter_tensor(sum)", "4 x torch.float32", "[0, 1]", found[2].node.name):
         assert word in found[2].describe()
 
