@@ -48,7 +48,8 @@ class GraphCompileConfig(CompileConfig):
     memory_limit_gib: float | None = None
     """
     The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
-    optimizer state, gradients and what the graph allocates. An optional pass (overlap_fsdp)
+    optimizer state, gradients and what the graph allocates, without the gaps that an
+    allocator leaves (`graph-trainer plan` tells them). An optional pass (overlap_fsdp)
     that needs more is rolled back; a step that needs more without any is refused before it
     is taken. Unset for no limit.
     """
