@@ -14,8 +14,9 @@ from graph_trainer.analysis.collectives import Collective, collectives
 from graph_trainer.analysis.order import REMEDY, check_member, refuse_splits
 from graph_trainer.analysis.sequences import Issued, Ranks, Sequence, issued_by
 from graph_trainer.analysis.splits import MODULUS, balance, first_mismatch
+from graph_trainer.analysis.traffic import data_parallel_groups
 from graph_trainer.errors import VerificationError
-from graph_trainer.joint_graph import JointGraph, Role
+from graph_trainer.joint_graph import JointGraph
 
 Digests = dict[Ranks, str]
 Short = dict[str, tuple[int, str, int]]
@@ -164,18 +165,18 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
     A rank that captures again does so alone, so it may not talk to the others. It need not:
     the collectives must be of the same kinds on the same groups in the same order, and of the
     same sizes too, unless all members of the group surely got a batch of this shape. Those
-    are groups that share no two ranks with a data-parallel group, one that FSDP communicates
-    on in the first graph: tensor parallelism's, say. Without FSDP no one knows which ranks
+    are groups that share no two ranks with a data-parallel group of the first graph: tensor
+    parallelism's, say. Without FSDP no one knows which ranks
     share a batch, so every size must stay. Where waits stand concerns this rank alone.
 
     Raises:
         VerificationError: with the first collective that differs.
     """
     before, after = collectives(first), collectives(later)
-    data_parallel = {c.ranks for c in before if c.role in (Role.UNSHARD, Role.REDUCE_GRAD)}
+    data_parallel = data_parallel_groups(before)
 
     def may_resize(c: Collective) -> bool:
-        if c.role in (Role.UNSHARD, Role.REDUCE_GRAD) or not data_parallel:
+        if c.role is not None or not data_parallel:
             return False
         return all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
 

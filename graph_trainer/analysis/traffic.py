@@ -26,7 +26,7 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     no two ranks with a data-parallel group, so that their members compute on the same batch.
     """
     of_role = {Role.UNSHARD: Traffic.UNSHARD, Role.REDUCE_GRAD: Traffic.REDUCE_GRAD}
-    data_parallel = _data_parallel(issued)
+    data_parallel = data_parallel_groups(issued)
     known: dict[tuple[int, ...], Traffic] = {}
     found = {}
     for c in issued:
@@ -40,7 +40,7 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     return found
 
 
-def _data_parallel(issued: list[Collective]) -> set[tuple[int, ...]]:
+def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
     """Groups that gather parameters or reduce every gradient that is reduced.
 
     A group of tensor parallelism reduces some as well: of the parameters that it does not shard.

@@ -208,6 +208,33 @@ def test_another_batch_size_may_change_what_ranks_with_the_same_batch_send():
     check_same_collectives(step(numel=4, **mesh), step(numel=8, **mesh))
 
 
+@pytest.mark.parametrize("every", [False, True], ids=["some", "all"])
+def test_a_group_that_sums_some_gradients_shares_a_batch(every):
+    """Norms are whole on its ranks, and their gradients are summed there beside FSDP's sum of
+    all. A group that sums them all has a batch on each rank."""
+    fake_world(4)
+    tensor, data = (torch.distributed.new_group(r).group_name for r in ([0, 1], [0, 2]))
+
+    def graph(numel):
+        b = Builder()
+        x, grad = b.input("x", numel), b.input("grad", 4)
+        total = b.call(aten.sum.default, x)
+        issued = [(x, tensor, None, None), (grad, tensor, "norm", Role.REDUCE_GRAD)]
+        issued += [(grad, data, n, Role.REDUCE_GRAD) for n in ("norm", "linear")[: 2 - every]]
+        for sent, group, parameter, role in issued:
+            tags = {"role": role, "parameter": parameter}
+            reduced = b.call(c10d.all_reduce.default, sent, "sum", group, **tags)
+            waited = b.call(c10d.wait_tensor.default, reduced)
+            total = b.call(aten.add.Tensor, total, b.call(aten.sum.default, waited))
+        return b.joint(total)
+
+    if every:
+        with pytest.raises(gt.VerificationError, match="8 x .*instead of .*4 x "):
+            check_same_collectives(graph(4), graph(8))
+    else:
+        check_same_collectives(graph(4), graph(8))
+
+
 @pytest.mark.parametrize(
     "group, sharded_over", [([0, 2], [0, 2]), ([0, 1, 2], [0, 2]), (None, [0, 1]), ([0, 1], None)]
 )
