@@ -25,6 +25,7 @@ def copy_graph(joint: JointGraph) -> JointGraph:
         node.meta = {key: _unshared(value) for key, value in node.meta.items()}
     kind = type(joint.graph_module).__name__
     graph_module = fx.GraphModule(joint.graph_module, graph, class_name=kind)
+    graph_module.meta = dict(joint.graph_module.meta)
     return JointGraph(
         graph_module,
         joint.signature,

@@ -14,7 +14,15 @@ from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
-from graph_trainer.passes.memory_limit import Agree, Budget, HeldBytes, alone, nothing_held
+from graph_trainer.passes.memory_limit import (
+    KEY,
+    Agree,
+    Budget,
+    HeldBytes,
+    alone,
+    gib,
+    nothing_held,
+)
 from graph_trainer.passes.normalize_views import normalize_views
 from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
@@ -127,29 +135,40 @@ def pass_by_pass(
     budget = Budget(config.memory_limit_gib, config.held_bytes, agree)
     rows = [measure(joint, "capture", 0.0)]
     yield rows[0]
-    first_kept: _Kept | None = None
+    kept: list[_Kept] = []
     left = list(selected)
-    while left:
+    while left or (kept and budget.is_over(joint)):
+        if not left:
+            # What stands behind an optional pass may need the memory that this one took. The
+            # others behind this one have been rolled back before it.
+            last = kept.pop()
+            left = [p for p in last.behind if not p.optional]
+            why = (
+                "rolled back to make room for the passes behind it: it changes the predicted peak "
+                f"by {last.after - last.before:+,} bytes, and with them that is "
+                f"{gib(budget.peak(joint))} GiB, {KEY} is {config.memory_limit_gib:g}"
+            )
+            rows.append(_roll_back(joint, last, budget, why))
+            yield rows[-1]
+            continue
         graph_pass = left.pop(0)
         if on_pass is not None:
             on_pass(graph_pass.name)
-        before: _Kept | None = None
+        start: _Kept | None = None
         if budget.is_set and roll_back and graph_pass.optional:
-            before = _Kept(graph_pass.name, copy_graph(joint), budget.peak(joint), list(left))
+            peak = budget.peak(joint)
+            start = _Kept(graph_pass.name, copy_graph(joint), list(left), peak, peak)
         row = _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
         budget.changed()
-        if before is not None and budget.peak(joint) > before.peak and budget.is_over(joint):
-            row = _roll_back(joint, before, budget)
-        elif first_kept is None:
-            first_kept = before
+        if start is not None:
+            after = budget.peak(joint)
+            if after > start.before and budget.is_over(joint):
+                why = budget.why_rolled_back(start.before, after)
+                row = _roll_back(joint, start, budget, why)
+            else:
+                kept.append(start._replace(after=after))
         rows.append(row)
         yield row
-        if not left and first_kept is not None and budget.is_over(joint):
-            # What stands behind an optional pass may need the memory that this one took.
-            left = [p for p in first_kept.behind if not p.optional]
-            rows.append(_roll_back(joint, first_kept, budget))
-            first_kept = None
-            yield rows[-1]
     if budget.is_over(joint):
         reshards = config.reshard_after_forward == "always"
         raise budget.refusal(joint, str(Report(rows)), reshards=reshards)
@@ -161,17 +180,18 @@ class _Kept(NamedTuple):
 
     name: str
     graph: JointGraph
-    peak: int
     behind: list[Pass]
     """The passes that come after it."""
+    before: int
+    after: int
+    """Predicted peaks in bytes, before and right after the pass."""
 
 
-def _roll_back(joint: JointGraph, to: _Kept, budget: Budget) -> PassReport:
-    start, after = time.perf_counter(), budget.peak(joint)
+def _roll_back(joint: JointGraph, to: _Kept, budget: Budget, why: str) -> PassReport:
+    start = time.perf_counter()
     put_back(joint, to.graph)
     budget.changed()
-    row = measure(joint, to.name, time.perf_counter() - start)
-    return replace(row, rolled_back=budget.why_rolled_back(to.peak, after))
+    return replace(measure(joint, to.name, time.perf_counter() - start), rolled_back=why)
 
 
 def only_passes(config: PassConfig, names: Sequence[str]) -> PassConfig:

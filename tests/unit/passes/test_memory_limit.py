@@ -13,7 +13,7 @@ from graph_trainer.analysis.memory import memory_of
 from graph_trainer.analysis.ops import subgraph_of
 from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.passes import Pass, Stage
-from graph_trainer.passes.memory_limit import GIB, Held
+from graph_trainer.passes.memory_limit import GIB, Held, gib
 from graph_trainer.train_step import TrainStep
 from tests.unit.graphs import (
     Builder,
@@ -161,6 +161,56 @@ def test_an_optional_pass_makes_room_for_what_comes_behind_it(high):
         "hungry",
     ]
     assert len(report.notes()) == 1
+
+
+def named(name, numbers, optional=True):
+    return dataclasses.replace(hungry(numbers, optional=optional), name=name)
+
+
+A, B, C = named("opt_a", 20_000), named("opt_b", 3_000), named("opt_c", 1_000_000)
+MUST, MORE = named("must", 15_000, optional=False), named("more", 30_000, optional=False)
+
+
+def test_the_latest_optional_pass_makes_room_first(plain):
+    """A, B, then MUST within a limit that holds without B."""
+    lists = ([], [A], [A, B], [A, B, MUST], [A, MUST])
+    graphs = [after(passes=["default", *passes])[0] for passes in lists]
+    none, with_a, with_both, everything, without_b = map(peak, graphs)
+    assert with_both < without_b < everything
+
+    joint, report = after(without_b, passes=["default", A, B, MUST])
+    assert described(joint) == described(graphs[-1]) and joint.history == graphs[-1].history
+    assert [row.name for row in report.rows[-5:]] == ["opt_a", "opt_b", "must", "opt_b", "must"]
+    (note,) = report.notes()
+    assert note.startswith("opt_b was rolled back to make room") and "memory_limit_gib" in note
+    assert f"by {with_both - with_a:+,} bytes" in note and f"that is {gib(everything)} GiB" in note
+
+    # a byte less, and A does not fit either
+    joint, report = after(without_b - 1, passes=["default", A, B, MUST])
+    assert joint.history == [*graphs[0].history, "must"]
+    first, second = report.notes()
+    assert first == note.replace(f"{without_b / GIB:g}", f"{(without_b - 1) / GIB:g}")
+    assert second.startswith("opt_a was rolled back to make room")
+    assert f"by {with_a - none:+,} bytes" in second and f"that is {gib(without_b)} GiB" in second
+
+
+def test_only_what_is_mandatory_runs_again_behind_a_pass_that_made_room():
+    """C never fits; behind A stand two that were tried, and mandatory ones in their order."""
+    wanted, _ = after(passes=["default", MUST, MORE])
+    joint, report = after(peak(wanted), passes=["default", A, MUST, C, B, MORE])
+    assert described(joint) == described(wanted) and joint.history == wanted.history
+    assert [line.split()[0] for line in report.notes()] == ["opt_c", "opt_b", "opt_a"]
+    order = ["opt_a", "must", "opt_c", "opt_b", "more", "opt_b", "more", "opt_a", "must", "more"]
+    assert [row.name for row in report.rows[-10:]] == order
+
+
+def test_optional_passes_alone_make_room_too(plain, low):
+    """With nothing mandatory behind them: over the limit from the start and refused, each noted."""
+    idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
+    passes = ["default", idle, dataclasses.replace(idle, name="idler")]
+    with pytest.raises(gt.PassError) as caught:
+        after(low - 1, passes=passes)
+    assert all(f"{name} was rolled back" in str(caught.value) for name in ("idle", "idler"))
 
 
 def test_only_optional_passes_are_rolled_back(plain, low):
@@ -319,12 +369,14 @@ def added(module):
 @pytest.mark.parametrize("change", [replaced, replaced_inside, deleted, another_body, added])
 def test_what_a_pass_did_to_attributes_is_put_back(change):
     joint = with_attributes()
+    joint.graph_module.meta["said by"] = "the caller"
     before, text = run(joint), str(joint)
     copy = copy_graph(joint)
     change(joint.graph_module)
     put_back(joint, copy)
     assert_same(before, run(joint))
     assert str(joint) == text and not hasattr(joint.graph_module, "extra")
+    assert joint.graph_module.meta["said by"] == "the caller"
     assert all(subgraph_of(n) is not None for n in joint.graph.nodes if n.target == "body")
     # and so in the code that backends compile
     assert_same(before[:1], [o.clone() for o in joint.graph_module(*values_for(joint))])
