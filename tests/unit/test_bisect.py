@@ -237,6 +237,23 @@ def test_a_new_node_without_a_counterpart_is_named_for_the_kept_one_that_reads_i
     )
 
 
+def test_a_new_node_with_a_value_that_there_was_is_not_named_for_its_reader():
+    b = Builder()
+    x = b.input("x", 4)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x])))
+
+    def change(joint):
+        (cat,) = nodes(joint, aten.cat.default)
+        with joint.graph.inserting_before(cat):
+            new = joint.graph.call_function(aten.clone.default, (cat.args[0][0],))
+        new.meta["val"] = cat.args[0][0].meta["val"]
+        copy_annotations(cat, new)
+        cat.args = ([*cat.args[0], new],)
+        cat.meta["val"] = cat.meta["val"].new_empty(8)
+
+    assert find(joint, change).name == "cat_default"
+
+
 def test_what_leads_to_nothing_that_differs_is_not_blamed():
     def change(joint):
         relu = nodes(joint, aten.relu.default)[0]
@@ -327,6 +344,20 @@ def test_what_is_written_by_an_op_that_returns_nothing_is_followed():
     assert find(joint, change, ["buffer norm.count"]).name == "mul_tensor"
 
 
+def test_memory_written_through_another_node_is_followed():
+    b = Builder()
+    x = b.input("x", 3)
+    scratch, scaled = b.call(aten.mul.Tensor, x, 0.0), b.call(aten.mul.Tensor, x, 2.0)
+    b.call(aten.copy_.default, scratch, scaled)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.exp.default, scratch)))
+
+    def change(joint):
+        scaled = nodes(joint, aten.mul.Tensor)[1]
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(joint, change).name == "mul_tensor_1"
+
+
 def test_what_a_kept_reader_makes_up_for_is_not_blamed():
     """Both factors negated give the same product."""
     b = Builder()
@@ -411,6 +442,26 @@ def test_what_is_not_there_yet_is_not_compared(reduce):
         reduced.replace_input_with(reduced.args[0], copied)
 
     assert find(copy_graph(joint), other_input).op.startswith("_c10d_functional.wait_tensor")
+
+
+def test_a_difference_that_does_not_come_again_is_said():
+    class Once(ByHand):
+        """The first run of the graph after, and only that one, gives another loss."""
+
+        def node_by_node(self, joint, observe):
+            another = 1.0 if self.count == 2 else 0.0
+
+            def changed(node, value):
+                if node.name == "sum_default":
+                    value = value + another
+                observe(node, (value[0] + another, *value[1:]) if node.op == "output" else value)
+
+            super().node_by_node(joint, changed)
+
+    joint = chain()
+    found = first_difference(Once(), copy_graph(joint), joint, ["loss"])
+    assert (found.name, found.difference.note) == ("sum_default", "different in one run of two")
+    assert found.difference.max_abs == 0.0
 
 
 def test_a_rank_without_a_difference_names_none():
