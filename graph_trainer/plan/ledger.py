@@ -17,6 +17,7 @@ from graph_trainer.joint_graph import (
     value_of,
 )
 from graph_trainer.passes import PassConfig
+from graph_trainer.passes.memory_limit import Agree, alone
 from graph_trainer.passes.pipeline import pass_by_pass
 
 
@@ -69,6 +70,7 @@ def ledger(
     simulate: Simulate,
     *,
     on_pass: Callable[[str], None] | None = None,
+    agree: Agree = alone,
 ) -> Iterator[tuple[LedgerRow, Simulation]]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
@@ -77,7 +79,7 @@ def ledger(
     """
     simulation: Simulation | None = None
     before: list[object] = []
-    for report in pass_by_pass(joint, passes, on_pass=on_pass):
+    for report in pass_by_pass(joint, passes, on_pass=on_pass, agree=agree):
         after = _state_of(joint)
         if simulation is None or after != before:
             simulation = simulate(joint)

@@ -16,6 +16,7 @@ from graph_trainer.analysis.simulation import Simulation, simulate
 from graph_trainer.held_bytes import microbatches, trained_bytes
 from graph_trainer.joint_graph import InputKind, JointGraph, layer_of
 from graph_trainer.passes import PassConfig, resolve_passes, run_passes
+from graph_trainer.passes.memory_limit import Agree, alone
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.ledger import LedgerRow, ledger, row_of
@@ -113,6 +114,7 @@ def make_plan(
     rank: int = 0,
     runtime: Runtime = GRAPH_TRAINER,
     every_pass: bool = True,
+    agree: Agree = alone,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -122,6 +124,7 @@ def make_plan(
         runtime: who runs the config.
         every_pass: simulate after each pass, for the ledger; or the graph that runs alone, of
             which the only row is then.
+        agree: as `run_passes` takes it; by default a memory limit is this rank's affair.
         on_progress: called with what is being done.
 
     Raises:
@@ -147,9 +150,9 @@ def make_plan(
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     if every_pass:
-        simulated = list(ledger(joint, passes, look, on_pass=on_progress))
+        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agree=agree))
     else:
-        last = run_passes(joint, passes, on_pass=on_progress).last
+        last = run_passes(joint, passes, on_pass=on_progress, agree=agree).last
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
     simulation = simulated[-1][1]

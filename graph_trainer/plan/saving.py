@@ -11,6 +11,8 @@ from graph_trainer.analysis.simulation import Simulation
 from graph_trainer.analysis.traffic import traffic_of
 from graph_trainer.config import config_to_toml
 from graph_trainer.joint_graph import tensors_of
+from graph_trainer.passes.memory_limit import Agree
+from graph_trainer.plan.agreement import Passes, as_agreed
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.fingerprint import fingerprint_of
@@ -23,18 +25,24 @@ from graph_trainer.plan.verify_order import rank_classes
 def plan_every_class(
     plan: Plan, *, on_progress: Callable[[str], None] = lambda line: None
 ) -> SavedPlan:
-    """Plan one rank of each class that differs, with the config and hardware of a plan.
+    """Plan one rank of each class that differs, with the config and hardware of a plan, as they
+    run once they have agreed on what a memory limit rolls back.
 
     Raises:
         GraphTrainerError: as `make_plan`, for any of the ranks.
     """
     config, world_size, hardware = plan.config, plan.world_size, plan.hardware
     classes = rank_classes(FakeRun(config, world_size, 0, hardware.device))
-    by_rank: dict[int, PlannedClass] = {}
-    for rank, ranks in classes.representatives().items():
-        on_progress(f"rank {rank}, class {len(by_rank) + 1} of {len(classes.representatives())}")
-        of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False)
-        by_rank[rank] = _class(of_rank, ranks, classes)
+    stands_for = classes.representatives()
+    ranks = list(stands_for)
+
+    def run(rank: int, agree: Agree) -> tuple[PlannedClass, Passes]:
+        on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
+        of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False, agree=agree)
+        passes = tuple(of_rank.simulation.joint.history)
+        return _class(of_rank, stands_for[rank], classes), passes
+
+    by_rank = as_agreed(ranks, run, on_progress)
     return SavedPlan(
         versions=versions(),
         config=config_to_toml(config),

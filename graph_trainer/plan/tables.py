@@ -34,6 +34,12 @@ def report(plan: Plan) -> RenderableType:
 def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text(headline(plan), style="bold")
     yield ledger_table(plan.rows)
+    if plan.config.compile.memory_limit_gib is not None and plan.world_size > 1:
+        yield Text(
+            f"compile.memory_limit_gib is held here against what rank {plan.rank} needs. In "
+            "training the rank that needs most decides for all, as it does in --save and "
+            "--verify-order.\n"
+        )
     yield memory_table(plan)
     yield owners_table(plan)
     if plan.simulation.timeline.exposed:

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -18,6 +18,8 @@ from graph_trainer.analysis.sequences import Sequence, issued_by
 from graph_trainer.compat import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.passes import run_passes
+from graph_trainer.passes.memory_limit import Agree
+from graph_trainer.plan.agreement import Passes, as_agreed
 from graph_trainer.plan.fake_run import FakeRun
 
 if TYPE_CHECKING:
@@ -72,19 +74,26 @@ def verify_order(
     classes = None if all_ranks else rank_classes(FakeRun(config, world_size, 0, device))
     ranks = list(classes.representatives()) if classes else list(range(world_size))
     on_progress(_what(classes, world_size))
-    agreed: list[int] = []
-    while True:
-        captured = _capture_all(config, world_size, ranks, device, classes, agreed, on_progress)
-        said = [c.said[len(agreed)] for c in captured.values() if len(c.said) > len(agreed)]
-        if len({c.passes for c in captured.values()}) == 1 or not said:
-            break
-        agreed.append(max(said))
+    start = time.perf_counter()
+    done: list[int] = []
+
+    def run(rank: int, agree: Agree) -> tuple[Sequence, Passes]:
+        try:
+            sequence, passes = _capture(config, world_size, rank, device, classes, agree)
+        except GraphTrainerError as error:
+            raise VerificationError(
+                f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
+            ) from error
+        done.append(rank)
+        place, seconds = (len(done) - 1) % len(ranks) + 1, time.perf_counter() - start
+        left = seconds / len(done) * (len(ranks) - place)
         on_progress(
-            "The memory limit holds on some ranks only: once more, as they would agree on a peak "
-            f"of {agreed[-1]:,} bytes"
+            f"rank {rank}, {place} of {len(ranks)}: {len(sequence):,} collectives, "
+            f"{seconds:.0f} s so far, {left:.0f} s left"
         )
-    sequences = {rank: c.sequence for rank, c in captured.items()}
-    return prove_order(sequences, classes)
+        return sequence, passes
+
+    return prove_order(as_agreed(ranks, run, on_progress), classes)
 
 
 def rank_classes(run: FakeRun) -> RankClasses:
@@ -135,68 +144,21 @@ def _laid(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Laid:
     return _Laid(tuple(parameter.shape), tuple(shards))
 
 
-class _Captured(NamedTuple):
-    """Of one rank."""
-
-    sequence: Sequence
-    passes: tuple[str, ...]
-    """Those that ran and were not rolled back."""
-    said: list[int]
-    """The numbers that it had other ranks agree on, in order."""
-
-
-def _capture_all(
-    config: GraphTrainer.Config,
-    world_size: int,
-    ranks: list[int],
-    device: str,
-    classes: RankClasses | None,
-    agreed: list[int],
-    on_progress: Callable[[str], None],
-) -> dict[int, _Captured]:
-    """The step of each of these ranks after its passes.
-
-    In training the ranks agree on numbers that decide which passes run, while here one comes
-    after the other. So each decides for itself, behind the numbers that are agreed already;
-    where all decide alike, so would their largest number.
-    """
-    captured: dict[int, _Captured] = {}
-    start = time.perf_counter()
-    for rank in ranks:
-        try:
-            captured[rank] = _capture(config, world_size, rank, device, classes, agreed)
-        except GraphTrainerError as error:
-            raise VerificationError(
-                f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
-            ) from error
-        done, seconds = len(captured), time.perf_counter() - start
-        on_progress(
-            f"rank {rank}, {done} of {len(ranks)}: {len(captured[rank].sequence):,} collectives, "
-            f"{seconds:.0f} s so far, {seconds / done * (len(ranks) - done):.0f} s left"
-        )
-    return captured
-
-
 def _capture(
     config: GraphTrainer.Config,
     world_size: int,
     rank: int,
     device: str,
     classes: RankClasses | None,
-    agreed: list[int],
-) -> _Captured:
+    agree: Agree,
+) -> tuple[Sequence, Passes]:
+    """What a rank issues after its passes, and which they were."""
     run = FakeRun(config, world_size, rank, device)
     if classes is not None:
         check_shapes(run, classes)
-    said: list[int] = []
-
-    def agree(mine: int) -> int:
-        said.append(mine)
-        return agreed[len(said) - 1] if len(said) <= len(agreed) else mine
-
     joint = run.capture()
     run_passes(joint, run.pass_config(), agree=agree)
-    return _Captured(issued_by(joint, world_size), tuple(joint.history), said)
+    return issued_by(joint, world_size), tuple(joint.history)
 
 
 def check_shapes(run: FakeRun, classes: RankClasses) -> None:

@@ -1,17 +1,23 @@
 """Which ranks can differ is known without a capture, and one rank of each class proves the rest."""
 
 import dataclasses
+import io
 
 import pytest
 import torch.distributed as dist
+from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
+from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.collectives import all_reduce
 from graph_trainer.config import load_config
 from graph_trainer.passes import run_passes
 from graph_trainer.plan.fake_run import FakeRun
+from graph_trainer.plan.planner import make_plan
+from graph_trainer.plan.saving import plan_every_class
+from graph_trainer.plan.tables import report
 from graph_trainer.plan.verify_order import MOST_CLASSES, check_shapes, rank_classes, verify_order
 
 DEGREES = {
@@ -183,3 +189,14 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     proof = verify_order(config_with(limit), 3, device="cpu", on_progress=said.append)
     assert proof.representatives == {0: 2, 2: 1}
     assert [line for line in said if "once more" in line][-1].endswith(f"of {after[0]:,} bytes")
+
+    plan = make_plan(config_with(limit), 3, load_hardware("cpu"), rank=2)
+    assert "overlap_fsdp" in plan.simulation.joint.history, "alone, it would be no question"
+    saved = plan_every_class(plan)
+    without = plan_every_class(make_plan(config_of(1, 3, 1), 3, load_hardware("cpu")))
+    for rank in (0, 2):
+        # as without the pass, which all ranks roll back
+        assert saved.of_rank(rank).fingerprint == without.of_rank(rank).fingerprint
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report(plan))
+    assert "rank that needs most decides" in " ".join(console.export_text().split())
