@@ -171,5 +171,9 @@ def flops_of(node: fx.Node) -> tuple[int, Kind]:
     flops = int(count(*args, **kwargs, out_val=value_of(node)))
     if "attention" not in schema.name:
         return flops, Kind.MATMUL
-    causal = argument(node, "is_causal", argument(node, "causal", False))
-    return (flops // 2 if causal else flops), Kind.ATTENTION
+    return (flops // 2 if is_causal(node) else flops), Kind.ATTENTION
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether a kernel of attention lets no position see a later one."""
+    return bool(argument(node, "is_causal", argument(node, "custom_mask_type")))

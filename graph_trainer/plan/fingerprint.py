@@ -10,7 +10,7 @@ from itertools import zip_longest
 import torch
 
 from graph_trainer.analysis.collectives import entry_text
-from graph_trainer.analysis.costs import Kind, flops_of
+from graph_trainer.analysis.costs import Kind, flops_of, is_causal
 from graph_trainer.analysis.rank_classes import RankClasses, Ranks
 from graph_trainer.analysis.sequences import Issued, issued_by
 from graph_trainer.joint_graph import InputKind, JointGraph, compute_nodes, module_of, tensors_of
@@ -36,9 +36,9 @@ class Fingerprint:
     inputs: tuple[Entry, ...]
     """Parameters, buffers and batch: names, dtypes and local shapes."""
     computes: tuple[Entry, ...]
-    """Every op with FLOPs, in order, with its result. Kernels of attention count as one op: the
-    machine chooses among them. Views, copies and elementwise ops are left out with them, since
-    each kernel wants its operands laid out in its own way."""
+    """Every op with FLOPs, in order, with its result. Kernels of attention count as one op, or
+    two, causal and full: the machine chooses among them. Views, copies and elementwise ops are
+    left out with them, since each kernel wants its operands laid out in its own way."""
     issues: tuple[Entry, ...]
     """Every collective in order: kind, reduction, size, dtype, group, and its wait."""
 
@@ -105,6 +105,7 @@ def _computes(joint: JointGraph) -> Iterator[Entry]:
         name = str(node.target)
         if kind is Kind.ATTENTION:
             name = "attention backward" if "backward" in name else "attention"
+            name = f"{'causal' if is_causal(node) else 'full'} {name}"
         yield Entry(
             f"{name} {_tensor(tensors_of(node)[0])}",
             f"in module '{module_of(node)}' (node {node.name})",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import operator
 import pickle
 import re
 import time
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from graph_trainer.analysis.hardware import load_hardware
+from graph_trainer.analysis.rank_classes import RankClasses
 from graph_trainer.analysis.sequences import issued_by
 from graph_trainer.collectives import all_gather, all_reduce
 from graph_trainer.config import load_config
@@ -37,6 +39,7 @@ from graph_trainer.plan.saved import SCHEMA, read_plan, write_plan
 from graph_trainer.plan.saving import plan_every_class
 from graph_trainer.plan.verify_order import rank_classes
 from tests.unit.fake_ranks import become
+from tests.unit.graphs import Builder
 
 RANKS = 2
 
@@ -126,6 +129,26 @@ def test_ranks_of_a_class_have_one_fingerprint_and_others_another():
     assert two.digest == four.digest
     text = str(two.issues)
     assert "over tp (2)" in text and "over fsdp (4)" in text and "ranks [" not in text
+
+
+def attention(kernel, *flags):
+    """The fingerprint of one attention, of its forward and no more."""
+    b = Builder()
+    query, key, value = (b.input(n, 1, 2, 8, 4, dtype=torch.bfloat16) for n in "qkv")
+    found = b.call(operator.getitem, b.call(kernel, query, key, value, *flags), 0)
+    joint = b.joint(b.call(torch.ops.aten.sum.default, found))
+    return fingerprint_of(joint, 0, RankClasses(("fsdp",), ((0,),)))
+
+
+def test_causal_attention_is_another_step_than_full_whatever_the_kernel():
+    cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    causal, full = (attention(cpu, 0.0, is_causal) for is_causal in (True, False))
+    assert first_difference(causal, full).count(" attention bfloat16[1, 2, 8, 4]") == 2
+    assert "planned causal attention" in first_difference(causal, full)
+    assert "captured full attention" in first_difference(causal, full)
+    assert causal.computes[0].what == attention(flash, 0.0, True).computes[0].what
+    assert full.computes[0].what == attention(flash, 0.0, False).computes[0].what
 
 
 DIFFERENT = {
