@@ -71,26 +71,26 @@ RUNS = (
 
 def predict(run: Published) -> Plan:
     """The plan of a published run."""
-    eager = tuple("eager" if word == "inductor" else word for word in run.flags)
-    plan = _planned(eager, run.ranks, run.hardware)
-    if eager == run.flags:
-        return plan
-    # the graph is the same, so it is not captured again
-    memory = plan.simulation.memory
-    simulation = simulate(
-        plan.simulation.joint,
-        plan.hardware,
-        optimizer_bytes=memory.by_category[Category.OPTIMIZER_STATE][0],
-        fused=True,
-        runtime=TORCHTITAN,
-    )
-    return replace(plan, simulation=simulation, reserved_bytes=simulation.reserved_bytes())
+    flags = tuple("eager" if word == "inductor" else word for word in run.flags)
+    eager, compiled = _planned(flags, run.ranks, run.hardware)
+    return eager if flags == run.flags else compiled
 
 
 @cache
-def _planned(flags: tuple[str, ...], ranks: int, hardware: str) -> Plan:
+def _planned(flags: tuple[str, ...], ranks: int, hardware: str) -> tuple[Plan, Plan]:
+    """The plan of an eager run, and that of the same graph compiled, captured once."""
     config = load_config(list(flags), world_size=ranks)
-    return make_plan(config, ranks, load_hardware(hardware), runtime=TORCHTITAN)
+    plan = make_plan(config, ranks, load_hardware(hardware), runtime=TORCHTITAN, every_pass=False)
+    state = plan.simulation.memory.by_category[Category.OPTIMIZER_STATE][0]
+    simulation = simulate(
+        plan.simulation.joint,
+        plan.hardware,
+        optimizer_bytes=state,
+        fused=True,
+        runtime=TORCHTITAN,
+    )
+    needs = simulation.reserved_bytes()
+    return plan, replace(plan, simulation=simulation, reserved_bytes=needs)
 
 
 def compare(run: Published) -> dict[str, Any]:

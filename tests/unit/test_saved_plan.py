@@ -261,7 +261,8 @@ def test_a_pickle_is_not_loaded(tmp_path):
     [
         ("", "not JSON, or cut short"),
         ("[" * 200_000, "nested too deeply for a plan"),
-        ('{"schema":' + "[" * 900 + "]" * 900 + "}", "nested too deeply"),
+        # about as deep as Python goes, which libraries change: too deep, or not a plan's schema
+        ('{"schema":' + "[" * 900 + "]" * 900 + "}", "Write the plan again"),
         ("[]", "not a plan: it has no schema"),
         ('{"schema": "graph_trainer.plan/1"}', "and this version reads graph_trainer.saved_plan/1"),
         ('{"schema": "graph_trainer.saved_plan/2"}', "Write the plan again"),
