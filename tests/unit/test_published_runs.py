@@ -24,4 +24,5 @@ def test_more_ranks_need_less_memory_and_compiling_is_faster():
     for name in ("8B, 8 H100", "8B, 128 H100"):
         eager, compiled = by_name[name], by_name[f"{name}, compile"]
         assert compiled.tokens_per_second_per_gpu > eager.tokens_per_second_per_gpu
-        assert compiled.reserved_bytes <= eager.reserved_bytes
+        # what is alive; the allocator's gaps may come out either way
+        assert compiled.peak_bytes <= eager.peak_bytes
