@@ -111,7 +111,7 @@ def _changed(value: float, before: float | None, form: str) -> Text:
     return text
 
 
-_TITLES = {
+CATEGORIES = {
     Category.PARAMETERS: "parameters",
     Category.OPTIMIZER_STATE: "optimizer state",
     Category.BUFFERS: "buffers and batch",
@@ -133,7 +133,7 @@ def memory_table(plan: Plan) -> Table:
     table.add_column(unit, justify="right")
     table.add_column("part", justify="right")
     for category, num in memory.peak_by_category().items():
-        table.add_row(_TITLES[category], f"{num / size:,.2f}", f"{num / memory.peak_bytes:.0%}")
+        table.add_row(CATEGORIES[category], f"{num / size:,.2f}", f"{num / memory.peak_bytes:.0%}")
     table.add_row("peak", f"{memory.peak_bytes / size:,.2f}", "100%", style="bold")
     return table
 
@@ -144,7 +144,7 @@ def owners_table(plan: Plan) -> Table:
     total: Counter[tuple[str, str]] = Counter()
     count: Counter[tuple[str, str]] = Counter()
     for storage in memory.live_at(memory.peak_position):
-        key = (without_layer(storage.owner), _TITLES[storage.category])
+        key = (without_layer(storage.owner), CATEGORIES[storage.category])
         total[key] += storage.bytes
         count[key] += 1
     unit, size = unit_of(memory.peak_bytes)

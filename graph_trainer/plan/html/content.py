@@ -11,10 +11,10 @@ from graph_trainer.config import config_to_toml
 from graph_trainer.fqn import without_layer
 from graph_trainer.joint_graph import phase_of
 from graph_trainer.plan.document import versions
-from graph_trainer.plan.html.words import CATEGORIES, TRAFFIC, duration, size
+from graph_trainer.plan.html.words import TRAFFIC, duration, size
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
-from graph_trainer.plan.tables import headline
+from graph_trainer.plan.tables import CATEGORIES, headline
 
 _SHOWN = 12
 

@@ -10,9 +10,10 @@ from torch import fx
 from graph_trainer.analysis.memory import Category
 from graph_trainer.analysis.simulation import Simulation
 from graph_trainer.joint_graph import Phase, module_of, phase_of
-from graph_trainer.plan.html.words import CATEGORIES, KINDS, WAIT
+from graph_trainer.plan.html.words import KINDS, WAIT
 from graph_trainer.plan.planner import Plan
 from graph_trainer.plan.slices import WAITS, Slice, nanoseconds, slices, tracks
+from graph_trainer.plan.tables import CATEGORIES
 
 
 class _Numbers:

@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from graph_trainer.analysis.costs import Kind
-from graph_trainer.analysis.memory import Category
 from graph_trainer.analysis.traffic import Traffic
-
-CATEGORIES = {
-    Category.PARAMETERS: "parameters",
-    Category.OPTIMIZER_STATE: "optimizer state",
-    Category.BUFFERS: "buffers and batch",
-    Category.GRADIENTS: "gradients",
-    Category.UNSHARDED: "unsharded parameters",
-    Category.ACTIVATIONS: "activations kept for backward",
-    Category.TEMPORARIES: "temporaries",
-    Category.COMMUNICATION: "communication buffers",
-}
 
 TRAFFIC = {
     Traffic.UNSHARD: "gathers parameters",
