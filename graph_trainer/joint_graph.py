@@ -276,6 +276,7 @@ _PARAMETER = "fsdp_parameter"
 _INPUT_NAME = "input_name"
 _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
+_SAVED = "saved_for_backward"
 
 # Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
 # never looks like the border between two of the user's checkpoint regions.
@@ -383,6 +384,16 @@ def clear_recompute_policy(node: fx.Node) -> None:
     """Remove the tag of a node."""
     node.meta.pop(_RECOMPUTE, None)
     node.meta.pop(_AC_GRAPH_ID, None)
+
+
+def is_saved_for_backward(node: fx.Node) -> bool:
+    """Whether autograd or a checkpoint saved what a node made, read in backward or not."""
+    return bool(node.meta.get(_SAVED))
+
+
+def set_saved_for_backward(node: fx.Node) -> None:
+    """Write that autograd or a checkpoint saved what a node made."""
+    node.meta[_SAVED] = True
 
 
 def value_of(node: fx.Node) -> Any:

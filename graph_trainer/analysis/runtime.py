@@ -18,9 +18,11 @@ from graph_trainer.joint_graph import (
     Phase,
     Role,
     is_backward,
+    is_saved_for_backward,
     layer_of,
     module_of,
     phase_of,
+    set_saved_for_backward,
 )
 
 
@@ -111,10 +113,7 @@ def mark_saved(joint: JointGraph) -> None:
     """
     for node in joint.graph.find_nodes(op="call_function", target=aten.detach.default):
         if phase_of(node) is Phase.FORWARD:
-            node.all_input_nodes[0].meta[_SAVED] = True
-
-
-_SAVED = "saved_for_backward"
+            set_saved_for_backward(node.all_input_nodes[0])
 
 
 def _saved_until(joint: JointGraph) -> dict[Storage, int]:
@@ -127,7 +126,7 @@ def _saved_until(joint: JointGraph) -> dict[Storage, int]:
     return {
         roots[node]: last_of_layer[layer]
         for node in joint.graph.nodes
-        if node.meta.get(_SAVED)
+        if is_saved_for_backward(node)
         and (layer := layer_of(module_of(node))) is not None
         and layer in last_of_layer
     }
