@@ -147,7 +147,8 @@ def remedies(at_peak: dict[Category, int], *, reshards: bool = False) -> list[st
         if not (reshards and kinds == (Category.UNSHARDED,))
     ]
     concerned.sort(key=lambda entry: -entry[0])
-    return [f"{text} ({gib(size)} GiB)" for size, text in concerned if size]
+    least = sum(at_peak.values()) / 1000  # what concerns less is no help
+    return [f"{text} ({gib(size)} GiB)" for size, text in concerned if size > least]
 
 
 def gib(size: int) -> str:

@@ -15,13 +15,14 @@ from rich.console import Console
 
 import graph_trainer as gt
 from graph_trainer.analysis.hardware import Hardware, load_hardware
+from graph_trainer.analysis.memory import Category
 from graph_trainer.analysis.runtime import TORCHTITAN
 from graph_trainer.analysis.simulation import simulate
 from graph_trainer.config import load_config
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.fqn import without_layer
 from graph_trainer.held_bytes import held_by, optimizer_bytes, trained_bytes
-from graph_trainer.passes.memory_limit import Budget, alone, nothing_held
+from graph_trainer.passes.memory_limit import Budget, alone, nothing_held, remedies
 from graph_trainer.plan import advice
 from graph_trainer.plan.command import main
 from graph_trainer.plan.compare import combinations, compare, flags_of, settings
@@ -99,6 +100,12 @@ def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, h
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(PassError, match="write GiB above 0"):
         Budget(limit, nothing_held, alone)
+
+
+def test_what_would_free_next_to_nothing_is_no_remedy():
+    at_peak = dict.fromkeys(Category, 0) | {Category.PARAMETERS: 2**30, Category.ACTIVATIONS: 4}
+    (only,) = remedies(at_peak)
+    assert "data_parallel_shard_degree" in only and "1.00 GiB" in only
 
 
 def test_a_parameter_without_a_gradient_has_no_state():
