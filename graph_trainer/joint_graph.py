@@ -1,4 +1,4 @@
-"""JointGraph: one train step as one flat FX graph, and the only door to its annotations.
+"""JointGraph: one step as one flat FX graph, and the only door to its annotations.
 
 A JointGraph owns a GraphModule whose placeholders are plain tensors (every tensor subclass,
 DTensor for one, is unwrapped) and whose output is a flat tuple. Its Signature says what each
@@ -10,6 +10,7 @@ dictionary itself:
     phase        forward, loss or backward
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
+    bucket       what a collective may travel with
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
 """
 
@@ -91,7 +92,10 @@ class Signature:
     inputs: tuple[Input, ...]
     outputs: tuple[Output, ...]
     parameters_without_grad: tuple[str, ...] = ()
-    """Parameters that require a gradient and that the loss does not reach."""
+    """Parameters that require a gradient and that the loss does not reach; none where there is
+    no backward, which alone would tell."""
+    backward: bool = True
+    """Whether the graph computes gradients; if not, the loss is its only output."""
 
     def num_placeholders(self) -> int:
         """How many placeholders the graph must have."""
@@ -104,7 +108,7 @@ class Signature:
 
 @dataclass(slots=True)
 class JointGraph:
-    """Forward, loss and backward of one train step as one flat graph.
+    """Forward, loss and (unless the signature says otherwise) backward as one flat graph.
 
     Arguments:
         graph_module: placeholders are plain tensors, the output a flat tuple of tensors.
@@ -169,6 +173,11 @@ class JointGraph:
                 raise VerificationError(
                     f"node '{node.name}' ({node.target}) has no phase; a pass that inserts a "
                     "node must annotate it, with copy_annotations(source, node) for example"
+                )
+            if is_backward(node) and not self.signature.backward:
+                raise VerificationError(
+                    f"node '{node.name}' ({node.target}) is marked as backward's in a graph that "
+                    "was captured without backward; give it the phase of what it reads"
                 )
 
     def __str__(self) -> str:
@@ -236,7 +245,12 @@ def _check_outputs(joint: JointGraph) -> None:
         )
     returned = {o.name for o in joint.signature.outputs if o.kind is OutputKind.GRADIENT}
     accounted = returned | set(joint.signature.parameters_without_grad)
-    for spec in joint.signature.inputs:
+    if not joint.signature.backward and accounted:
+        raise VerificationError(
+            f"the signature has a gradient for '{min(accounted)}', or says that it has none, and "
+            "the graph was captured without backward; its one output is the loss"
+        )
+    for spec in joint.signature.inputs if joint.signature.backward else ():
         if spec.kind is InputKind.PARAMETER and spec.requires_grad and spec.name not in accounted:
             raise VerificationError(f"the graph returns no gradient for parameter '{spec.name}'")
     parameters = {spec.name: nodes for spec, nodes in joint.inputs_of(InputKind.PARAMETER)}
@@ -277,10 +291,14 @@ _INPUT_NAME = "input_name"
 _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
+_BUCKET = "bucket"
 
 # Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
 # never looks like the border between two of the user's checkpoint regions.
 FSDP_AC_GRAPH_ID = 1 << 40
+
+SEPARATOR = ", "
+"""Between the FQNs of the parameters that share a bucket."""
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
@@ -353,8 +371,14 @@ def role_of(node: fx.Node) -> Role | None:
 
 
 def parameter_of(node: fx.Node) -> str | None:
-    """FQN of the parameter that a node with an FSDP role serves."""
+    """FQN of the parameter that a node with an FSDP role serves; of several, joined."""
     return _custom(node, _PARAMETER)
+
+
+def parameters_of(node: fx.Node) -> tuple[str, ...]:
+    """FQNs of the parameters that a node with an FSDP role serves: several for a bucket."""
+    joined = _custom(node, _PARAMETER)
+    return () if joined is None else tuple(joined.split(SEPARATOR))
 
 
 def input_name(node: fx.Node) -> str | None:
@@ -365,6 +389,22 @@ def input_name(node: fx.Node) -> str | None:
 def set_input_name(node: fx.Node, name: str) -> None:
     """Write what a placeholder holds."""
     node.meta[_INPUT_NAME] = name
+
+
+def owner_of(node: fx.Node) -> str:
+    """FQN of the one parameter that a node serves; else of the module that it belongs to."""
+    parameters = parameters_of(node)
+    return parameters[0] if len(parameters) == 1 else module_of(node) or ""
+
+
+def bucket_tag(node: fx.Node) -> str | None:
+    """What a collective may travel with: others of the same tag. None: with nothing."""
+    return _custom(node, _BUCKET)
+
+
+def set_bucket_tag(node: fx.Node, tag: str) -> None:
+    """Write what a collective may travel with; fx keeps it when the graph is split or traced."""
+    annotate_node(node, {_BUCKET: tag})
 
 
 def recompute_policy(node: fx.Node) -> CheckpointPolicy | None:

@@ -24,6 +24,7 @@ from graph_trainer.analysis.splits import Splits, has_splits, splits_of
 from graph_trainer.compat import group_ranks
 from graph_trainer.errors import VerificationError
 from graph_trainer.joint_graph import (
+    SEPARATOR,
     JointGraph,
     Phase,
     Role,
@@ -77,6 +78,7 @@ class Collective:
     phase: Phase | None
     module: str | None
     parameter: str | None
+    """FQN of the one it is for; those of a bucket, joined."""
     waited_after: int | None = None
     """How many collectives have been issued when this one is waited for; None if never."""
     splits: Splits | None = None
@@ -86,6 +88,11 @@ class Collective:
     def dtype(self) -> str:
         """Of the first tensor that is sent."""
         return self.inputs[0][0]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of the parameters that it is for: several of a bucket."""
+        return () if self.parameter is None else tuple(self.parameter.split(SEPARATOR))
 
     def entry(self) -> Entry:
         """What the other ranks must agree on."""

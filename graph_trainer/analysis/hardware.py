@@ -89,27 +89,30 @@ def known_hardware() -> dict[str, Path]:
     return {} if folder is None else {p.stem: p for p in sorted(folder.glob("*.toml"))}
 
 
-def load_hardware(name: str) -> Hardware:
+def load_hardware(name: str, key: str = "--hardware") -> Hardware:
     """A profile by its name, or by the path of a TOML file.
+
+    Arguments:
+        key: the flag or key that names it, for messages.
 
     Raises:
         ConfigError: there is none, or it has an unknown or missing key or a wrong value.
     """
     known = known_hardware()
     if name in known:
-        return read_hardware(known[name])
+        return read_hardware(known[name], key)
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
-        return read_hardware(path)
+        return read_hardware(path, key)
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{near[0]}'? " if near else ""
     raise ConfigError(
-        f"--hardware {name}: there is no such profile; {hint}Known profiles: {', '.join(known)}; "
+        f"{key} {name}: there is no such profile; {hint}Known profiles: {', '.join(known)}; "
         "a file of your own is named by a path that ends in .toml"
     )
 
 
-def read_hardware(path: Path) -> Hardware:
+def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
     """Read and check one profile.
 
     Raises:
@@ -118,32 +121,32 @@ def read_hardware(path: Path) -> Hardware:
     try:
         table = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--hardware {path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{key} {path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--hardware {path}: not TOML: {error}") from error
+        raise ConfigError(f"{key} {path}: not TOML: {error}") from error
     names = [f.name for f in fields(Hardware) if f.name != "name"]
-    for key in table:
-        if key not in names:
-            near = difflib.get_close_matches(key, names, n=1)
+    for entry in table:
+        if entry not in names:
+            near = difflib.get_close_matches(entry, names, n=1)
             hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(names)}"
-            raise ConfigError(f"--hardware {path}: unknown key '{key}': {hint}")
-    missing = [key for key in names if key not in table]
+            raise ConfigError(f"{key} {path}: unknown key '{entry}': {hint}")
+    missing = [entry for entry in names if entry not in table]
     if missing:
         raise ConfigError(
-            f"--hardware {path}: {', '.join(missing)} missing; copy a profile of "
+            f"{key} {path}: {', '.join(missing)} missing; copy a profile of "
             "configs/hardware and change it"
         )
-    for key, value in table.items():
-        _check(path, key, value)
+    for entry, value in table.items():
+        _check(f"{key} {path}", entry, value)
     values: dict[str, Any] = dict(table)
     if values["power_idle_watts"] >= min(values["power_watts"], values["power_limit_watts"]):
         raise ConfigError(
-            f"--hardware {path}: power_idle_watts = {values['power_idle_watts']} is not below "
+            f"{key} {path}: power_idle_watts = {values['power_idle_watts']} is not below "
             "power_watts and power_limit_watts"
         )
     if values["memory_reserved_gib"] >= values["memory_gib"]:
         raise ConfigError(
-            f"--hardware {path}: memory_reserved_gib = {values['memory_reserved_gib']} leaves "
+            f"{key} {path}: memory_reserved_gib = {values['memory_reserved_gib']} leaves "
             f"nothing of memory_gib = {values['memory_gib']}"
         )
     return Hardware(name=path.stem, **values)
@@ -162,8 +165,8 @@ _MAY_BE_ZERO = {
 }
 
 
-def _check(path: Path, key: str, value: Any) -> None:
-    where = f"--hardware {path}: {key} = {value!r}"
+def _check(file: str, key: str, value: Any) -> None:
+    where = f"{file}: {key} = {value!r}"
     if key == "device":
         if value not in ("cuda", "cpu"):
             raise ConfigError(f'{where}: write "cuda" or "cpu"')
@@ -175,11 +178,11 @@ def _check(path: Path, key: str, value: Any) -> None:
                 near = difflib.get_close_matches(dtype, _DTYPES, n=1, cutoff=0.3)
                 hint = f"; did you mean {near[0]}?" if near else f": {', '.join(_DTYPES)}"
                 raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
-            _check(path, f"peak_flops.{dtype}", number)
+            _check(file, f"peak_flops.{dtype}", number)
     else:
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if number and isinstance(value, int) and value.bit_length() > 1000:
-            raise ConfigError(f"--hardware {path}: {key}: a number that no machine has")
+            raise ConfigError(f"{file}: {key}: a number that no machine has")
         least = 0 if key in _MAY_BE_ZERO else 1e-30
         if not number or not least <= value < float("inf"):
             raise ConfigError(f"{where}: not a positive number")

@@ -15,8 +15,7 @@ from graph_trainer.joint_graph import (
     JointGraph,
     Role,
     is_backward,
-    module_of,
-    parameter_of,
+    owner_of,
     role_of,
     tensors_of,
 )
@@ -54,7 +53,7 @@ class LiveStorage:
     @property
     def owner(self) -> str:
         """FQN of the parameter or the module that it belongs to."""
-        return parameter_of(self.node) or module_of(self.node) or ""
+        return owner_of(self.node)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
 
     A group of tensor parallelism reduces some as well: of the parameters that it does not shard.
     """
-    reduced: dict[tuple[int, ...], set[str | None]] = {}
+    reduced: dict[tuple[int, ...], set[str]] = {}
     for c in issued:
         if c.role is Role.REDUCE_GRAD:
-            reduced.setdefault(c.ranks, set()).add(c.parameter)
+            reduced.setdefault(c.ranks, set()).update(c.parameters)
     every = set().union(*reduced.values())
     gathering = {c.ranks for c in issued if c.role is Role.UNSHARD}
     return gathering | {ranks for ranks, parameters in reduced.items() if parameters == every}

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import tyro
 from torchtitan.config import CompileConfig
 
+from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.passes import PassConfig, resolve_passes
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions
 
@@ -45,6 +46,13 @@ class GraphCompileConfig(CompileConfig):
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
     """How far the pass overlap_fsdp reaches, where it is in the list."""
 
+    hardware: str | None = None
+    """
+    The machine that the step will run on, for passes that decide by simulation: a profile of
+    configs/hardware ("h100-sxm" for one) or the path of a TOML file like those. `graph-trainer
+    plan` takes its --hardware where this is unset.
+    """
+
     memory_limit_gib: float | None = None
     """
     The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
@@ -82,12 +90,15 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
 
     Raises:
         PassError: a pass that is unknown or out of place.
+        ConfigError: `compile.hardware` is no profile.
     """
+    named = config.hardware
     passes = PassConfig(
         passes=tuple(config.passes),
         disable_passes=tuple(config.disable_passes),
         verify_passes=config.verify_passes,
         memory_limit_gib=config.memory_limit_gib,
+        hardware=None if named is None else load_hardware(named, "compile.hardware"),
         **more,
     )
     listed = {p.name for p in resolve_passes(passes)}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
 from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.joint_graph import JointGraph
@@ -28,6 +29,7 @@ from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
 from graph_trainer.passes.rematerialize import rematerialize
 from graph_trainer.passes.report import PassReport, Report, measure
+from graph_trainer.passes.simulator import Simulator
 from graph_trainer.passes.tag_fsdp_unshards import (
     ReshardAfterForward,
     TagFsdpUnshardsOptions,
@@ -75,6 +77,9 @@ class PassConfig:
 
     held_bytes: HeldBytes = nothing_held
     """What counts against the limit beside the graph and its inputs, given the graph."""
+
+    hardware: Hardware | None = None
+    """The machine that the step will run on, for passes that decide by simulation."""
 
 
 def registered_passes() -> dict[str, Pass]:
@@ -131,6 +136,7 @@ def pass_by_pass(
     config = config or PassConfig()
     selected = resolve_passes(config)
     options = _options_by_name(config, selected)
+    _hand_out_simulators(config, selected, options, agree)
     _check_history(joint, selected)
     budget = Budget(config.memory_limit_gib, config.held_bytes, agree)
     rows = [measure(joint, "capture", 0.0)]
@@ -304,6 +310,32 @@ def _options_by_name(config: PassConfig, selected: Sequence[Pass]) -> dict[str, 
             )
         options[graph_pass.name] = given
     return options
+
+
+def _hand_out_simulators(
+    config: PassConfig, selected: Sequence[Pass], options: dict[str, Any], agree: Agree
+) -> None:
+    """Fill the field `simulator` of options that have it and were given none."""
+    for place, graph_pass in enumerate(selected):
+        given = options[graph_pass.name]
+        if not hasattr(given, "simulator") or given.simulator is not None:
+            continue
+        behind = selected[place + 1 :]
+
+        def run_behind(joint: JointGraph, behind: Sequence[Pass] = behind) -> None:
+            for later in behind:
+                later.function(joint, options[later.name])
+
+        options[graph_pass.name] = replace(
+            given,
+            simulator=Simulator(
+                hardware=config.hardware,
+                held=config.held_bytes,
+                limit_gib=config.memory_limit_gib,
+                agree=agree,
+                behind=run_behind,
+            ),
+        )
 
 
 def _check_shorthand(config: PassConfig, selected: Sequence[Pass]) -> None:

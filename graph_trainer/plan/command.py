@@ -68,6 +68,9 @@ def main(argv: Sequence[str]) -> int:
     hardware = load_hardware(flags.hardware)
     announced = flags.world_size or world_size_from_environment()
     config = load_config(words, world_size=announced, prog="graph-trainer train")
+    if config.compile.hardware is None:
+        words = [*words, "--compile.hardware", flags.hardware]
+        config = load_config(words, world_size=announced, prog="graph-trainer train")
     world_size = announced or wanted_ranks(config)
     check_config(config, world_size)
     if not 0 <= flags.rank < world_size:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from graph_trainer.analysis.memory import Category
 from graph_trainer.fqn import without_layer
+from graph_trainer.joint_graph import owner_of
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 
@@ -165,7 +166,7 @@ def waits_table(plan: Plan) -> Table:
     total: dict[tuple[str, str, str], float] = defaultdict(float)
     held: dict[tuple[str, str, str], str] = {}
     for wait in timeline.exposed:
-        owner = wait.collective.parameter or wait.collective.module or ""
+        owner = owner_of(wait.collective.node)
         key = (wait.traffic.value, wait.collective.kind, without_layer(owner))
         total[key] += wait.seconds
         held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")

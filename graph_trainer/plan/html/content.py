@@ -9,7 +9,7 @@ from typing import Any
 from graph_trainer.analysis.memory import Category
 from graph_trainer.config import config_to_toml
 from graph_trainer.fqn import without_layer
-from graph_trainer.joint_graph import phase_of
+from graph_trainer.joint_graph import owner_of, phase_of
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.html.words import TRAFFIC, duration, size
 from graph_trainer.plan.ledger import LedgerRow
@@ -205,7 +205,7 @@ def waits(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
     count: Counter[tuple[str, str, str]] = Counter()
     held: dict[tuple[str, str, str], str] = {}
     for wait in timeline.exposed:
-        owner = wait.collective.parameter or wait.collective.module or ""
+        owner = owner_of(wait.collective.node)
         key = (TRAFFIC[wait.traffic], wait.collective.kind, without_layer(owner))
         total[key] += wait.seconds
         count[key] += 1
