@@ -1,11 +1,10 @@
-"""Capture: one train step, run once on fake tensors, becomes a JointGraph."""
+"""Capture: one step, run once on fake tensors, becomes a JointGraph."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ from graph_trainer.joint_graph import (
     Signature,
     set_input_name,
 )
+from graph_trainer.model_state import ModelState, refuse_state_among_constants, state_of
 from graph_trainer.random_draws import RandomDraws, share_repeated_draws
 from graph_trainer.scopes import Scopes
 from graph_trainer.storages import Storages
@@ -43,20 +43,13 @@ from graph_trainer.subclasses import unwrap, wrap
 LossFn = Callable[..., torch.Tensor]
 
 
-@dataclass(slots=True)
-class _State:
-    """The model's tensors, each once, with every name it has."""
-
-    tensors: list[torch.Tensor]
-    inputs: list[Input]
-
-
 def capture(
     model: nn.Module,
     loss_fn: LossFn,
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
+    backward: bool = True,
     meta_as: torch.device | str = "meta",
 ) -> JointGraph:
     """Trace forward, loss and backward of one step into one flat graph.
@@ -68,12 +61,15 @@ def capture(
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
         args, kwargs: one batch. Tensors become inputs; everything else is baked in and
             checked at every later call.
+        backward: whether gradients are computed. If not, forward and loss run as under
+            `torch.no_grad()` and the loss is the graph's only output: for validation. Call
+            `model.eval()` first where that is meant; a graph is of the mode it was captured in.
         meta_as: the device that tensors on meta stand for: ops are chosen as on that device.
 
     Returns:
         the graph: inputs are the model's tensors and the batch, outputs the loss and the
-        gradient of every parameter that requires one and that the loss reaches. Gradients of
-        batch tensors are not returned.
+        gradient of every parameter that requires one and that the loss reaches (none without
+        `backward`). Gradients of batch tensors are not returned.
 
     Runs on fake tensors: no tensor storage is allocated, no kernel and no collective runs. A
     model that asks whether its tensors are fake and then computes otherwise (transformers
@@ -88,7 +84,7 @@ def capture(
             "the model, (batch,) for one"
         )
     kwargs = dict(kwargs or {})
-    state = _state_of(model)
+    state = state_of(model)
     batch = Batch(args, kwargs)
     batch_tensors = batch.take(args, kwargs)
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
@@ -100,11 +96,11 @@ def capture(
     fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
 
     scopes = Scopes()
-    trace = _Trace(model, loss_fn, inputs, state, batch, scopes)
+    trace = _Trace(model, loss_fn, inputs, state, batch, scopes, backward)
     try:
         with (
             torch.inference_mode(False),
-            torch.enable_grad(),
+            torch.set_grad_enabled(backward),
             single_threaded_autograd(),
             selective_checkpoint_as_in_eager(),
             mode,
@@ -119,11 +115,14 @@ def capture(
             f"{type(model).__name__} cannot be captured: in "
             f"{_place(scopes.failed_module())}: {type(error).__name__}: {error}{_remedy(error)}"
         ) from error
-    _refuse_state_among_constants(graph_module, state)
+    refuse_state_among_constants(graph_module, state)
     _flatten_output(graph_module)
     share_repeated_draws(graph_module.graph)
     signature = Signature(
-        _mutated(graph_module.graph, inputs), tuple(trace.outputs), tuple(trace.without_grad)
+        _mutated(graph_module.graph, inputs),
+        tuple(trace.outputs),
+        tuple(trace.without_grad),
+        backward,
     )
     _name_placeholders(graph_module.graph, signature)
     graph_module.recompile()
@@ -166,9 +165,10 @@ class _Trace:
         model: nn.Module,
         loss_fn: LossFn,
         inputs: list[Input],
-        state: _State,
+        state: ModelState,
         batch: Batch,
         scopes: Scopes,
+        backward: bool,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -176,6 +176,7 @@ class _Trace:
         self.state = state
         self.batch = batch
         self.scopes = scopes
+        self.backward = backward
         self.outputs: list[Output] = []
         self.without_grad: list[str] = []
 
@@ -187,11 +188,12 @@ class _Trace:
         leaves = [
             (spec.name, tensor)
             for spec, tensor in zip(self.inputs, tensors, strict=True)
-            if spec.kind is InputKind.PARAMETER and spec.requires_grad
+            if self.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
         ]
         # Backward runs inside too: checkpointed blocks read their parameters again there.
         with swap_tensors(self.model, stand_ins), RandomDraws():
-            self._pass_on_hooks(stand_ins)
+            if self.backward:
+                self._pass_on_hooks(stand_ins)
             loss = self._run_loss(args, kwargs, leaves)
             detached = loss.detach()
             gradients: Sequence[torch.Tensor | None] = ()
@@ -299,57 +301,6 @@ class _Trace:
         parts, layout = unwrap(tensor)
         self.outputs.append(Output(kind, name, layout))
         return parts
-
-
-def _state_of(model: nn.Module) -> _State:
-    """Parameters first, then buffers, each tensor once under its first name."""
-    named = [
-        (kind, clean_fqn(name), tensor)
-        for kind, entries in (
-            (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
-            (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
-        )
-        for name, tensor in entries
-    ]
-    names: dict[int, list[str]] = {}
-    for _, name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
-    state = _State([], [])
-    for kind, name, tensor in named:
-        if names[id(tensor)][0] != name:
-            continue
-        _, layout = unwrap(tensor, name)
-        aliases = tuple(names[id(tensor)][1:])
-        state.tensors.append(tensor)
-        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, aliases))
-    return state
-
-
-def _refuse_state_among_constants(graph_module: fx.GraphModule, state: _State) -> None:
-    """What forward reads past the model's own attributes is baked in: fine for a table, and
-    silently wrong for anything that training changes."""
-    names = {
-        storage_id(part): spec.name
-        for spec, tensor in zip(state.inputs, state.tensors, strict=True)
-        for part in unwrap(tensor)[0]
-    }
-    for node in graph_module.graph.find_nodes(op="get_attr"):
-        constant = getattr(graph_module, str(node.target), None)
-        if not isinstance(constant, torch.Tensor):
-            continue
-        name = names.get(storage_id(constant))
-        if name is not None:
-            raise CaptureError(
-                f"'{name}' is read through something else than the attribute that holds it (a "
-                "list, a closure, an attribute of another object), where capture cannot "
-                "replace it: read it as an attribute of its module"
-            )
-        if constant.requires_grad:
-            raise CaptureError(
-                f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} that "
-                "requires a gradient and is neither a parameter of the model nor in the batch; "
-                "its gradient would be lost: make it a parameter of the model"
-            )
 
 
 def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:

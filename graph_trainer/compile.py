@@ -26,8 +26,8 @@ class Step:
     """A compiled train step: `loss, gradients = step(model, *args, **kwargs)`.
 
     Gradients are by parameter FQN, DTensors where the parameter is one, and absent for
-    parameters that the loss does not reach. Nothing is written to `.grad`; buffers that
-    forward changes are changed in place.
+    parameters that the loss does not reach; a graph without backward gives none. Nothing is
+    written to `.grad`; buffers that forward changes are changed in place.
     """
 
     def __init__(self, joint: JointGraph, run: BoxedFunction) -> None:
