@@ -29,7 +29,8 @@ def held_by(config: GraphTrainer.Config, data_parallel_degree: int, device: str)
     def held(joint: JointGraph) -> Held:
         return Held(
             optimizer_bytes(joint, config),
-            trained_bytes(joint) if several else 0,
+            # validation comes behind a step, whose gradients stay until the next one begins
+            trained_bytes(joint) if several or not joint.signature.backward else 0,
             fused=config.compile.backend == "inductor",
             device=device,
         )

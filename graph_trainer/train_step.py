@@ -47,6 +47,7 @@ class TrainStep:
 
     Arguments:
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
+        backward: whether gradients are computed; if not, the step gives none, as `capture` says.
         passes: which passes run, and how.
         backend: "eager" or "inductor".
         max_graphs: how many captured graphs are kept.
@@ -60,6 +61,7 @@ class TrainStep:
         self,
         loss_fn: LossFn,
         *,
+        backward: bool = True,
         passes: PassConfig | None = None,
         backend: str = "eager",
         max_graphs: int = 8,
@@ -68,6 +70,7 @@ class TrainStep:
         check: Callable[[JointGraph], None] = lambda joint: None,
     ) -> None:
         self._loss_fn = loss_fn
+        self._backward = backward
         self._passes = passes or PassConfig()
         self._backend = backend
         self._max_graphs = max_graphs
@@ -123,13 +126,14 @@ class TrainStep:
     def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> Step:
         again = bool(self._firsts)
         if not again:
-            self._on_event("Capturing the train step")
+            what = "train step" if self._backward else "step without backward"
+            self._on_event(f"Capturing the {what}")
         # only the first graph of a program is captured on all ranks at once
         together = program not in self._firsts
         largest = LargestOfAllRanks()
         start = time.perf_counter()
         try:
-            joint = capture(model, self._loss_fn, args, kwargs)
+            joint = capture(model, self._loss_fn, args, kwargs, backward=self._backward)
             captured = time.perf_counter()
             if together:
                 report = run_passes(joint, self._passes, agree=largest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from graph_trainer.capture import LossFn
 from graph_trainer.captured_step import attach_loss, loss_of_batch, passes_of
 from graph_trainer.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.compile import Gradients
@@ -28,7 +30,9 @@ from graph_trainer.plan.planned_run import PlannedRun, timed, watched
 from graph_trainer.stall import outside_the_graph, with_the_others
 from graph_trainer.titan_compat import process_group_timeouts
 from graph_trainer.train_step import TrainStep
+from graph_trainer.validator import with_captured_forward
 
+from torchtitan.components.validate import BaseValidator  # isort: skip
 from torchtitan.tools.logging import logger  # isort: skip
 from torchtitan.trainer import Trainer  # isort: skip
 
@@ -40,8 +44,9 @@ class GraphTrainer(Trainer):
     """A torchtitan Trainer whose forward_backward_step runs the joint graph.
 
     Everything else is torchtitan's: data, gradient accumulation, clipping, optimizer,
-    schedule, validation, metrics, checkpoints. With `compile.mode = "eager"` so is the
-    forward and backward, on the same sharded model: the reference for numbers.
+    schedule, metrics, checkpoints, and validation, whose forward is captured too. With
+    `compile.mode = "eager"` so is the forward and backward, on the same sharded model: the
+    reference for numbers.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -62,23 +67,33 @@ class GraphTrainer(Trainer):
         super().__init__(checked)
         (model,) = self.model_parts
         attach_loss(self.loss_fn, model)
-        compile_config = config.compile
         self._losses = LossGuard()
         self._microbatches = 0
         self._captured_step: StepFunction | None = None
         self._planned: PlannedRun | None = None
-        if compile_config.mode == "aot_fx_trace":
-            self._captured_step = TrainStep(
-                loss_of_batch(self.loss_fn),
-                passes=passes_of(config, self.parallel_dims, self.device.type),
-                backend=compile_config.backend,
-                max_graphs=compile_config.max_graphs,
-                on_event=logger.info,
-                on_report=self._show_report,
-                check=self._check_against_plan,
+        if config.compile.mode == "aot_fx_trace":
+            self._captured_step = self._make_step(
+                loss_of_batch(self.loss_fn), check=self._check_against_plan
             )
+            if config.validator.enable:
+                self.validator: BaseValidator = with_captured_forward(
+                    self.validator, partial(self._make_step, backward=False)
+                )
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
+
+    def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
+        """A step that captures itself, as [compile] says."""
+        compile_config = self.config.compile
+        return TrainStep(
+            loss_fn,
+            passes=passes_of(self.config, self.parallel_dims, self.device.type),
+            backend=compile_config.backend,
+            max_graphs=compile_config.max_graphs,
+            on_event=logger.info,
+            on_report=self._show_report,
+            **options,
+        )
 
     def take_step_with(self, step: StepFunction) -> None:
         """Run `step` in place of the captured one, on what it would be given."""

@@ -38,6 +38,7 @@ PLUGIN = {
     "titan_compat",
     "train",
     "trainer",
+    "validator",
 }
 DOOR = "compat"
 

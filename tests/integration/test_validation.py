@@ -1,0 +1,57 @@
+"""Validation through a captured graph of forward and loss, on two gloo ranks, against eager."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.launch import run_ranks
+from tests.integration.validation_worker import CASES, SIZES
+
+pytestmark = pytest.mark.timeout(300)
+
+WORKER = Path(__file__).with_name("validation_worker.py")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_ranks(WORKER, 2, [str(tmp_path_factory.mktemp("validation"))], timeout=240)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_are_those_of_eager_validation(ranks: list[dict[str, Any]], case: str) -> None:
+    """After both steps, and with batches of another size than the first ones or training's."""
+    for rank in ranks:
+        found, expected = rank[case]["aot_fx_trace"], rank[case]["eager"]
+        assert found["validated"] == expected["validated"]
+        assert len(expected["validated"]) == 3
+        # with tensor parallelism the last one repeats the one before: same weights, same batch
+        assert len(set(expected["validated"])) == (2 if case == "tp2" else 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nothing_else_is_touched(ranks: list[dict[str, Any]], case: str) -> None:
+    """Gradients stay, the model trains on, random numbers are where eager leaves them."""
+    for rank in ranks:
+        found, expected = rank[case]["aot_fx_trace"], rank[case]["eager"]
+        assert found["left"] == expected["left"] == [[True, True]] * 3
+        assert found["random"] == expected["random"]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_without_backward_serves_all_validations_of_a_shape(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for rank in ranks:
+        found = rank[case]["aot_fx_trace"]
+        shapes = len(set(SIZES[case]))
+        assert found["outputs"] == [["loss"]] * shapes
+        assert len(found["graphs"]) == shapes
+        for passes in found["graphs"]:
+            assert "deduplicate_unshards" in passes
+            assert ("overlap_fsdp" in passes) == (case == "fsdp2_chunked_loss")
+        assert found["issued"] == found["expected"]
+    roles = {case: ranks[0][case]["aot_fx_trace"]["roles"] for case in CASES}
+    assert roles == {"fsdp2_chunked_loss": ["unshard"], "tp2": ["None"]}

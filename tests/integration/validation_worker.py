@@ -1,0 +1,98 @@
+"""Validation on two gloo ranks, captured and eager; test_validation.py launches this and asserts.
+
+One layer of Llama 3's debug model is trained for two steps and validated after each, and once
+more: where FSDP is on with batches of another size.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graph_trainer.analysis.collectives import collectives
+from graph_trainer.config import load_config
+from graph_trainer.loss import ChunkedCrossEntropyLoss
+from graph_trainer.trainer import GraphTrainer
+from tests.integration.issued import count_issued, expected_events
+from tests.integration.launch import finish
+from tests.integration.matrix import BF16, COMMON, FP32, VALIDATE, Flags, arguments, rows
+from tests.integration.matrix import shard as fsdp
+from tests.integration.matrix import tensor as tensor_parallel
+
+SHARDED = {
+    "compile.passes": "default,overlap_fsdp",
+    "parallelism.fsdp_reshard_after_forward": "always",
+}
+CASES: dict[str, Flags] = {
+    "fsdp2_chunked_loss": fsdp(2) | BF16 | SHARDED,
+    "tp2": fsdp(1) | tensor_parallel(2) | FP32,
+}
+# Sequences of a batch in each of three validations; training has two. Without FSDP nobody knows
+# which ranks share a batch, so one run cannot mix shapes there.
+SIZES = {"fsdp2_chunked_loss": (2, 2, 1), "tp2": (1, 1, 1)}
+
+
+def run(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
+    """What is validated after each of two steps, and once more, and what that leaves."""
+    words = COMMON | VALIDATE | {"validator.steps": 2} | rows(2) | flags
+    config = load_config(arguments(words | {"compile.mode": mode, "dump_folder": folder}))
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    if "chunked" in name:
+        config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
+    trainer: GraphTrainer = config.build()
+    (model,) = trainer.model_parts
+    validated: list[float] = []
+    trainer.metrics_processor.log_validation = lambda *, loss, step: validated.append(loss)
+    captured = mode == "aot_fx_trace"
+    result: dict[str, Any] = {"validated": validated, "random": [], "left": []}
+
+    batches = trainer.batch_generator(trainer.dataloader)
+    validator = trainer.validator._validator if captured else trainer.validator
+    for number, size in enumerate(SIZES[name]):
+        if number < 2:
+            trainer.step += 1
+            trainer.train_step(batches)
+        validator.local_batch_size = size
+        before = gradients(model)
+        trainer.validator.validate(trainer.model_parts, trainer.step)
+        result["random"].append(torch.get_rng_state().tolist())
+        kept = all(torch.equal(before[n], g) for n, g in gradients(model).items())
+        result["left"].append([kept, all(m.training for m in model.modules())])
+    if captured:
+        graphs = trainer.validator.step.joint_graphs()
+        result["graphs"] = [graph.history for graph in graphs]
+        result["outputs"] = [[o.name for o in graph.signature.outputs] for graph in graphs]
+        joint = graphs[0]  # the one used longest ago
+        batch, labels = next(batches)
+        batch = {k: v[: SIZES[name][0]] for k, v in batch.items()}
+        model.eval()
+        step, inputs = trainer.validator.step, batch.pop("input")
+        _, result["issued"] = count_issued(step, model, inputs, labels[: len(inputs)], **batch)
+        found = collectives(joint)
+        result["expected"] = expected_events(Counter(c.kind for c in found))
+        result["roles"] = sorted({str(c.role) for c in found})
+    trainer.close()
+    return result
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    torch.set_num_threads(1)
+    finish(
+        {
+            name: {mode: run(name, flags, folder, mode) for mode in ("eager", "aot_fx_trace")}
+            for name, flags in CASES.items()
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()
