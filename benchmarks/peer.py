@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -18,6 +19,19 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.device import setup
+from graph_trainer.graph_copy import copy_graph
+from graph_trainer.joint_graph import (
+    InputKind,
+    JointGraph,
+    Phase,
+    annotate_node,
+    annotation,
+    is_backward,
+    module_of,
+    parameter_of,
+    phase_of,
+    value_of,
+)
 
 setup()  # before any torchtitan import
 
@@ -86,6 +100,48 @@ def run_passes_of_peer(traced: Any, prepared: Any) -> fx.GraphModule:
     return apply_graph_passes(
         traced.gm, traced.example_inputs, passes, compile_config=config.compile
     )
+
+
+def passes_of_peer_on(joint: JointGraph, config: Any, parallel_dims: Any) -> JointGraph:
+    """The peer's default passes on a copy of a graph that ours captured.
+
+    They are given what they read and our capture writes elsewhere: the module of each node, the
+    mark of backward, and the parameters' names. What they make gets back what ours read: they
+    copy the annotations of the first collective of a bucket, and the phase follows their mark.
+
+    Arguments:
+        joint: as captured, before any pass.
+        config: ours; the reshard policy and the number of layers are read from it.
+    """
+    joint = copy_graph(joint)
+    for node in joint.graph.nodes:
+        if (module := module_of(node)) is not None:
+            # the peer looks a parameter's gather and reduction up by the parameter's module
+            owner = (parameter_of(node) or "").rpartition(".")[0]
+            node.meta["custom"] = {**node.meta["custom"], "module_fqn": owner or module}
+        if is_backward(node):
+            node.meta["autograd_backward"] = True
+    peers = config_of_peer(config)
+    peers.model_spec.model.layers = config.model_spec.model.layers
+    states = [
+        spec.name
+        for kind in (InputKind.PARAMETER, InputKind.BUFFER)
+        for spec, _ in joint.inputs_of(kind)
+    ]
+    traced = SimpleNamespace(
+        gm=joint.graph_module,
+        example_inputs=tuple(value_of(node) for node in joint.placeholders()),
+        state_fqns=states,
+        num_static_inputs=len(states),
+        tensor_input_indices=list(range(len(joint.placeholders()))),
+    )
+    prepared = SimpleNamespace(config=peers, parallel_dims=parallel_dims)
+    with peer_on_cpu():
+        joint.graph_module = run_passes_of_peer(traced, prepared)
+    for node in joint.graph.nodes:
+        if node.meta.get("autograd_backward") and phase_of(node) is not Phase.BACKWARD:
+            annotate_node(node, annotation(phase=Phase.BACKWARD))
+    return joint
 
 
 def _keep_activations(gm: fx.GraphModule, *, config: Any) -> fx.GraphModule:

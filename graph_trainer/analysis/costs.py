@@ -72,6 +72,10 @@ _READ_NOT_SELF = {
     "aten::zeros_like",
 }
 
+# Makes the whole buffer of a gather and writes one rank's part of it: the bucketing of
+# torch._inductor.fx_passes, in graphs from elsewhere.
+_WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
+
 
 def costs(
     joint: JointGraph, hardware: Hardware, fusion: Fusion | None = None
@@ -121,7 +125,7 @@ class _Traffic:
     def of(self, node: fx.Node) -> tuple[int, bool]:
         """Bytes that a node moves, and whether it is the one that is launched."""
         group = self._fusion.group.get(node)
-        written = sum(map(_bytes, tensors_of(node)))
+        written = _written(node)
         if group is None:
             return written + sum(self._read_from(node, n) for n in node.all_input_nodes), True
         launches = group not in self._read
@@ -144,6 +148,16 @@ class _Traffic:
         if schema is not None and schema.name in _LOOKUPS:
             return min(size, sum(map(_bytes, tensors_of(node))))
         return size
+
+
+def _written(node: fx.Node) -> int:
+    size = sum(map(_bytes, tensors_of(node)))
+    schema = schema_of(node)
+    if schema is not None and schema.name in _WRITE_ONE_PART:
+        ranks = argument(node, "group_size")
+        assert isinstance(ranks, int)
+        return size // ranks
+    return size
 
 
 def _bytes(tensor: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 
 import pytest
@@ -241,3 +242,15 @@ def test_fusing_makes_nothing_slower():
     assert sum(c.flops for c in fused.values()) == sum(c.flops for c in separate.values()) > 0
     assert sum(c.bytes for c in fused.values()) < sum(c.bytes for c in separate.values())
     assert sum(c.seconds for c in fused.values()) < sum(c.seconds for c in separate.values())
+
+
+def test_a_bucket_of_inductor_is_made_for_all_ranks_and_written_by_one():
+    # registers its ops
+    bucketing = importlib.import_module("torch._inductor.fx_passes.bucketing")
+    float32 = bucketing._ALL_DTYPES.index(torch.float32)
+    b = Builder()
+    shards = [b.input("w", 6), b.input("v", 2)]
+    op = torch.ops.bucketing._pre_bucket_all_gather.default
+    node = b.call(op, shards, 4, torch.float32, [float32, float32], 0)
+    assert node.meta["val"].numel() == 4 * (6 + 2)
+    assert cost_of(b, node).bytes == FLOAT * 2 * (6 + 2)
