@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -77,7 +78,9 @@ class GraphTrainer(Trainer):
             )
             if config.validator.enable:
                 self.validator: BaseValidator = with_captured_forward(
-                    self.validator, partial(self._make_step, backward=False)
+                    self.validator,
+                    partial(self._make_step, backward=False),
+                    within=self._naming_who_is_missing,
                 )
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
@@ -165,9 +168,14 @@ class GraphTrainer(Trainer):
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not come.
         """
+        with self._naming_who_is_missing(), timed(self._planned):
+            super().train_step(data_iterator)
+
+    @contextlib.contextmanager
+    def _naming_who_is_missing(self) -> Iterator[None]:
+        """Turn a collective that fails inside into a TrainingError."""
         try:
-            with timed(self._planned):
-                super().train_step(data_iterator)
+            yield
         except CollectiveError as error:
             self._say_who_is_missing(error, error)
         except RuntimeError as error:

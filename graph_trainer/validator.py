@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from graph_trainer.device import setup as _setup_device
 from graph_trainer.train_step import TrainStep
 
-from torchtitan.components.validate import BaseValidator, Validator  # isort: skip
-from torchtitan.tools.logging import logger  # isort: skip
+# torchtitan binds its device module when it is first imported.
+_setup_device()
+
+from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402  # isort: skip
+from torchtitan.tools.logging import logger  # noqa: E402  # isort: skip
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of the model, inputs and labels (both int64 [local batch, sequence]); keywords are the
 model's."""
+Within = Callable[[], AbstractContextManager[None]]
 
 
 class CapturedValidator(BaseValidator):
@@ -29,11 +35,15 @@ class CapturedValidator(BaseValidator):
     Arguments:
         validator: torchtitan's, whose loss function is replaced.
         make_step: the step without backward for a loss of one batch.
+        within: what a validation runs in.
     """
 
-    def __init__(self, validator: Validator, make_step: Callable[[Loss], TrainStep]) -> None:
+    def __init__(
+        self, validator: Validator, make_step: Callable[[Loss], TrainStep], within: Within
+    ) -> None:
         super().__init__(validator.config)
         self._validator = validator
+        self._within = within
         self.step = make_step(_loss_of_validation(validator.loss_fn))
         validator.loss_fn = self._run
 
@@ -43,7 +53,8 @@ class CapturedValidator(BaseValidator):
         Raises:
             GraphTrainerError: as `TrainStep`.
         """
-        self._validator.validate([_Noting(model) for model in model_parts], step)
+        with self._within():
+            self._validator.validate([_Noting(model) for model in model_parts], step)
 
     def _run(self, call: _Call, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, _ = self.step(call.model, call.inputs, labels, **call.extra)
@@ -51,12 +62,13 @@ class CapturedValidator(BaseValidator):
 
 
 def with_captured_forward(
-    validator: BaseValidator, make_step: Callable[[Loss], TrainStep]
+    validator: BaseValidator, make_step: Callable[[Loss], TrainStep], *, within: Within
 ) -> BaseValidator:
     """The same validation on a captured graph where the validator is torchtitan's own; another
-    one stays as it is, since nobody knows what it calls, and the log says so."""
+    one stays as it is, since nobody knows what it calls, and the log says so. Arguments are
+    those of `CapturedValidator`."""
     if type(validator) is Validator:
-        return CapturedValidator(validator, make_step)
+        return CapturedValidator(validator, make_step, within)
     logger.warning(
         f"The validator is a {type(validator).__name__} and not torchtitan's Validator: it "
         "validates with the model itself, without a captured graph"

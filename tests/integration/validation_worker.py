@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
 from graph_trainer.config import load_config
 from graph_trainer.loss import ChunkedCrossEntropyLoss
@@ -75,8 +76,23 @@ def run(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
         found = collectives(joint)
         result["expected"] = expected_events(Counter(c.kind for c in found))
         result["roles"] = sorted({str(c.role) for c in found})
+        result["lost"] = lose_a_collective(trainer)
     trainer.close()
     return result
+
+
+def lose_a_collective(trainer: GraphTrainer) -> str:
+    """What is said when a collective of validation fails."""
+
+    def fail(*_: Any) -> None:
+        raise gt.CollectiveError("the gather", "Connection closed by peer")
+
+    trainer.validator._validator.validate = fail
+    try:
+        trainer.validator.validate(trainer.model_parts, trainer.step)
+    except gt.TrainingError as error:
+        return str(error)
+    return ""
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
 from graph_trainer.analysis.lifetimes import lifetimes
+from graph_trainer.analysis.memory import memory_of
 from graph_trainer.joint_graph import (
     InputKind,
     JointGraph,
@@ -22,8 +23,10 @@ from graph_trainer.joint_graph import (
     compute_nodes,
     is_backward,
 )
+from graph_trainer.passes.memory_limit import GIB
 from graph_trainer.passes.pipeline import registered_passes
 from graph_trainer.passes.registry import Pass
+from graph_trainer.train_step import TrainStep
 from tests.unit.graphs import (
     Decoder,
     assert_same,
@@ -209,3 +212,50 @@ def test_gathered_parameters_are_freed_after_their_last_reader() -> None:
     gt.run_passes(trained, gt.PassConfig(reshard_after_forward="always"))
     assert weight <= lifetimes(alone).peak_bytes < 2 * weight
     assert lifetimes(alone).peak_bytes < lifetimes(trained).peak_bytes
+
+
+def test_the_memory_limit_holds() -> None:
+    """A pass that only makes it faster is rolled back; what needs more without is refused."""
+    size = {"dim": 64, "hidden": 256}
+    passes = ("default", "overlap_fsdp")
+    plain, overlapped = forward_only(**size), forward_only(**size)
+    gt.run_passes(plain)
+    gt.run_passes(overlapped, gt.PassConfig(passes=passes))
+    low, high = (memory_of(joint).peak_bytes for joint in (plain, overlapped))
+    assert low < high
+
+    limited = forward_only(**size)
+    config = gt.PassConfig(passes=passes, memory_limit_gib=(high - 1) / GIB)
+    report = gt.run_passes(limited, config)
+    assert "rolled back" in report.last.rolled_back
+    assert memory_of(limited).peak_bytes == low
+    config = gt.PassConfig(passes=passes, memory_limit_gib=(low - 1) / GIB)
+    with pytest.raises(gt.PassError, match="the step needs"):
+        gt.run_passes(forward_only(**size), config)
+
+
+# --- a step that captures itself ----------------------------------------------------------------
+
+
+def test_a_train_step_without_backward() -> None:
+    lines: list[str] = []
+    step = TrainStep(mean, backward=False, on_event=lines.append)
+    model = Moody().eval()
+    for rows in (8, 8, 3):
+        x = torch.randn(rows, 4)
+        loss, gradients = step(model, x)
+        with torch.no_grad():
+            assert torch.equal(loss, mean(model, x))
+        assert gradients == {}
+    assert lines[0] == "Capturing the step without backward"
+    assert [len(joint.signature.outputs) for joint in step.joint_graphs()] == [1, 1]
+
+
+def test_inductor() -> None:
+    model, x = Moody().eval(), torch.randn(8, 4)
+    loss, gradients = gt.compile(gt.capture(model, mean, (x,), backward=False), "inductor")(
+        model, x
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(loss, mean(model, x))
+    assert gradients == {}

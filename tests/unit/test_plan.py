@@ -96,6 +96,14 @@ def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, h
     assert Budget(1.0, held, alone).memory(joint).peak_bytes == plan.peak_bytes
 
 
+def test_validation_is_held_to_the_limit_with_the_gradients_of_the_step_before():
+    plan = planned()
+    graph, held = copy.copy(plan.simulation.joint), held_by(plan.config, 4, "cuda")
+    assert held(graph).accumulated_bytes == 0
+    graph.signature = dataclasses.replace(graph.signature, backward=False)
+    assert held(graph).accumulated_bytes == trained_bytes(graph) > 0
+
+
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(PassError, match="write GiB above 0"):
