@@ -52,6 +52,7 @@ from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
     _get_default_store,
     _resolve_process_group,
     _set_pg_timeout,
+    _world,
 )
 
 __all__ = [
@@ -66,8 +67,12 @@ __all__ = [
     "detect_fake_mode",
     "current_sequence_number",
     "default_store",
+    "group_backend",
     "group_ranks",
     "is_traceable_wrapper_subclass",
+    "mesh_slices",
+    "new_group_in_order",
+    "process_groups",
     "pytree",
     "rename_node",
     "selective_checkpoint_as_in_eager",
@@ -87,6 +92,39 @@ def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
 def group_ranks(group_name: str) -> tuple[int, ...]:
     """The global ranks of the process group that a collective in a graph names."""
     return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))  # type: ignore[arg-type]
+
+
+def group_backend(group_name: str) -> str:
+    """The backend of the process group that a collective in a graph names."""
+    return str(dist.get_backend(_resolve_process_group(group_name)))  # type: ignore[arg-type]
+
+
+def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
+    """The process groups that this rank is in, with their global ranks in group order.
+
+    torch keeps them by name and by group and has no public list. torch 2.11 to 2.15.
+    """
+    return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
+
+
+def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+    """A process group whose ranks stand as listed; every rank of the world makes it.
+
+    dist.new_group sorts them unless it is told not to, which it can be from torch 2.13 on.
+    """
+    in_order = list(ranks)
+    if in_order == sorted(in_order):
+        return dist.new_group(in_order, group_desc=description)
+    return dist.new_group(in_order, group_desc=description, sort_ranks=False)
+
+
+def mesh_slices(mesh: Any) -> torch.Tensor:
+    """The ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
+
+    `DeviceMesh.mesh` is this rank's slice alone where the mesh is part of a larger one. Its
+    layout and the ranks that are laid out are private. torch 2.11 to 2.15.
+    """
+    return mesh._layout.remap_to_tensor(mesh._rank_map)
 
 
 def default_store() -> dist.Store:

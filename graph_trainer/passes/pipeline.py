@@ -15,6 +15,8 @@ from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
+from graph_trainer.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
+from graph_trainer.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
 from graph_trainer.passes.memory_limit import (
     KEY,
     Agree,
@@ -43,6 +45,8 @@ _BUILT_IN: tuple[Pass, ...] = (
     functionalize_index_put,
     eliminate_dead_code,
     deduplicate_unshards,
+    fuse_chained_all_gathers,
+    fuse_chained_reduce_scatters,
     tag_fsdp_unshards,
     rematerialize,
     overlap_fsdp,
