@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import annotate
 
 from graph_trainer.analysis.fsdp_roles import find_fsdp_roles
 from graph_trainer.analysis.ops import LastWrites
 from graph_trainer.batch import Batch
 from graph_trainer.compat import (
     FakeTensorMode,
+    own_slices,
     rename_node,
     selective_checkpoint_as_in_eager,
     single_threaded_autograd,
@@ -32,6 +34,7 @@ from graph_trainer.joint_graph import (
     Output,
     OutputKind,
     Signature,
+    annotation,
     set_input_name,
 )
 from graph_trainer.model_state import ModelState, refuse_state_among_constants, state_of
@@ -103,6 +106,7 @@ def capture(
             torch.set_grad_enabled(backward),
             single_threaded_autograd(),
             selective_checkpoint_as_in_eager(),
+            own_slices(lambda group: annotate(annotation(own_slice=group))),
             mode,
             scopes.trace(model),
         ):

@@ -11,6 +11,7 @@ dictionary itself:
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
     bucket       what a collective may travel with
+    own slice    the group of which each rank takes its own slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
 """
 
@@ -291,6 +292,7 @@ _INPUT_NAME = "input_name"
 _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
+_OWN_SLICE = "own_slice"
 _BUCKET = "bucket"
 
 # Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
@@ -309,6 +311,7 @@ def annotation(
     module: str | None = None,
     role: Role | None = None,
     parameter: str | None = None,
+    own_slice: str | None = None,
 ) -> dict[str, str]:
     """The entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -316,6 +319,7 @@ def annotation(
         _MODULE: module,
         _ROLE: role.value if role else None,
         _PARAMETER: parameter,
+        _OWN_SLICE: own_slice,
     }
     return {key: value for key, value in entries.items() if value is not None}
 
@@ -379,6 +383,11 @@ def parameters_of(node: fx.Node) -> tuple[str, ...]:
     """FQNs of the parameters that a node with an FSDP role serves: several for a bucket."""
     joined = _custom(node, _PARAMETER)
     return () if joined is None else tuple(joined.split(SEPARATOR))
+
+
+def own_slice_group(node: fx.Node) -> str | None:
+    """The group of which every rank takes its own slice here, as DTensor did at capture."""
+    return _custom(node, _OWN_SLICE)
 
 
 def input_name(node: fx.Node) -> str | None:
