@@ -23,6 +23,7 @@ from torch._guards import detect_fake_mode
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
 # home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import Shard
 
 # The subclass protocol by which DTensor and friends say what they wrap. Documented for
 # subclass authors, private in name. torch 2.11 to 2.15.
@@ -73,6 +74,7 @@ __all__ = [
     "mesh_slices",
     "new_group_in_order",
     "process_groups",
+    "own_slices",
     "pytree",
     "rename_node",
     "selective_checkpoint_as_in_eager",
@@ -149,6 +151,27 @@ def current_sequence_number() -> int:
 def autograd_sequence_number(grad_fn: Any) -> int:
     """The number an autograd node got when forward made it. torch 2.11 to 2.15."""
     return grad_fn._sequence_nr()
+
+
+@contextlib.contextmanager
+def own_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+    """Inside, enter `around(group name)` whenever DTensor takes this rank's own slice of a
+    replicated tensor: each rank of the group its own, at the same place of the program.
+
+    A trace alone cannot tell this from rank 0 reading the first rows, as all ranks may. Shard's
+    method is the one place through which all such redistributions go. torch 2.11 to 2.15.
+    """
+    original = Shard._replicate_to_shard
+
+    def within(shard: Shard, tensor: torch.Tensor, mesh: Any, mesh_dim: int, *rest: Any) -> Any:
+        with around(mesh.get_group(mesh_dim).group_name):
+            return original(shard, tensor, mesh, mesh_dim, *rest)
+
+    Shard._replicate_to_shard = within  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Shard._replicate_to_shard = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
+from graph_trainer.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
 from graph_trainer.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from graph_trainer.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
@@ -45,6 +46,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     functionalize_index_put,
     eliminate_dead_code,
     deduplicate_unshards,
+    eliminate_round_trips,
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
     tag_fsdp_unshards,

@@ -21,6 +21,7 @@ NAMES = [
     "functionalize_index_put",
     "eliminate_dead_code",
     "deduplicate_unshards",
+    "eliminate_round_trips",
     "fuse_chained_all_gathers",
     "tag_fsdp_unshards",
     "rematerialize",
