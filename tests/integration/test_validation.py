@@ -50,6 +50,7 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
         shapes = len(set(SIZES[case]))
         assert found["outputs"] == [["loss"]] * shapes
         assert len(found["graphs"]) == shapes
+        assert not found["in_training"]
         for passes in found["graphs"]:
             assert "deduplicate_unshards" in passes
             assert ("overlap_fsdp" in passes) == (case == "fsdp2_chunked_loss")

@@ -67,6 +67,7 @@ def run(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
         graphs = trainer.validator.step.joint_graphs()
         result["graphs"] = [graph.history for graph in graphs]
         result["outputs"] = [[o.name for o in graph.signature.outputs] for graph in graphs]
+        result["in_training"] = any(mode for graph in graphs for mode in graph.training)
         joint = graphs[0]  # the one used longest ago
         batch, labels = next(batches)
         batch = {k: v[: SIZES[name][0]] for k, v in batch.items()}
