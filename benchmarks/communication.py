@@ -1,0 +1,150 @@
+"""Communication that a step waits for, as the simulator has it: plain, ours and the peer's passes.
+
+    python -m benchmarks.communication                          # 8B and 70B, many minutes
+    python -m benchmarks.communication --cases 8b:16:8:2        # config:fsdp:tp:batch
+
+Each case is captured once, in a process of its own, as `graph-trainer plan` captures it; every
+variant starts from a copy of that graph, the peer's passes too, and all are simulated on the same
+hardware. Activation checkpointing is off, so that nothing is recomputed that gathers could hide
+behind, and so that both sides keep the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+# A batch of as many sequences as ranks share one, so that each rank computes one.
+CASES = ("8b:128:1:1", "8b:16:8:8", "70b:32:8:8")
+POLICIES = ("always", "never")
+STRATEGIES = ("transformer_block", "size", "auto")
+VARIANTS = (
+    "plain",
+    *STRATEGIES,
+    *(f"{strategy} overlap" for strategy in STRATEGIES),
+    "peer",
+)
+_FSDP = ("unshard", "reduce_grad")
+_GIB = 1024**3
+
+
+def main() -> None:
+    """Simulate every case, print tables and one line of JSON."""
+    arguments = parse()
+    if arguments.child:
+        print(json.dumps(measure(json.loads(arguments.child))))
+        return
+    keys = ("policies", "variants", "hardware", "layers", "sequence", "fused")
+    keys += ("unfused_qkv", "reduce_dtype")
+    common = {key: getattr(arguments, key) for key in keys}
+    results = []
+    for case in arguments.cases:
+        results.append(in_a_process({"case": case, **common}))
+        print_tables(results[-1])
+    text = json.dumps(results)
+    print(text)
+    if arguments.json:
+        Path(arguments.json).write_text(text)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="CONFIG:FSDP:TP:BATCH")
+    parser.add_argument("--policies", choices=POLICIES, nargs="+", default=list(POLICIES))
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument("--hardware", default="h100-sxm")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--fused", action="store_true", help="as the inductor backend fuses")
+    parser.add_argument("--unfused-qkv", action="store_true", help="nine parameters a layer")
+    parser.add_argument("--reduce-dtype", choices=("bfloat16", "float32"), default="float32")
+    parser.add_argument("--json", help="write the results to this file as well")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def in_a_process(wanted: dict[str, Any]) -> dict[str, Any]:
+    """`measure` in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.communication", "--child", json.dumps(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{wanted} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Capture a case and simulate its variants."""
+    from benchmarks.simulated import captured_case, simulated_variants
+
+    case = captured_case(wanted)
+    rows = []
+    for policy in wanted["policies"]:
+        variants = simulated_variants(case, policy, wanted)
+        rows += [{"policy": policy, "variant": name, **row} for name, row in variants]
+    return {"wanted": wanted, "nodes": len(case.joint.graph.nodes), "rows": rows}
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    """One table a case and policy, and below it what cannot be helped and what TP leaves."""
+    wanted = result["wanted"]
+    config, fsdp, tensor, batch = wanted["case"].split(":")
+    apart = ", wq, wk, wv apart" if wanted["unfused_qkv"] else ""
+    print(
+        f"Llama 3 {config}{apart}, {int(fsdp) * int(tensor)} fake ranks ({fsdp} x {tensor}), "
+        f"{result['nodes']:,} nodes\n{wanted['hardware']}, local batch {batch}, sequence "
+        f"{wanted['sequence']}, gradients reduced in {wanted['reduce_dtype']}"
+    )
+    for policy in wanted["policies"]:
+        rows = [row for row in result["rows"] if row["policy"] == policy]
+        print_table(policy, rows)
+        print_floor(rows[0]["floor"])
+        print_tensor_parallel(rows)
+
+
+def print_table(policy: str, rows: list[dict[str, Any]]) -> None:
+    """The variants of a case under one reshard policy."""
+    print(
+        f"{policy:<26}{'gather':>7}{'again':>6}{'reduce':>7}{'+ tp':>5}{'unshard':>8}{'reduce':>7}"
+        f"{'tp':>7}{'step ms':>9}{'GiB':>8}{'peak':>7}"
+    )
+    plain = next((row for row in rows if row["variant"] == "plain"), None)
+    for row in rows:
+        exposed = row["exposed_seconds"]
+        change = f"{row['peak_bytes'] / plain['peak_bytes'] - 1:+.1%}" if plain else "-"
+        print(
+            f"{row['variant']:<26}{row['gathers']:>7}{row['gathers_again']:>6}"
+            f"{row['reductions']:>7}{row['reductions_elsewhere']:>5}"
+            f"{1e3 * exposed['unshard']:>8.1f}{1e3 * exposed['reduce_grad']:>7.1f}"
+            f"{1e3 * (exposed['tensor_parallel'] + exposed['other']):>7.1f}"
+            f"{1e3 * row['step_seconds']:>9.1f}{row['peak_bytes'] / _GIB:>8.2f}{change:>7}"
+        )
+
+
+def print_floor(floor: dict[str, Any]) -> None:
+    """What no order goes below."""
+    print(f"  {1e3 * floor['compute']:>7.1f} ms  compute alone")
+    for ranks, seconds in floor["bandwidth"].items():
+        print(f"  {1e3 * seconds:>7.1f} ms  bytes over bandwidth, {ranks}")
+    print(f"  {1e3 * floor['ends']:>7.1f} ms  of that in the first gather and the last reduction")
+
+
+def print_tensor_parallel(rows: list[dict[str, Any]]) -> None:
+    """What tensor parallelism leaves exposed in the last of our variants and in the peer's."""
+    for row in [r for r in rows if r["variant"] != "peer"][-1:] + rows[-1:]:
+        worst = [w for w in row["exposed_tensor_parallel"] if w["seconds"] > 1e-4]
+        if worst:
+            print(f"  left exposed by tensor parallelism in '{row['variant']}':")
+        for w in worst[:8]:
+            print(
+                f"  {1e3 * w['seconds']:>7.1f} ms  {w['phase']:<9}{w['collectives']:>4} x "
+                f"{w['kind']:<24} {w['part']}"
+            )
+
+
+if __name__ == "__main__":
+    main()
