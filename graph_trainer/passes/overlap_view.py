@@ -1,0 +1,391 @@
+"""A graph as a schedule sees it: only what all ranks of a group see alike.
+
+Ranks of one group must issue the same collectives in the same order, and a schedule that asks a
+clock and an account of memory gives them the same order only if these say the same on each. What
+differs from rank to rank is left out or replaced:
+
+- A rank may hold fewer rows of a parameter than others, or none. What prepares a shard to be
+  gathered costs nothing, and counts by the padded bytes that are sent. What follows a reduction
+  costs nothing and has as many elements as what the ranks receive.
+- The links of a group are those of the group that begins with rank 0: that one group lies within
+  a node and its twin across two is none of the order's business.
+- Groups on which anything but parameters and gradients travels may join ranks that compute
+  different things, as tensor parallelism over an uneven number of heads does. What is issued on
+  them keeps its order, whatever the clock says (`Kind.OTHER`).
+
+Ranks along all other groups compute on tensors of the same shapes, each on its own batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+from torch import fx
+
+from graph_trainer.analysis.collective_costs import collective_seconds
+from graph_trainer.analysis.collectives import Collective, collectives
+from graph_trainer.analysis.costs import Kind as CostKind
+from graph_trainer.analysis.costs import costs
+from graph_trainer.analysis.fusion import fuse, no_fusion
+from graph_trainer.analysis.hardware import Hardware
+from graph_trainer.analysis.lifetimes import lifetimes
+from graph_trainer.analysis.ops import (
+    Held,
+    Storage,
+    has_effect,
+    held_storages,
+    is_collective,
+    is_getitem,
+    is_random,
+    is_wait,
+    storages_in,
+    subgraphs,
+    written_arguments,
+)
+from graph_trainer.analysis.scratch import gloo_scratch
+from graph_trainer.analysis.sequences import may_communicate
+from graph_trainer.joint_graph import JointGraph, Role, is_backward, role_of, tensors_of
+
+
+class Kind(Enum):
+    """What a schedule may do with a node."""
+
+    PLAIN = "plain"
+    """Computes; may run earlier."""
+    FREE = "free"
+    """Takes no time and no memory; may also run later."""
+    TAIL = "tail"
+    """Between a reduction and the gradients that the graph returns; may run later."""
+    WAIT = "wait"
+    """May run later."""
+    GATHER = "gather"
+    """Starts a gather of parameters; may start earlier."""
+    REDUCTION = "reduction"
+    """Starts a reduction of gradients; may start earlier."""
+    OTHER = "other"
+    """Communicates otherwise, and keeps its order among its like; may start earlier."""
+    FIXED = "fixed"
+    """Stays where it is among the others."""
+
+
+@dataclass(slots=True)
+class Unit:
+    """What starts one gather or reduction: the nodes that prepare it, and it."""
+
+    places: list[int]
+    backward: bool
+    bytes: int
+    """What it sends and receives."""
+    aside: int
+    """Bytes that preparing it takes at most, beside what is accounted node by node."""
+
+    @property
+    def start(self) -> int:
+        """The collective itself."""
+        return self.places[-1]
+
+
+@dataclass(slots=True)
+class Stored:
+    """One storage that the graph makes."""
+
+    bytes: int
+    born: int
+    last: int
+    readers: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class View:
+    """The nodes of a graph by place, and all that a schedule may know of them."""
+
+    nodes: list[fx.Node]
+    kind: list[Kind]
+    reads: list[set[int]]
+    """What must have run before: what a node reads, and what it may not overtake."""
+    seconds: list[float]
+    """Of a collective: what it takes on its group."""
+    heavy: list[bool]
+    """A matrix product or attention."""
+    backward: list[bool]
+    group: dict[int, tuple[int, ...]]
+    """By collective, the ranks of its group."""
+    issuer: dict[int, int]
+    """By wait, the collective that it waits for."""
+    makes: list[list[Stored]]
+    holds: list[list[Stored]]
+    """What running a node later keeps alive: what it reads, or its collective does."""
+    live: list[int]
+    gathers: list[Unit]
+    reductions: list[Unit]
+    others: list[int]
+
+
+def view_of(joint: JointGraph, hardware: Hardware, fused: bool) -> View:
+    """Look at a graph. Linear in nodes.
+
+    Raises:
+        VerificationError: a collective of which nothing can be said (see `collectives`).
+    """
+    return _Looking(joint, hardware, fused).view()
+
+
+class _Looking:
+    def __init__(self, joint: JointGraph, hardware: Hardware, fused: bool) -> None:
+        self.joint = joint
+        self.hardware = hardware
+        self.fused = fused
+        self.nodes = list(joint.graph.nodes)
+        self.at = {node: place for place, node in enumerate(self.nodes)}
+        self.held = held_storages(joint.graph)
+        self.issued = collectives(joint)
+        self.collective = {c.node: c for c in self.issued}
+        self.alike = _groups_alike(self.issued)
+        self.issuer = self._issuers()
+        self.written = {
+            storage
+            for node in self.nodes
+            for target in written_arguments(node)
+            for storage in storages_in(self.held[target])
+        }
+        self.elements = self._elements_of_tails()
+        self.gathers = self._gathers()
+        self.prepares = {n for chain in self.gathers for n in chain[:-1]}
+
+    def view(self) -> View:
+        kind = [self._kind(node) for node in self.nodes]
+        communicates = [n for n in self.nodes if kind[self.at[n]] is Kind.OTHER]
+        reductions = self._reductions(kind)
+        stored, makes, live = self._memory()
+        cost = self._costs()
+        return View(
+            nodes=self.nodes,
+            kind=kind,
+            reads=self._reads(),
+            seconds=[self._seconds(n, cost) for n in self.nodes],
+            heavy=[
+                n in cost and cost[n].kind in (CostKind.MATMUL, CostKind.ATTENTION)
+                for n in self.nodes
+            ],
+            backward=[is_backward(n) for n in self.nodes],
+            group={self.at[c.node]: c.ranks for c in self.issued if c.node in self.at},
+            issuer={self.at[wait]: self.at[start] for wait, start in self.issuer.items()},
+            makes=makes,
+            holds=[self._holds(n, stored) for n in self.nodes],
+            live=live,
+            gathers=[self._unit(chain) for chain in self.gathers],
+            reductions=[self._unit(chain) for chain in reductions],
+            others=[self.at[n] for n in communicates],
+        )
+
+    # --- what may move ---------------------------------------------------------------------
+
+    def _issuers(self) -> dict[fx.Node, fx.Node]:
+        """By wait, its collective, where no one else reads that."""
+        found = {}
+        for node in self.nodes:
+            if is_wait(node) and not has_effect(node):
+                (source,) = node.all_input_nodes
+                found[node] = source
+        return found
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op != "call_function":
+            return Kind.FIXED
+        if node in self.collective:
+            c = self.collective[node]
+            if has_effect(node) or c.ranks not in self.alike:
+                return Kind.OTHER
+            if node in self.elements:
+                return Kind.TAIL
+            return Kind.GATHER if c.role is Role.UNSHARD else Kind.REDUCTION
+        if may_communicate(node) or next(subgraphs(node), None) is not None:
+            return Kind.OTHER
+        if is_wait(node):
+            later = node in self.issuer and role_of(node) is not Role.UNSHARD
+            return Kind.WAIT if later else Kind.FIXED
+        if node in self.elements and not has_effect(node) and not self._touches_written(node):
+            return Kind.TAIL
+        if _is_random_or_effect(node):
+            return Kind.FIXED
+        shares = all(storage[0] is not node for storage in storages_in(self.held[node]))
+        if shares and not written_arguments(node) and not self._touches_written(node):
+            return Kind.FREE
+        return Kind.PLAIN
+
+    def _touches_written(self, node: fx.Node) -> bool:
+        return any(
+            s in self.written for n in (node, *node.all_input_nodes) for s in _storages(self, n)
+        )
+
+    def _reads(self) -> list[set[int]]:
+        """What a node reads; who touched a written storage before; what had an effect before."""
+        found: list[set[int]] = []
+        touched: dict[Storage, int] = {}
+        effect: int | None = None
+        for place, node in enumerate(self.nodes):
+            reads = {self.at[n] for n in node.all_input_nodes}
+            for source in (node, *node.all_input_nodes):
+                for storage in storages_in(self.held[source]):
+                    if storage in self.written:
+                        if storage in touched:
+                            reads.add(touched[storage])
+                        touched[storage] = place
+            if _is_random_or_effect(node):
+                if effect is not None:
+                    reads.add(effect)
+                effect = place
+            reads.discard(place)
+            found.append(reads)
+        return found
+
+    def _gathers(self) -> list[list[fx.Node]]:
+        """For every gather that may move, what prepares it from parameters alone, and it."""
+        found = []
+        for c in self.issued:
+            if c.role is Role.UNSHARD and c.ranks in self.alike and not has_effect(c.node):
+                chain = self._ancestors(c.node, lambda n: n.op == "call_function")
+                fixed = any(
+                    is_wait(n) or n is not c.node and n in self.collective
+                    or is_backward(n) is not is_backward(c.node)
+                    or _is_random_or_effect(n) or self._touches_written(n)
+                    for n in chain
+                )  # fmt: skip
+                found.append([c.node] if fixed else chain)
+        return found
+
+    def _reductions(self, kind: list[Kind]) -> list[list[fx.Node]]:
+        return [
+            self._ancestors(c.node, lambda n: role_of(n) is Role.REDUCE_GRAD)
+            for c in self.issued
+            if c.node in self.at and kind[self.at[c.node]] is Kind.REDUCTION
+        ]
+
+    def _ancestors(self, node: fx.Node, belongs: object) -> list[fx.Node]:
+        """A node and those in front of it that belong to it, in order."""
+        found = {node}
+        stack = [node]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source not in found and belongs(source):  # type: ignore[operator]
+                    found.add(source)
+                    stack.append(source)
+        return sorted(found, key=self.at.__getitem__)
+
+    def _unit(self, chain: list[fx.Node]) -> Unit:
+        collective = self.collective[chain[-1]]
+        aside = collective.input_bytes if collective.role is Role.UNSHARD else 0
+        both = collective.input_bytes + collective.output_bytes
+        return Unit([self.at[n] for n in chain], is_backward(chain[-1]), both, aside)
+
+    # --- what it takes ---------------------------------------------------------------------
+
+    def _elements_of_tails(self) -> dict[fx.Node, int]:
+        """Elements of everything behind a reduction: as many as of what it reads, though a
+        rank's own rows may be fewer."""
+        found: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            if role_of(node) is not Role.REDUCE_GRAD:
+                continue
+            behind = [n for n in node.all_input_nodes if n in found or n in self.issuer]
+            behind = [n for n in behind if role_of(n) is Role.REDUCE_GRAD]
+            if node in self.issuer and self.issuer[node] not in found:
+                continue  # the wait for the first reduction, what it receives is padded
+            if behind:
+                own = _elements(node)
+                found[node] = own if is_getitem(node) else max(
+                    own, *(found.get(n, _elements(n)) for n in behind)
+                )  # fmt: skip
+        return found
+
+    def _costs(self) -> dict[fx.Node, object]:
+        fusion = fuse(self.joint) if self.fused else no_fusion()
+        return costs(self.joint, self.hardware, fusion)  # type: ignore[return-value]
+
+    def _seconds(self, node: fx.Node, cost: dict) -> float:  # type: ignore[type-arg]
+        if node in self.collective:
+            return collective_seconds(self._as_on_every_rank(node), self.hardware)
+        if node in self.elements or node in self.prepares:
+            return 0.0
+        return cost[node].seconds
+
+    def _as_on_every_rank(self, node: fx.Node) -> Collective:
+        c = self.collective[node]
+        first = min(c.ranks)
+        c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
+        if node in self.elements:
+            sent = sum(t.dtype.itemsize for t in tensors_of(node)[:1]) * self.elements[node]
+            c = replace(c, input_bytes=sent, output_bytes=sent)
+        return c
+
+    def _memory(self) -> tuple[dict[Storage, Stored], list[list[Stored]], list[int]]:
+        scratch = gloo_scratch(self.joint) if self.hardware.device == "cpu" else None
+        lives = lifetimes(self.joint, scratch=scratch)
+        sent = {
+            storage
+            for chain in self.gathers
+            for n in chain[-1].all_input_nodes
+            for storage in storages_in(self.held[n])
+        }
+        stored: dict[Storage, Stored] = {}
+        makes: list[list[Stored]] = [[] for _ in self.nodes]
+        change = [0] * (len(self.nodes) + 1)
+        for storage, size in lives.size.items():
+            node = storage[0]
+            if node in self.prepares and storage not in sent:
+                size = 0
+            elif node in self.elements:
+                size = max(size, self.elements[node] * _itemsize(node))
+            entry = Stored(size, lives.born[storage], lives.last_use[storage])
+            stored[storage] = entry
+            makes[entry.born].append(entry)
+            change[entry.born] += size
+            change[entry.last + 1] -= size
+        for place, node in enumerate(self.nodes):
+            for source in node.all_input_nodes:
+                for storage in storages_in(self.held[source]):
+                    if storage in stored:
+                        stored[storage].readers.add(place)
+        live, total = [], 0
+        for place in range(len(self.nodes)):
+            total += change[place]
+            live.append(total)
+        return stored, makes, live
+
+    def _holds(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
+        sources = [*node.all_input_nodes]
+        if node in self.issuer:
+            sources += self.issuer[node].all_input_nodes
+        found = {s for n in sources for s in storages_in(self.held[n])}
+        if node in self.issuer:
+            found |= {(self.issuer[node], -1)}
+        return [stored[s] for s in found if s in stored]
+
+
+def _storages(looking: _Looking, node: fx.Node) -> Iterable[Storage]:
+    held: Held = looking.held[node]
+    return storages_in(held)
+
+
+def _groups_alike(issued: list[Collective]) -> set[tuple[int, ...]]:
+    """Groups on which only parameters and gradients travel."""
+    mixed = {c.ranks for c in issued if c.role is None}
+    return {c.ranks for c in issued} - mixed
+
+
+def _is_random_or_effect(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_wait(node):
+        return False
+    if is_collective(node):
+        return has_effect(node)
+    return is_random(node) or (has_effect(node) and not written_arguments(node))
+
+
+def _elements(node: fx.Node) -> int:
+    return sum(t.numel() for t in tensors_of(node))
+
+
+def _itemsize(node: fx.Node) -> int:
+    return max((t.dtype.itemsize for t in tensors_of(node)), default=0)

@@ -1,0 +1,91 @@
+"""Put the starts and waits of all collectives where communication hides behind compute."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from graph_trainer.errors import PassError
+from graph_trainer.joint_graph import JointGraph
+from graph_trainer.passes.overlap_scheduler import Limits, Scheduler
+from graph_trainer.passes.overlap_view import view_of
+from graph_trainer.passes.registry import Stage, graph_pass
+from graph_trainer.passes.simulator import Simulator
+
+KEY = "compile.schedule_overlap"
+_MIB = 1024**2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverlapOptions:
+    """How far collectives and compute may move, and what that may cost."""
+
+    prefetch_depth: int = 2
+    """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
+
+    max_in_flight_mib: float = 1024.0
+    """MiB that may be held, at any node, beyond what the graph holds there in its own order:
+    parameters gathered ahead, gradients under way, results computed early."""
+
+    max_peak_growth: float = 0.03
+    """By what part the predicted peak of what the graph allocates may grow."""
+
+    max_consecutive_compute: int = 8
+    """
+    How many matrix products or attentions may run between the moment when a reduction could
+    start and its start, and how many a node that is run early may overtake.
+    """
+
+    def __post_init__(self) -> None:
+        if self.prefetch_depth < 0:
+            raise PassError(
+                f"{KEY}.prefetch_depth is {self.prefetch_depth}; it must be 0 (no gather ahead of "
+                "its place) or more"
+            )
+        if not 0 < self.max_in_flight_mib < math.inf:
+            raise PassError(
+                f"{KEY}.max_in_flight_mib is {self.max_in_flight_mib:g}; it must be a number of "
+                "MiB above 0"
+            )
+        if not 0 <= self.max_peak_growth < math.inf:
+            raise PassError(
+                f"{KEY}.max_peak_growth is {self.max_peak_growth:g}; it must be a part of the "
+                "peak, 0 or more: 0.03 for three percent"
+            )
+        if self.max_consecutive_compute < 1:
+            raise PassError(
+                f"{KEY}.max_consecutive_compute is {self.max_consecutive_compute}; it must be at "
+                "least 1"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOverlapOptions(OverlapOptions):
+    """The same, and the machine that the graph will run on."""
+
+    simulator: Simulator | None = None
+
+
+@graph_pass(
+    stage=Stage.SCHEDULE,
+    summary="Start collectives early and wait late, by the simulator's clock",
+    options_type=ScheduleOverlapOptions,
+    default=False,
+    optional=True,
+)
+def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None:
+    """Put every collective's start and wait where communication hides behind compute."""
+    simulator = options.simulator or Simulator()
+    hardware = simulator.machine(f"the pass '{schedule_overlap.name}'")
+    view = view_of(joint, hardware, simulator.held(joint).fused)
+    limits = Limits(
+        prefetch_depth=options.prefetch_depth,
+        max_in_flight=int(options.max_in_flight_mib * _MIB),
+        max_growth=int(options.max_peak_growth * max(view.live, default=0)),
+        max_consecutive_compute=options.max_consecutive_compute,
+    )
+    order = Scheduler(view, hardware, limits).run()
+    if order != sorted(order):
+        *body, output = [view.nodes[place] for place in order]
+        for node in body:
+            output.prepend(node)
