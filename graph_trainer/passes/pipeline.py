@@ -15,6 +15,7 @@ from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.eliminate_round_trips import eliminate_round_trips
+from graph_trainer.passes.fold_grad_reductions import fold_grad_reductions
 from graph_trainer.passes.functionalize_index_put import functionalize_index_put
 from graph_trainer.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from graph_trainer.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
@@ -49,6 +50,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     eliminate_round_trips,
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
+    fold_grad_reductions,
     tag_fsdp_unshards,
     rematerialize,
     overlap_fsdp,
