@@ -74,12 +74,16 @@ def _launches(
         inside = [n for n in node.all_input_nodes if n.op != "placeholder"]
         if any(n not in of or is_collective(of[n][-1]) for n in inside) or not movable(node):
             continue
-        chain = next((of[n] for n in inside), [])
+        chain, *others = list({id(of[n]): of[n] for n in inside}.values()) or [[]]
         if not chain:
             chains.append(chain)
+        for other in others:  # a bucket: several parameters travel at once
+            of |= dict.fromkeys(other, chain)
+            chain += other
+            other.clear()
         chain.append(node)
         of[node] = chain
-    return [chain for chain in chains if is_collective(chain[-1])]
+    return [chain for chain in chains if chain and is_collective(chain[-1])]
 
 
 def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node, int]) -> None:
