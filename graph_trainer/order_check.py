@@ -126,7 +126,22 @@ def _exchange(mine: T | Exception, what: str) -> list[T]:
     if isinstance(mine, Exception):
         raise mine
     raise_first_failure([text for text, _ in everyone], what)
-    return [value for _, value in everyone]
+    values = [value for _, value in everyone]
+    _refuse_unlike(values)
+    return values
+
+
+def _refuse_unlike(values: list[Any]) -> None:
+    """Where one rank hands out its order and another one a number, for example, one of them is
+    agreeing on what a pass does while the other one is done with its passes."""
+    kinds = [type(value).__name__ for value in values]
+    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
+    if other is not None:
+        raise VerificationError(
+            f"the ranks' passes do not do the same: rank 0 hands out its {kinds[0]} and rank "
+            f"{other} its {kinds[other]}, so one of them has something to agree on that the other "
+            f"one has not. {REMEDY}"
+        )
 
 
 def _alone() -> bool:

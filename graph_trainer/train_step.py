@@ -24,6 +24,7 @@ from graph_trainer.order_check import (
     check_same_collectives,
 )
 from graph_trainer.passes import PassConfig, Report, only_passes, run_passes
+from graph_trainer.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.stall import tell_failure, told_failure
 from graph_trainer.subclasses import unwrap
 
@@ -136,10 +137,12 @@ class TrainStep:
             joint = capture(model, self._loss_fn, args, kwargs, backward=self._backward)
             captured = time.perf_counter()
             if together:
-                report = run_passes(joint, self._passes, agree=largest)
+                with groups_agreed_on(largest):
+                    report = run_passes(joint, self._passes, agree=largest)
             else:
                 passes = only_passes(self._passes, self._firsts[program].history)
-                report = run_passes(joint, passes, roll_back=False)
+                with groups_agreed_on(no_new_groups):
+                    report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()
             if not again:
                 self._check(joint)

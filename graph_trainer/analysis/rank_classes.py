@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 Ranks = tuple[int, ...]
 Axes = tuple[int, ...]
-"""Places of mesh axes, in order."""
+"""Places of mesh axes, in the order in which ranks are counted, fastest at the end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,12 @@ class RankClasses:
         return tuple(reversed(place))
 
     def axes_of_group(self, ranks: Ranks, rank: int) -> Axes | None:
-        """The axes of more than one rank along which a group through `rank` lies; None for any
-        other set of ranks, or another order of them."""
+        """The axes of more than one rank along which a group through `rank` lies, the one along
+        which it counts first at the end; None for any other set of ranks, or another order."""
         ends = zip(self.coordinates(ranks[0]), self.coordinates(ranks[-1]), strict=True)
         axes = tuple(axis for axis, (first, last) in enumerate(ends) if first != last)
-        return axes if ranks == self._through(rank, axes) else None
+        orders = itertools.permutations(axes)
+        return next((order for order in orders if ranks == self._through(rank, order)), None)
 
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:
         """The representatives of a group's classes, for a representative and the axes along
@@ -92,7 +93,8 @@ class RankClasses:
 
     def _through(self, rank: int, axes: Axes) -> Ranks:
         own = self.coordinates(rank)
-        choices = [
-            range(size) if axis in axes else (own[axis],) for axis, size in enumerate(self.sizes)
-        ]
-        return tuple(self._rank(list(place)) for place in itertools.product(*choices))
+        through = []
+        for place in itertools.product(*(range(self.sizes[axis]) for axis in axes)):
+            at = dict(zip(axes, place, strict=True))
+            through.append(self._rank([at.get(axis, own[axis]) for axis in range(len(own))]))
+        return tuple(through)

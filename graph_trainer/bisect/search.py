@@ -18,6 +18,7 @@ from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.order_check import LargestOfAllRanks, check_order_across_ranks
 from graph_trainer.passes import PassConfig, pass_by_pass, resolve_passes
+from graph_trainer.process_groups import groups_agreed_on
 
 T = TypeVar("T")
 
@@ -65,7 +66,8 @@ def bisect_passes(
     rows: list[Row] = []
     before: JointGraph | None = None
     while True:
-        report = _together(lambda: next(steps, None), largest)
+        with groups_agreed_on(largest):
+            report = _together(lambda: next(steps, None), largest)
         if report is None:
             return Verdict(rows, len(reference), [])
         check_order_across_ranks(joint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,7 +24,7 @@ from graph_trainer.joint_graph import (
     role_of,
     value_of,
 )
-from graph_trainer.process_groups import group_within, make_groups
+from graph_trainer.process_groups import groups_within
 from graph_trainer.subclasses import wrap
 
 Join = Callable[[Partition, Partition], Partition | None]
@@ -72,7 +72,7 @@ def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: 
         if (before := _before(node)) is not None and _same_for_fsdp(before.node, node, role)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
-    groups = _groups(chain.partition for chain in chains.values())
+    groups = groups_within(sorted({chain.partition for chain in chains.values()}))
     for node, chain in chains.items():
         between = node.args[1:-2]
         size = len(chain.partition[0])
@@ -189,12 +189,3 @@ def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
         return known[name]
 
     return read
-
-
-def _groups(partitions: Iterable[Partition]) -> dict[Partition, str]:
-    """This rank's group of each partition, made where there is none yet, in an order that does
-    not depend on the graph."""
-    return {
-        partition: group_within(partition) or make_groups(partition)
-        for partition in sorted(set(partitions))
-    }

@@ -11,6 +11,7 @@ from graph_trainer.analysis.collectives import collectives
 from graph_trainer.analysis.sequences import issued_by, sequence_of
 from graph_trainer.joint_graph import Role
 from graph_trainer.order_check import (
+    LargestOfAllRanks,
     all_agree,
     check_order_across_ranks,
     check_same_collectives,
@@ -264,3 +265,19 @@ def test_another_batch_size_may_not_change_what_parameters_send():
 def test_another_batch_size_may_not_change_which_collectives_run(later, words):
     with pytest.raises(gt.VerificationError, match=words):
         check_same_collectives(step(), later())
+
+
+def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order(monkeypatch):
+    """One has a decision to take that the other one has not: both are told, and none waits."""
+    fake_world(2)
+    order = ("", handed_out(sequence_of([GATHER]), 1))
+
+    def answer(everyone, mine):
+        everyone[:] = [mine, order]
+
+    monkeypatch.setattr("graph_trainer.order_check._alone", lambda: False)
+    monkeypatch.setattr("torch.distributed.all_gather_object", answer)
+    largest = LargestOfAllRanks()
+    with pytest.raises(gt.VerificationError, match="rank 0 hands out its int and rank 1 its dict"):
+        largest(7)
+    assert largest.heard_of_failure

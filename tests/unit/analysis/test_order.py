@@ -264,6 +264,16 @@ def uniform(*sizes):
     return RankClasses(tuple("abc"[: len(sizes)]), tuple((0,) * size for size in sizes))
 
 
+def test_a_group_that_counts_ranks_column_by_column_is_proved_like_any_other():
+    by_column = sequence_of([collective(ranks=(0, 3, 1, 4, 2, 5))])
+    by_row = sequence_of([collective(ranks=tuple(range(6)))])
+    prove_order({0: by_column}, uniform(2, 3))
+    one_apart = RankClasses(("a", "b"), ((0, 1), (0, 0, 0)))
+    prove_order({0: by_column, 3: by_column}, one_apart)
+    with pytest.raises(gt.VerificationError, match="collective 0 of ranks 0 and 3"):
+        prove_order({0: by_column, 3: by_row}, one_apart)
+
+
 def test_classes_count_and_place_ranks():
     classes = RankClasses(("dp", "tp"), ((0, 1, 1, 2), (5, 5)))
     assert classes.representatives() == {0: 2, 2: 4, 6: 2}
@@ -272,7 +282,8 @@ def test_classes_count_and_place_ranks():
     assert classes.axes_of_group((1, 3, 5, 7), 5) == (0,)
     assert classes.axes_of_group(tuple(range(8)), 3) == (0, 1)
     assert classes.axes_of_group((3,), 3) == ()
-    for other in ((0, 3), (5, 4), (0, 2), (0, 2, 6), (1, 3, 5, 7)):
+    assert classes.axes_of_group((0, 2, 4, 6, 1, 3, 5, 7), 4) == (1, 0)
+    for other in ((0, 3), (5, 4), (0, 2), (0, 2, 6), (1, 3, 5, 7), (0, 2, 4, 6, 1, 3, 7, 5)):
         assert classes.axes_of_group(other, 4) is None
     assert classes.classes_in_group(2, (0,)) == (0, 2, 6)
     assert classes.classes_in_group(2, (1,)) == (2,)
