@@ -300,6 +300,7 @@ def passes_table() -> "Table":
         options = [
             f"  {f.name} = {json.dumps(getattr(each.options_type(), f.name), default=repr)}"
             for f in dataclasses.fields(each.options_type)
+            if f.repr  # what the pipeline fills in is no option
         ]
         described = "\n".join([each.summary, *options])
         # Not markup: a summary may well speak of "x[0]".

@@ -416,6 +416,11 @@ def set_bucket_tag(node: fx.Node, tag: str) -> None:
     annotate_node(node, {_BUCKET: tag})
 
 
+def clear_bucket_tag(node: fx.Node) -> None:
+    """Remove the tag of a collective that is decided about."""
+    node.meta[_CUSTOM] = {k: v for k, v in node.meta[_CUSTOM].items() if k != _BUCKET}
+
+
 def recompute_policy(node: fx.Node) -> CheckpointPolicy | None:
     """The recompute tag of a node, whoever wrote it."""
     return node.meta.get(_RECOMPUTE)

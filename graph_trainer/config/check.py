@@ -342,7 +342,7 @@ def _vocabulary(tokenizer: Any) -> int | None:
 
 
 def _check_passes(compile_config: Any, where: Origin) -> None:
-    from graph_trainer.config.sections import pass_config, pass_options
+    from graph_trainer.config.sections import pass_config, pass_sections
     from graph_trainer.passes import registered_passes
 
     known = registered_passes()
@@ -366,12 +366,13 @@ def _check_passes(compile_config: Any, where: Origin) -> None:
         # Known names, so it is their order or number, which it explains with the remedy.
         place = where.of("compile.passes", "compile.disable_passes")
         raise ConfigError(f"{place}: compile.passes = {show(passes)}: {e}.") from e
-    for name, given in pass_options(compile_config).items():
-        if name not in listed and given != type(given)():
+    for section in pass_sections(compile_config):
+        name = section.pass_name
+        if name not in listed and not section.is_default:
             raise bad_value(
                 where,
-                f"compile.{name}",
-                asdict(given),
+                f"compile.{section.name}",
+                asdict(getattr(compile_config, section.name)),
                 f"has no effect: the pass {name} is not in compile.passes = {show(passes)}",
                 f'Add "{name}" to compile.passes, or leave its options out.',
             )

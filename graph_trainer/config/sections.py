@@ -1,13 +1,14 @@
 """The sections of the config that are graph_trainer's own."""
 
-from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal, NamedTuple
 
 import tyro
 from torchtitan.config import CompileConfig
 
 from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.passes import PassConfig, resolve_passes
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions, BucketingOptions
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions
 
 NOT_TORCH_COMPILE = (
@@ -43,6 +44,9 @@ class GraphCompileConfig(CompileConfig):
     disable_passes: list[str] = field(default_factory=list)
     """Passes to leave out of the list above, by name."""
 
+    bucketing: BucketingOptions = field(default_factory=BucketingOptions)
+    """How the pass bucket_collectives merges collectives; not at all unless a strategy is set."""
+
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
     """How far the pass overlap_fsdp reaches, where it is in the list."""
 
@@ -57,8 +61,8 @@ class GraphCompileConfig(CompileConfig):
     """
     The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
     optimizer state, gradients and what the graph allocates, without the gaps that an
-    allocator leaves (`graph-trainer plan` tells them). An optional pass (overlap_fsdp)
-    that needs more is rolled back; a step that needs more without any is refused before it
+    allocator leaves (`graph-trainer plan` tells them). An optional pass (bucketing,
+    overlap) that needs more is rolled back; a step that needs more without any is refused before it
     is taken. Unset for no limit.
     """
 
@@ -80,9 +84,26 @@ class GraphCompileConfig(CompileConfig):
     components: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
 
 
-def pass_options(config: GraphCompileConfig) -> dict[str, OverlapFsdpOptions]:
-    """The options of those passes that have a section [compile.NAME] of their own, by name."""
-    return {"overlap_fsdp": config.overlap_fsdp}
+class PassSection(NamedTuple):
+    """A section [compile.NAME] of a pass's options."""
+
+    name: str
+    pass_name: str
+    options: Any
+    """What the pass takes."""
+    is_default: bool
+
+
+def pass_sections(config: GraphCompileConfig) -> list[PassSection]:
+    """The options of those passes that have a section of their own."""
+    bucketing = BucketCollectivesOptions(**asdict(config.bucketing))
+    return [
+        PassSection(name, pass_name, options, getattr(config, name) == type(given)())
+        for name, pass_name, given, options in (
+            ("bucketing", "bucket_collectives", config.bucketing, bucketing),
+            ("overlap_fsdp", "overlap_fsdp", config.overlap_fsdp, config.overlap_fsdp),
+        )
+    ]
 
 
 def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
@@ -102,5 +123,5 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         **more,
     )
     listed = {p.name for p in resolve_passes(passes)}
-    options = {name: given for name, given in pass_options(config).items() if name in listed}
+    options = {s.pass_name: s.options for s in pass_sections(config) if s.pass_name in listed}
     return replace(passes, options=options)

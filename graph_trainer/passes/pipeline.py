@@ -12,6 +12,7 @@ from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
 from graph_trainer.graph_copy import copy_graph, put_back
 from graph_trainer.joint_graph import JointGraph
+from graph_trainer.passes.bucket_collectives import bucket_collectives
 from graph_trainer.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.passes.eliminate_round_trips import eliminate_round_trips
@@ -34,6 +35,7 @@ from graph_trainer.passes.registry import Pass
 from graph_trainer.passes.rematerialize import rematerialize
 from graph_trainer.passes.report import PassReport, Report, measure
 from graph_trainer.passes.simulator import Simulator
+from graph_trainer.passes.tag_buckets import tag_buckets
 from graph_trainer.passes.tag_fsdp_unshards import (
     ReshardAfterForward,
     TagFsdpUnshardsOptions,
@@ -53,6 +55,8 @@ _BUILT_IN: tuple[Pass, ...] = (
     fold_grad_reductions,
     tag_fsdp_unshards,
     rematerialize,
+    tag_buckets,
+    bucket_collectives,
     overlap_fsdp,
 )
 

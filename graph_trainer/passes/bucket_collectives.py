@@ -1,0 +1,106 @@
+"""Merge small collectives into few large ones."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from graph_trainer.errors import PassError
+from graph_trainer.joint_graph import JointGraph, clear_bucket_tag
+from graph_trainer.passes.bucket_plan import (
+    Member,
+    by_size,
+    by_transformer_block,
+    members_of,
+    without_circles,
+)
+from graph_trainer.passes.bucket_rewrite import merge
+from graph_trainer.passes.registry import Stage, graph_pass
+from graph_trainer.passes.simulator import Simulator
+
+Strategy = Literal["none", "size", "transformer_block", "auto"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketingOptions:
+    """Which collectives travel together."""
+
+    strategy: Strategy = "none"
+    """
+    "none": each alone. "size": as they come, up to `cap_mib`. "transformer_block": those of
+    one block and kind, the embedding alone, the final norm with the output head. "auto": by
+    size, as large as the network and the simulator of `compile.hardware` ask for.
+    """
+
+    cap_mib: float = 25.0
+    """For "size": MiB of a bucket, counting the larger of what it reads and what it makes."""
+
+    max_span: int = 1000
+    """
+    For "size" and "auto": how many nodes of the graph a bucket reaches over at most. One that
+    reaches far pulls compute out of its order and holds what it waits for.
+    """
+
+    def __post_init__(self) -> None:
+        known = get_args(Strategy)
+        if self.strategy not in known:
+            near = difflib.get_close_matches(str(self.strategy), known, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            raise PassError(
+                f"compile.bucketing.strategy is {self.strategy!r}{hint}; it must be one of "
+                f"{', '.join(known)}"
+            )
+        if not 0 < self.cap_mib < math.inf:
+            raise PassError(
+                f"compile.bucketing.cap_mib is {self.cap_mib:g}; a bucket holds more than 0 MiB"
+            )
+        if self.max_span < 1:
+            raise PassError(
+                f"compile.bucketing.max_span is {self.max_span}; a bucket reaches over 1 node or "
+                "more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCollectivesOptions(BucketingOptions):
+    """How collectives are merged, and what "auto" asks."""
+
+    simulator: Simulator | None = field(default=None, repr=False)
+
+
+@graph_pass(
+    stage=Stage.COMMUNICATION,
+    summary="Merge tagged collectives into buckets",
+    options_type=BucketCollectivesOptions,
+    optional=True,
+)
+def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> None:
+    """Replace the tagged collectives of each bucket by one.
+
+    The members of a bucket have their tag, group, reduction and dtype in common; gathers may
+    mix dtypes. None depends on another. Their order within the bucket is that of the parameters
+    in the model, so that the layout does not depend on the graph's order. A gather starts where
+    its first member did, a reduction where its last did.
+
+    Gathered values are equal bit by bit. Sums are those of the same numbers, on two ranks equal
+    bit by bit; on more, a backend may add them up in another order. Costs memory: a bucket and
+    its members are alive together for a moment. n log n in nodes.
+    """
+    if options.strategy == "none":
+        return
+    members = members_of(joint)
+    buckets = without_circles(_buckets(joint, members, options))
+    for member in members:  # decided, alone or not: nobody decides again
+        clear_bucket_tag(member.node)
+    merge(joint, buckets)
+
+
+def _buckets(
+    joint: JointGraph, members: Sequence[Member], options: BucketCollectivesOptions
+) -> list[list[Member]]:
+    if options.strategy == "transformer_block":
+        return by_transformer_block(joint, members)
+    return by_size(members, options.cap_mib, options.max_span)
