@@ -55,5 +55,8 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
             assert "deduplicate_unshards" in passes
             assert ("overlap_fsdp" in passes) == (case == "fsdp2_chunked_loss")
         assert found["issued"] == found["expected"]
+        if case == "fsdp2_chunked_loss":
+            # buckets: the embedding, the layer, the final norm with the head
+            assert found["issued"] == {"gloo:all_gather": 3}
     roles = {case: ranks[0][case]["aot_fx_trace"]["roles"] for case in CASES}
     assert roles == {"fsdp2_chunked_loss": ["unshard"], "tp2": ["None"]}

@@ -26,6 +26,7 @@ from tests.integration.matrix import tensor as tensor_parallel
 
 SHARDED = {
     "compile.passes": "default,overlap_fsdp",
+    "compile.bucketing.strategy": "transformer_block",
     "parallelism.fsdp_reshard_after_forward": "always",
 }
 CASES: dict[str, Flags] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
+from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.analysis.lifetimes import lifetimes
 from graph_trainer.analysis.memory import memory_of
 from graph_trainer.joint_graph import (
@@ -23,9 +24,11 @@ from graph_trainer.joint_graph import (
     compute_nodes,
     is_backward,
 )
+from graph_trainer.passes.bucket_collectives import Strategy, bucket_collectives
 from graph_trainer.passes.memory_limit import GIB
 from graph_trainer.passes.pipeline import registered_passes
 from graph_trainer.passes.registry import Pass
+from graph_trainer.passes.simulator import Simulator
 from graph_trainer.train_step import TrainStep
 from tests.unit.graphs import (
     Decoder,
@@ -182,25 +185,48 @@ def test_the_default_passes_gather_each_parameter_once(policy: str, checkpointed
     assert report.last.nodes == len(list(compute_nodes(joint.graph)))
 
 
+HARDWARE = load_hardware("cpu", "hardware")
+STRATEGIES = get_args(Strategy)
+
+
+def options_of(graph_pass: Pass, **changes: Any) -> Any:
+    """Options under which a pass works, on some machine where it asks for one."""
+    options = dataclasses.replace(graph_pass.options_type(), **changes)
+    if hasattr(options, "simulator"):
+        options = dataclasses.replace(options, simulator=Simulator(hardware=HARDWARE))
+    return options
+
+
 @pytest.mark.parametrize("graph_pass", registered_passes().values(), ids=lambda p: p.name)
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
 def test_each_pass_keeps_numbers_and_the_contract(graph_pass: Pass, mode: str) -> None:
     joint = forward_only(fsdp={"mode": mode})
     gt.run_passes(joint)
-    check_pass(graph_pass, joint)
+    check_pass(graph_pass, joint, options_of(graph_pass))
     assert not any(map(is_backward, compute_nodes(joint.graph)))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("policy", ["always", "never"])
-def test_all_passes_in_a_row(policy: str) -> None:
+def test_all_passes_in_a_row(strategy: str, policy: str) -> None:
     joint = forward_only()
     before = run(joint)
     config = gt.PassConfig(
-        passes=tuple(registered_passes()), reshard_after_forward=policy, verify_passes=True
+        passes=tuple(registered_passes()),
+        reshard_after_forward=policy,
+        verify_passes=True,
+        hardware=HARDWARE,
+        options={"bucket_collectives": options_of(bucket_collectives, strategy=strategy)},
     )
     gt.run_passes(joint, config)
     assert joint.history == list(registered_passes())
     assert_same(before, run(joint))
+    gathers = [c for c in collectives(joint) if c.role == "unshard"]
+    assert sorted(n for c in gathers for n in c.parameters) == sorted(
+        spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)
+    )
+    # the embedding, two blocks of three weights, the final norm with the head
+    assert len(gathers) == {"none": 9, "transformer_block": 4}.get(strategy, len(gathers))
 
 
 def test_gathered_parameters_are_freed_after_their_last_reader() -> None:

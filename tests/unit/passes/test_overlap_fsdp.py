@@ -11,6 +11,7 @@ from graph_trainer.joint_graph import (
     parameter_of,
     role_of,
 )
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from tests.unit.graphs import Builder, aten, captured_decoder, check_pass, code
 
@@ -116,6 +117,19 @@ def test_reductions_may_start_in_another_order_than_they_are_prepared_in(limit):
         check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
         assert collectives(joint, Role.REDUCE_GRAD, True) == before
         assert in_flight(joint, Role.REDUCE_GRAD) == most
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_bucket_starts_early_with_all_that_it_sends(limit):
+    bucketing = BucketCollectivesOptions(strategy="transformer_block")
+    joint = captured_decoder(layers=4)
+    passes = [*BEFORE, "tag_buckets", "bucket_collectives"]
+    options = {"bucket_collectives": bucketing}
+    config = gt.PassConfig(reshard_after_forward="always", passes=passes, options=options)
+    gt.run_passes(joint, config)
+    assert in_flight(joint, Role.UNSHARD) == 1
+    check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+    assert in_flight(joint, Role.UNSHARD) == limit
 
 
 def test_nothing_moves_from_backward_into_forward():
