@@ -6,7 +6,8 @@
 Every measurement is a process of its own, and the two sides take turns, so that both meet the
 same machine. Seconds are CPU seconds of the process: tracing runs on one thread, and other
 processes on the machine count little in them (wall seconds are in the JSON). The garbage
-collector is off, as torchtitan's trainer has it.
+collector is off, as torchtitan's trainer has it. "ours" runs our default passes; "overlap" merges
+collectives by transformer block and schedules them as well, as the peer does.
 """
 
 from __future__ import annotations
@@ -20,12 +21,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 POLICIES = ("always", "never")
-SIDES = ("ours", "peer")
+SIDES = ("ours", "overlap", "peer")
 
 
 def main() -> None:
@@ -98,13 +98,16 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
 
     fields = {f.name for f in dataclasses.fields(Case)}
     prepared = prepare(
-        Case(**{key: value for key, value in wanted.items() if key in fields}), wanted["side"]
+        Case(**{key: value for key, value in wanted.items() if key in fields}),
+        "peer" if wanted["side"] == "peer" else "ours",
     )
     gc.collect()
     gc.disable()
-    side: Callable[[Any, Clock], dict[str, int]] = {"ours": ours, "peer": peer}[wanted["side"]]
     clock = Clock()
-    graph = side(prepared, clock)
+    if wanted["side"] == "peer":
+        graph = peer(prepared, clock)
+    else:
+        graph = ours(prepared, clock, overlap=wanted["side"] == "overlap")
     return {**wanted, **clock.seconds, **graph}
 
 
@@ -123,18 +126,23 @@ class Clock:
         self._start = now
 
 
-def ours(prepared: Any, clock: Clock) -> dict[str, int]:
+def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
     """graph_trainer: its report's measuring after every pass counts as passes too."""
     import graph_trainer as gt
+    from benchmarks.simulated import passes_of_variant
+    from graph_trainer.analysis.hardware import load_hardware
 
     def loss_fn(model: Any, inputs: Any, labels: Any, valid_tokens: Any, positions: Any) -> Any:
         return prepared.loss_fn(model(inputs, positions=positions), labels, valid_tokens)[0]
 
     policy = prepared.config.parallelism.fsdp_reshard_after_forward
+    variant = "transformer_block overlap" if overlap else "plain"
+    passes = passes_of_variant(variant, policy, load_hardware("h100-sxm"))
+    clock.lap("loading")
     joint = gt.capture(prepared.model, loss_fn, prepared.batch())
     clock.lap("capture")
     nodes = len(joint.graph.nodes)
-    report = gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+    report = gt.run_passes(joint, passes)
     clock.lap("passes")
     return summary(nodes, joint, report.last.peak_bytes)
 
@@ -176,30 +184,32 @@ def print_tables(results: dict[str, Any]) -> None:
         f"sequence {case['sequence']}; {results['cores']} cores"
     )
     print(
-        f"{'layers':>6} {'reshard':<8}{'':<6}{'capture s':>10}{'ms/layer':>10}{'passes s':>10}"
+        f"{'layers':>6} {'reshard':<8}{'':<8}{'capture s':>10}{'ms/layer':>10}{'passes s':>10}"
         f"{'nodes':>9}{'after':>9}{'collectives':>13}{'peak GiB':>10}"
     )
     for row in results["rows"]:
         print(
-            f"{row['layers']:>6} {row['policy']:<8}{row['side']:<6}{row['capture_seconds']:>10.1f}"
+            f"{row['layers']:>6} {row['policy']:<8}{row['side']:<8}{row['capture_seconds']:>10.1f}"
             f"{1e3 * row['capture_seconds'] / row['layers']:>10.0f}{row['passes_seconds']:>10.1f}"
             f"{row['captured_nodes']:>9,}{row['nodes']:>9,}{row['collectives']:>13,}"
             f"{row['peak_bytes'] / 1024**3:>10.2f}"
         )
-    for ours_row, peer_row in pairs(results["rows"]):
+    for own, peers in pairs(results["rows"]):
         ratios = [
-            f"{stage} {peer_row[f'{stage}_seconds'] / ours_row[f'{stage}_seconds']:.2f} x as fast"
+            f"{stage} {peers[f'{stage}_seconds'] / own[f'{stage}_seconds']:.2f} x as fast"
             for stage in ("capture", "passes")
         ]
-        print(f"{ours_row['layers']} layers, {ours_row['policy']}: ours {', '.join(ratios)}")
+        print(f"{own['layers']} layers, {own['policy']}, {own['side']}: {', '.join(ratios)}")
 
 
 def pairs(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Our row and the peer's for each case that has both."""
-    by_case: dict[tuple[int, str], dict[str, dict[str, Any]]] = {}
-    for row in rows:
-        by_case.setdefault((row["layers"], row["policy"]), {})[row["side"]] = row
-    return [(sides["ours"], sides["peer"]) for sides in by_case.values() if len(sides) == 2]
+    """Each row of ours with the peer's of the same case, where there is one."""
+    peers = {(row["layers"], row["policy"]): row for row in rows if row["side"] == "peer"}
+    return [
+        (row, peers[case])
+        for row in rows
+        if row["side"] != "peer" and (case := (row["layers"], row["policy"])) in peers
+    ]
 
 
 if __name__ == "__main__":

@@ -24,12 +24,18 @@ from graph_trainer.train import leave
 
 from torchtitan.distributed import utils as dist_utils  # isort: skip
 
+_BUCKETS = ["--compile.bucketing.strategy", "transformer_block"]
 FLAGS = {
     "eager": ["--compile.mode", "eager"],
     **{p: ["--parallelism.fsdp_reshard_after_forward", p] for p in ("never", "default", "always")},
     "overlap": [
         *("--compile.passes", "default,overlap_fsdp"),
         *("--compile.overlap_fsdp.in_flight", "8"),
+    ],
+    "buckets": _BUCKETS,
+    "scheduled": [
+        *_BUCKETS,
+        *("--compile.passes", "default,schedule_overlap", "--compile.hardware", "cpu"),
     ],
 }
 # what the process groups and the ops that call them are named in a profile
@@ -39,8 +45,8 @@ _COMMUNICATION = ("gloo:", "c10d::", "_c10d_functional::", "c10d_functional::")
 class Variant:
     """A trainer that is stepped by hand, with a clock at each part of its step.
 
-    `name` is "eager", one of our reshard policies, with " overlap" behind it for the pass
-    overlap_fsdp with 8 in flight, or "peer " and a policy.
+    `name` is words of FLAGS: "eager", or a reshard policy and what is done beside it; or "peer"
+    and a policy.
     """
 
     def __init__(self, name: str, flags: list[str], folder: Path) -> None:

@@ -54,7 +54,7 @@ def test_capture_measures_every_layer_count(tmp_path: Path) -> None:
 
 
 def test_the_peer_is_captured_beside_ours() -> None:
-    flags = [*CAPTURE, "--layers", "1", "--policies", "always"]
+    flags = [*CAPTURE, "--layers", "1", "--policies", "always", "--sides", "ours", "peer"]
     table, results = benchmark("benchmarks.capture", *flags)
     ours, peer = results["rows"]
     assert [ours["side"], peer["side"]] == ["ours", "peer"]
@@ -70,6 +70,34 @@ def test_always_holds_less_than_never() -> None:
     assert [always["policy"], never["policy"]] == ["always", "never"]
     assert always["peak_bytes"] < never["peak_bytes"]
     assert always["collectives"] > never["collectives"]
+
+
+def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
+    flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
+    flags += ["--variants", "plain", "transformer_block", "peer", "--unfused-qkv"]
+    table, (result,) = benchmark("benchmarks.communication", *flags)
+    rows = {(row["policy"], row["variant"]): row for row in result["rows"]}
+    for policy in ("always", "never"):
+        plain, ours, peer = (rows[policy, v] for v in ("plain", "transformer_block", "peer"))
+        # nine parameters a layer, one read of each but the embedding's; four buckets
+        assert (plain["gathers"], plain["reductions"]) == (2 * 9 + 3, 2 * 9 + 3)
+        for row in (ours, peer):
+            assert (row["gathers"], row["reductions"]) == (4, 4)
+            # the same work: the peer's passes ran on what ours captured. They keep the output head
+            # gathered under every policy.
+            kernels = [r["floor"]["compute"] for r in (row, plain)]
+            assert kernels[0] == pytest.approx(kernels[1], rel=0.1)
+            bandwidths = [r["floor"]["bandwidth"] for r in (row, plain)]
+            assert bandwidths[0] == pytest.approx(bandwidths[1], rel=0.1 if row is peer else 1e-6)
+            exposed = [sum(r["exposed_seconds"].values()) for r in (row, plain)]
+            assert exposed[0] < exposed[1]
+        for row in (plain, ours, peer):
+            assert bool(row["gathers_again"]) == (policy == "always")
+            floor = row["floor"]
+            assert row["step_seconds"] > max(floor["compute"], *floor["bandwidth"].values())
+            parallel = sum(each["seconds"] for each in row["exposed_tensor_parallel"])
+            assert parallel == pytest.approx(row["exposed_seconds"]["tensor_parallel"])
+    assert any("bytes over bandwidth" in line for line in table)
 
 
 @pytest.mark.timeout(600)
