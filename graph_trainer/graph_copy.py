@@ -33,6 +33,7 @@ def copy_graph(joint: JointGraph) -> JointGraph:
         joint.model_type,
         joint.training,
         list(joint.history),
+        dict(joint.decisions),
     )
 
 
@@ -45,6 +46,7 @@ def put_back(joint: JointGraph, copy: JointGraph) -> None:
     joint.graph_module = copy.graph_module
     joint.signature = copy.signature
     joint.history[:] = copy.history
+    joint.decisions = dict(copy.decisions)
 
 
 def _unshared(value: Any) -> Any:

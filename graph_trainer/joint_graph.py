@@ -126,6 +126,9 @@ class JointGraph:
     """`training` of every module at capture, in the order of `modules()`; empty: not known."""
     history: list[str] = field(default_factory=list)
     """Names of the passes that ran on this graph, in order."""
+    decisions: dict[str, Any] = field(default_factory=dict)
+    """Options by pass name with which passes that decide by simulation decide on another graph
+    of the same step as they did on this one."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -23,7 +23,7 @@ from graph_trainer.order_check import (
     check_order_across_ranks,
     check_same_collectives,
 )
-from graph_trainer.passes import PassConfig, Report, only_passes, run_passes
+from graph_trainer.passes import PassConfig, Report, passes_like, run_passes
 from graph_trainer.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.stall import tell_failure, told_failure
 from graph_trainer.subclasses import unwrap
@@ -140,7 +140,7 @@ class TrainStep:
                 with groups_agreed_on(largest):
                     report = run_passes(joint, self._passes, agree=largest)
             else:
-                passes = only_passes(self._passes, self._firsts[program].history)
+                passes = passes_like(self._passes, self._firsts[program])
                 with groups_agreed_on(no_new_groups):
                     report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()

@@ -2,8 +2,8 @@
 
 from graph_trainer.passes.pipeline import (
     PassConfig,
-    only_passes,
     pass_by_pass,
+    passes_like,
     registered_passes,
     resolve_passes,
     run_passes,
@@ -21,8 +21,8 @@ __all__ = [
     "Stage",
     "TagFsdpUnshardsOptions",
     "graph_pass",
-    "only_passes",
     "pass_by_pass",
+    "passes_like",
     "registered_passes",
     "resolve_passes",
     "run_passes",

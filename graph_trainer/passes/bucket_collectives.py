@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph, clear_bucket_tag
+from graph_trainer.passes.bucket_auto import best_caps
 from graph_trainer.passes.bucket_plan import (
     Member,
     by_size,
@@ -69,6 +70,8 @@ class BucketCollectivesOptions(BucketingOptions):
     """How collectives are merged, and what "auto" asks."""
 
     simulator: Simulator | None = field(default=None, repr=False)
+    caps: Mapping[str, float] | None = field(default=None, repr=False)
+    """What "auto" has decided for another graph of the step: MiB by process group."""
 
 
 @graph_pass(
@@ -103,4 +106,10 @@ def _buckets(
 ) -> list[list[Member]]:
     if options.strategy == "transformer_block":
         return by_transformer_block(joint, members)
-    return by_size(members, options.cap_mib, options.max_span)
+    if options.strategy == "size":
+        return by_size(members, options.cap_mib, options.max_span)
+    caps = options.caps
+    if caps is None:
+        caps = best_caps(joint, members, options.simulator or Simulator(), options.max_span)
+        joint.decisions[bucket_collectives.name] = replace(options, caps=caps)
+    return by_size(members, caps, options.max_span)

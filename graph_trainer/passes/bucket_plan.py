@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -89,7 +89,7 @@ def members_of(joint: JointGraph) -> list[Member]:
 
 
 def by_size(
-    members: Iterable[Member], cap_mib: float | dict[str, float], max_span: int
+    members: Iterable[Member], cap_mib: float | Mapping[str, float], max_span: int
 ) -> list[list[Member]]:
     """Buckets filled in graph order up to a size. Linear in members.
 
@@ -101,7 +101,7 @@ def by_size(
     closed: list[list[Member]] = []
     open_: dict[Route, tuple[list[Member], int]] = {}
     for member in members:
-        cap = cap_mib[member.route.group] if isinstance(cap_mib, dict) else cap_mib
+        cap = cap_mib[member.route.group] if isinstance(cap_mib, Mapping) else cap_mib
         bucket, held = open_.get(member.route, ([], 0))
         full = held + member.bytes > cap * MIB
         if bucket and (full or member.position - bucket[0].position > max_span):

@@ -212,15 +212,21 @@ def _roll_back(joint: JointGraph, to: _Kept, budget: Budget, why: str) -> PassRe
     return replace(measure(joint, to.name, time.perf_counter() - start), rolled_back=why)
 
 
-def only_passes(config: PassConfig, names: Sequence[str]) -> PassConfig:
-    """`config` with no other passes than those named: what another graph kept of its own.
+def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
+    """`config` as it was carried out on `first`: no other passes than those that it kept, and
+    what they decided by simulation decided alike.
 
     Raises:
         PassError: as `resolve_passes`.
     """
-    out = [p.name for p in resolve_passes(config) if p.name not in names]
+    out = [p.name for p in resolve_passes(config) if p.name not in first.history]
     options = {name: given for name, given in config.options.items() if name not in out}
-    return replace(config, disable_passes=(*config.disable_passes, *out), options=options)
+    decided = {name: given for name, given in first.decisions.items() if name not in out}
+    return replace(
+        config,
+        disable_passes=(*config.disable_passes, *out),
+        options={**options, **decided},
+    )
 
 
 def resolve_passes(config: PassConfig) -> list[Pass]:

@@ -5,11 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from graph_trainer.joint_graph import JointGraph
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.passes.memory_limit import Agree
 
 T = TypeVar("T")
-Passes = tuple[str, ...]
-"""Those that ran and were not rolled back."""
+Passes = tuple[object, ...]
+"""Those that ran and were not rolled back, and what they decided by simulation."""
+
+
+def decided_by(joint: JointGraph) -> Passes:
+    """What a rank has decided that all must decide alike."""
+    caps = [
+        (name, *sorted(options.caps.items()))
+        for name, options in joint.decisions.items()
+        if isinstance(options, BucketCollectivesOptions) and options.caps
+    ]
+    return (*joint.history, *caps)
 
 
 def as_agreed(
@@ -40,8 +52,9 @@ def as_agreed(
             return found
         agreed.append(max(open_))
         on_progress(
-            "The memory limit holds on some ranks only: once more, as they would agree on a peak "
-            f"of {agreed[-1]:,} bytes"
+            "The ranks decide otherwise alone: once more, as they would agree on the "
+            f"{'first number' if len(agreed) == 1 else f'first {len(agreed)} numbers'}, "
+            f"{agreed[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
         )
 
 

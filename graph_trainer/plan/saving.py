@@ -12,7 +12,7 @@ from graph_trainer.analysis.traffic import traffic_of
 from graph_trainer.config import config_to_toml
 from graph_trainer.joint_graph import tensors_of
 from graph_trainer.passes.memory_limit import Agree
-from graph_trainer.plan.agreement import Passes, as_agreed
+from graph_trainer.plan.agreement import Passes, as_agreed, decided_by
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.fingerprint import fingerprint_of
@@ -39,7 +39,7 @@ def plan_every_class(
     def run(rank: int, agree: Agree) -> tuple[PlannedClass, Passes]:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
         of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False, agree=agree)
-        passes = tuple(of_rank.simulation.joint.history)
+        passes = decided_by(of_rank.simulation.joint)
         return _class(of_rank, stands_for[rank], classes), passes
 
     by_rank = as_agreed(ranks, run, on_progress)

@@ -19,7 +19,7 @@ from graph_trainer.compat import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.passes import run_passes
 from graph_trainer.passes.memory_limit import Agree
-from graph_trainer.plan.agreement import Passes, as_agreed
+from graph_trainer.plan.agreement import Passes, as_agreed, decided_by
 from graph_trainer.plan.fake_run import FakeRun
 
 if TYPE_CHECKING:
@@ -158,7 +158,7 @@ def _capture(
         check_shapes(run, classes)
     joint = run.capture()
     run_passes(joint, run.pass_config(), agree=agree)
-    return issued_by(joint, world_size), tuple(joint.history)
+    return issued_by(joint, world_size), decided_by(joint)
 
 
 def check_shapes(run: FakeRun, classes: RankClasses) -> None:

@@ -1,0 +1,152 @@
+"""How large a bucket is, where the network and the simulator decide."""
+
+import dataclasses
+
+import pytest
+
+import graph_trainer as gt
+from graph_trainer.analysis.collective_costs import collective_seconds
+from graph_trainer.analysis.collectives import collectives
+from graph_trainer.analysis.hardware import known_hardware, load_hardware
+from graph_trainer.analysis.ops import is_collective
+from graph_trainer.analysis.simulation import simulate
+from graph_trainer.errors import PassError
+from graph_trainer.graph_copy import copy_graph, put_back
+from graph_trainer.joint_graph import bucket_tag, parameters_of
+from graph_trainer.passes import NoOptions, Pass, Stage, passes_like
+from graph_trainer.passes.bucket_auto import best_caps, saturating_mib
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions, bucket_collectives
+from graph_trainer.passes.bucket_plan import MIB, members_of
+from graph_trainer.passes.simulator import Simulator
+from graph_trainer.passes.tag_buckets import tag_buckets
+from tests.unit.analysis.machines import machine
+from tests.unit.graphs import captured_decoder, code, collective
+
+AUTO = BucketCollectivesOptions(strategy="auto")
+SPAN = AUTO.max_span
+SLOW = machine(collective_seconds=1e-4, node_bytes_per_second=2e9)
+"""Needs 2 MiB to be busy: two matrices of the decoder below."""
+FACTORS = (0.5, 1.0, 2.0, 4.0)
+GIB = 1024**3
+
+
+def captured(**decoder):
+    return captured_decoder(layers=3, dim=64, hidden=4096, **decoder)
+
+
+def tagged(**decoder):
+    joint = captured(**decoder)
+    off = ["tag_buckets", "bucket_collectives"]
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", disable_passes=off))
+    tag_buckets.function(joint, None)
+    return joint
+
+
+def tried(joint, hardware):
+    """Seconds and peak bytes with buckets of each size that is tried."""
+    first = max(saturating_mib(c, hardware) for c in collectives(joint) if bucket_tag(c.node))
+    found = {}
+    for factor in FACTORS:
+        trial = copy_graph(joint)
+        options = BucketCollectivesOptions(strategy="size", cap_mib=factor * first)
+        bucket_collectives.function(trial, options)
+        step = simulate(trial, hardware)
+        found[factor * first] = (step.timeline.step_seconds, step.memory.peak_bytes)
+    return found
+
+
+@pytest.mark.parametrize("profile", known_hardware())
+@pytest.mark.parametrize("kind", ["all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"])
+@pytest.mark.parametrize("ranks", [(0, 1), tuple(range(64)), tuple(range(0, 128, 8)), (0, 7, 9)])
+def test_the_size_that_saturates_a_group_is_the_smallest(profile, kind, ranks):
+    hardware, one = load_hardware(profile), collective(kind, ranks)
+
+    def rate(mib):
+        size = int(mib * MIB)
+        sized = dataclasses.replace(one, input_bytes=size, output_bytes=size)
+        return size / collective_seconds(sized, hardware)
+
+    mib = saturating_mib(one, hardware)
+    wanted = 0.9 * rate(2**40)
+    assert mib == 4096 or rate(mib) >= wanted
+    assert mib == 1 or rate(mib / 2) < wanted
+
+
+@pytest.mark.parametrize("latency", [1e-6, 1e-4, 1e-3])
+def test_the_fastest_size_is_taken(latency):
+    joint = tagged()
+    hardware = dataclasses.replace(SLOW, collective_seconds=latency)
+    (cap,) = best_caps(joint, members_of(joint), Simulator(hardware=hardware), SPAN).values()
+    by_cap = tried(joint, hardware)
+    assert by_cap[cap][0] == pytest.approx(min(seconds for seconds, _ in by_cap.values()))
+
+
+def test_what_does_not_fit_is_not_taken():
+    joint = tagged()
+    by_cap = tried(joint, SLOW)
+    (free,) = best_caps(joint, members_of(joint), Simulator(hardware=SLOW), SPAN).values()
+    smaller = [peak for _, peak in by_cap.values() if peak < by_cap[free][1]]
+    limit = Simulator(hardware=SLOW, limit_gib=max(smaller) / GIB)
+    (cap,) = best_caps(joint, members_of(joint), limit, SPAN).values()
+    assert by_cap[cap][1] <= max(smaller) < by_cap[free][1]
+
+
+def test_the_slowest_rank_decides():
+    """Where every size takes all ranks as long, the first is taken, whatever this rank's say."""
+    joint = tagged()
+    said = []
+
+    def agree(mine):
+        said.append(mine)
+        return 10**15
+
+    simulator = Simulator(hardware=SLOW, agree=agree)
+    (cap,) = best_caps(joint, members_of(joint), simulator, SPAN).values()
+    by_cap = tried(joint, SLOW)
+    assert cap == list(by_cap)[FACTORS.index(1.0)]
+    assert by_cap[cap][0] > min(seconds for seconds, _ in by_cap.values())
+    assert len(said) == 2 * len(FACTORS)
+
+
+def test_the_passes_behind_are_simulated_too():
+    joint = captured()
+    seen = []
+    mine = Pass("mine", Stage.SCHEDULE, "", lambda j, o: seen.append(j), NoOptions)
+    options = {"bucket_collectives": AUTO}
+    config = gt.PassConfig(passes=["default", mine], options=options, hardware=SLOW)
+    gt.run_passes(joint, config)
+    assert seen[-1] is joint and len(seen) == len(FACTORS) + 1
+    assert all(trial is not joint for trial in seen[:-1])
+
+
+def buckets(joint):
+    return [parameters_of(n) for n in joint.graph.nodes if is_collective(n)]
+
+
+def test_another_graph_of_the_step_is_bucketed_alike():
+    first, second = captured(), captured()
+    config = gt.PassConfig(options={"bucket_collectives": AUTO}, hardware=SLOW)
+    gt.run_passes(first, config)
+    asked = []
+    alike = dataclasses.replace(
+        passes_like(config, first), hardware=dataclasses.replace(SLOW, collective_seconds=10.0)
+    )
+    gt.run_passes(second, alike, agree=asked.append)
+    assert not asked
+    assert buckets(second) == buckets(first)
+    assert any(len(names) > 1 for names in buckets(first))
+
+
+def test_a_decision_is_rolled_back_with_its_pass():
+    joint = tagged()
+    before, text = copy_graph(joint), code(joint)
+    options = dataclasses.replace(AUTO, simulator=Simulator(hardware=SLOW))
+    bucket_collectives.function(joint, options)
+    assert joint.decisions and copy_graph(joint).decisions == joint.decisions
+    put_back(joint, before)
+    assert not joint.decisions and code(joint) == text
+
+
+def test_nobody_named_the_hardware():
+    with pytest.raises(PassError, match='strategy = "auto" decides.*set compile.hardware to'):
+        gt.run_passes(captured(), gt.PassConfig(options={"bucket_collectives": AUTO}))
