@@ -44,8 +44,8 @@ def batch(rows: int = 3) -> Batch:
     return torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
 
 
-def captured(model: nn.Module, args: Batch) -> JointGraph:
-    joint = gt.capture(model, squares, args)
+def captured(model: nn.Module, args: Batch, *, backward: bool = True) -> JointGraph:
+    joint = gt.capture(model, squares, args, backward=backward)
     gt.run_passes(joint)
     return joint
 
@@ -88,12 +88,13 @@ def measured_peak(run: Any, values: list[torch.Tensor]) -> int:
     return peak
 
 
-def test_every_intermediate_is_freed_at_its_last_use() -> None:
+@pytest.mark.parametrize("backward", [True, False])
+def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
     """What really is allocated is what the order of nodes says, to a few percent."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     model.append(nn.Linear(64, 1)).insert(0, nn.Linear(4, 64))
     args = batch(4096)
-    joint = captured(model, args)
+    joint = captured(model, args, backward=backward)
     predicted = lifetimes(joint).peak_bytes
     run = compile_with(joint, "eager")
     values = [t.detach() for t in (*model.parameters(), *args)]
