@@ -49,7 +49,8 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions) -> None:
     tell rank 0's own slice from the first rows, which every rank may read: ranks that decided
     unlike would issue unlike collectives. On top of the mark, shapes, strides and offsets must
     show that the slice is the whole of what this rank sent. Shards of unlike sizes, anything
-    written in place or returned, and reductions (which send back something else) are left alone.
+    written in place or returned, and reductions (which send back something else) are left alone;
+    so is a slice that is gathered again, since nothing proves that ranks sliced equal bits.
 
     Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
     in which their graphs differ. Linear in nodes.

@@ -104,13 +104,13 @@ class Walk(nn.Module):
         return self.read(*(v.to_local() for v in visited))
 
 
-def walked(*layouts, read, mesh=(4,), rank=1, shape=(8, 12)):
+def walked(*layouts, read, mesh=(4,), rank=1, shape=(8, 12), backward=True):
     layouts = [each if isinstance(each, tuple) else (each,) for each in layouts]
     clear_sharding_cache()
     fake_world(4, rank)
     device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("a", "b")[: len(mesh)])
     model = Walk(device_mesh, layouts, read, shape)
-    joint = gt.capture(model, lambda m: m())
+    joint = gt.capture(model, lambda m: m(), backward=backward)
     gt.run_passes(joint, CLEAN)
     return joint
 
@@ -153,6 +153,13 @@ def test_what_others_read_stays(there):
     assert fires(joint)
     assert communication(joint) == before
     assert cut[0] not in joint.graph.nodes
+
+
+def test_a_graph_of_forward_alone():
+    joint = walked(S0, R, S0, read=read_last, backward=False)
+    assert len(communication(joint)) == 1
+    assert fires(joint)
+    assert communication(joint) == []
 
 
 def test_reading_the_slice_twice():
@@ -293,6 +300,11 @@ def test_a_slice_over_another_group_is_another_slice(rank):
     """On ranks 0 and 3 it is the rank's own all the same."""
     layouts = (S0, R), (R, R), (R, S0)
     assert not fires(walked(*layouts, mesh=(2, 2), rank=rank, read=read_last))
+
+
+def test_a_slice_that_is_gathered_again_stays():
+    """The ranks may hold other bits where they should hold the same: it is no rank's own."""
+    assert not fires(walked(R, S0, R, read=lambda x, part, whole: whole.square().sum()))
 
 
 def test_a_third_layout_stays():
