@@ -287,6 +287,15 @@ def test_another_way_stays_another(name):
     assert not fold(b.joint(loss, w=plus(b, reduced(b, one), reduced(b, other, **OTHER[name]))))
 
 
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape, dtype", [((12, 1), torch.float32), ((12, 5), torch.bfloat16)])
+def test_gradients_that_only_adding_makes_alike_stay(shape, dtype, turned):
+    """Of another shape or dtype, which an addition allows."""
+    b, loss, (one, _) = started()
+    ends = [reduced(b, one), reduced(b, b.input("other", *shape, dtype=dtype))]
+    assert not fold(b.joint(loss, w=plus(b, *(reversed(ends) if turned else ends))))
+
+
 @pytest.mark.parametrize("operation", ["max", "min", "product"])
 def test_a_reduction_that_is_no_sum_stays(operation):
     b, loss, gradients = started()
