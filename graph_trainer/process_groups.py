@@ -63,6 +63,11 @@ def groups_within(partitions: Sequence[Partition]) -> dict[Partition, str]:
     return {partition: name or made[partition] for partition, name in names.items()}
 
 
+def groups_made() -> list[dist.ProcessGroup]:
+    """Those of this rank's process groups that were made here."""
+    return [group for group, _ in process_groups() if group.group_desc == _MADE_HERE]
+
+
 def _made_before(partition: Partition) -> str | None:
     """Every rank finds its group or none does: a partition is made on all ranks at once. Groups
     that others made may be there on some ranks only, and are not looked at."""
@@ -71,10 +76,9 @@ def _made_before(partition: Partition) -> str | None:
         world = dist.group.WORLD
         assert world is not None
         return str(world.group_name)
-    for group, ranks in process_groups():
-        if group.group_desc == _MADE_HERE and ranks in partition:
-            return str(group.group_name)
-    return None
+    ranks_of = dict(process_groups())
+    names = [str(g.group_name) for g in groups_made() if ranks_of[g] in partition]
+    return names[0] if names else None
 
 
 def _check_agreed(partitions: list[Partition]) -> None:
