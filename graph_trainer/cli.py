@@ -134,7 +134,7 @@ def launch(argv: Sequence[str], *, module: str = TRAIN, execute: Exec | None = N
     Raises:
         ConfigError: the config, or one of these variables, cannot be used.
     """
-    from graph_trainer.config import check_config, wanted_ranks
+    from graph_trainer.config import check_config, check_hardware, wanted_ranks
     from graph_trainer.plan.held_to import held_to
     from graph_trainer.train import restarts
 
@@ -147,6 +147,7 @@ def launch(argv: Sequence[str], *, module: str = TRAIN, execute: Exec | None = N
     else:
         ranks = ranks or 2
         config, _ = held_to(argv, world_size=ranks * machines)
+    check_hardware(config)
     again = restarts(config)
     command = torchrun_command(argv, ranks, machines, module)
     environment = dict(os.environ)

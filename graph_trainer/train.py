@@ -30,12 +30,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.config import check_config, wanted_ranks
+    from graph_trainer.config import check_config, check_hardware, wanted_ranks
     from graph_trainer.plan.held_to import held_to
 
     words = list(sys.argv[1:] if argv is None else argv)
     validate_only = VALIDATE_ONLY in words
     config, plan = held_to([word for word in words if word != VALIDATE_ONLY])
+    check_hardware(config)
     if validate_only:
         wanted = wanted_ranks(config) if plan is None else plan.plan.world_size
         ranks = int(os.environ.get("WORLD_SIZE", wanted))

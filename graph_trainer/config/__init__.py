@@ -12,6 +12,7 @@ from graph_trainer.device import setup as _setup_device
 _setup_device()
 
 from graph_trainer.config.check import check_config, wanted_ranks  # noqa: E402
+from graph_trainer.config.check_hardware import check_hardware  # noqa: E402
 from graph_trainer.config.convert import to_graph_trainer_config  # noqa: E402
 from graph_trainer.config.load import load_config  # noqa: E402
 from graph_trainer.config.sections import GraphCompileConfig, pass_config  # noqa: E402
@@ -20,6 +21,7 @@ from graph_trainer.config.serialize import config_to_toml, save_resolved_config 
 __all__ = [
     "GraphCompileConfig",
     "check_config",
+    "check_hardware",
     "config_to_toml",
     "load_config",
     "pass_config",
