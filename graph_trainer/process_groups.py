@@ -49,8 +49,7 @@ def groups_within(partitions: Sequence[Partition]) -> dict[Partition, str]:
     """Name of this rank's group in each partition of the world. What has been made before, for
     an earlier graph or pass, is used again; it lasts until the process groups are destroyed.
 
-    Arguments:
-        partitions: the same on every rank.
+    Every rank of the world calls this, with the same partitions in any order.
 
     Raises:
         PassError: the ranks ask for different groups.

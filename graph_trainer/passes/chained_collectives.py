@@ -6,12 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
-import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
-from graph_trainer.analysis.ops import aliased_input, argument, is_wait, written_arguments
+from graph_trainer.analysis.ops import (
+    LastWrites,
+    aliased_input,
+    argument,
+    is_wait,
+    written_arguments,
+)
 from graph_trainer.analysis.partitions import Partition, partitions_of
 from graph_trainer.compat import StridedShard, group_backend, group_ranks
 from graph_trainer.errors import PassError
@@ -24,6 +29,7 @@ from graph_trainer.joint_graph import (
     role_of,
     value_of,
 )
+from graph_trainer.passes.normalize_views import shows_the_same
 from graph_trainer.process_groups import groups_within
 from graph_trainer.subclasses import wrap
 
@@ -43,8 +49,7 @@ class _Before:
 class _Chain:
     """Collectives of which the last is to do what all of them do."""
 
-    source: fx.Node
-    """What the first one reads."""
+    first: fx.Node
     partition: Partition
     """Of the world, into groups that all of them together are over."""
     gone: tuple[fx.Node, ...] = ()
@@ -72,11 +77,11 @@ def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: 
         if (before := _before(node)) is not None and _same_for_fsdp(before.node, node, role)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
-    groups = groups_within(sorted({chain.partition for chain in chains.values()}))
+    groups = groups_within([chain.partition for chain in chains.values()])
     for node, chain in chains.items():
-        between = node.args[1:-2]
+        source, reduction = chain.first.args[0], node.args[1:-2]
         size = len(chain.partition[0])
-        node.args = (chain.source, *between, size, groups[chain.partition])
+        node.args = (source, *reduction, size, groups[chain.partition])
         for each in chain.gone:
             joint.graph.erase_node(each)
 
@@ -98,20 +103,10 @@ def _before(node: fx.Node) -> _Before | None:
         first.target is not node.target
         or len(first.users) != 1
         or argument(first, "reduce_op") != argument(node, "reduce_op")
-        or not _is_the_same(value_of(read), value_of(node.args[0]))  # type: ignore[arg-type]
+        or not shows_the_same(node.args[0], read)  # type: ignore[arg-type]
     ):
         return None
     return _Before(first, (*between, read))
-
-
-def _is_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors on one storage are the same elements in the same places."""
-    return (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-        and one.dtype == other.dtype
-    )
 
 
 def _same_for_fsdp(first: fx.Node, second: fx.Node, role: Role) -> bool:
@@ -129,20 +124,23 @@ def _chains(joint: JointGraph, pairs: dict[fx.Node, _Before], join: Join) -> dic
     if not pairs:
         return {}
     partition_of = _group_reader(joint)
+    writes = LastWrites(joint.graph)
     joined = cache(join)
     chains: dict[fx.Node, _Chain] = {}
     for node, before in pairs.items():
         first, own = partition_of(before.node), partition_of(node)
         so_far = chains.get(before.node)
         if so_far is None and first is not None:
-            so_far = _Chain(before.node.args[0], first)  # type: ignore[arg-type]
+            so_far = _Chain(before.node, first)
         if so_far is None or own is None:
             continue
+        if writes.between(so_far.first, node, so_far.first.all_input_nodes[0]):
+            continue  # what the first one sends is something else by now
         partition = joined(so_far.partition, own)
         if partition is not None:
             chains.pop(before.node, None)
             gone = (*before.between, before.node, *so_far.gone)
-            chains[node] = _Chain(so_far.source, partition, gone)
+            chains[node] = _Chain(so_far.first, partition, gone)
     return chains
 
 

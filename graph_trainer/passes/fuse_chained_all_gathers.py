@@ -18,7 +18,7 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions) -> None:
     The second gather reads what the first reads, over the ranks of both. Their order is that
     in which the two would have put the parts: row by row where the inner axis came first,
     column by column where the outer one did. Where no group has exactly these ranks in this
-    order, every rank of the world makes it.
+    order it is made, by all ranks of the world at once: run the pass on all of them.
 
     Left alone: what another node reads in between; anything in between but views that show
     their input unchanged; groups that are no axes of a mesh with all ranks of the world; and

@@ -59,10 +59,10 @@ def _same_as(node: fx.Node) -> fx.Node | None:
         return source
     if node.target not in _VIEWS:
         return None
-    if _shows_the_same(node, source):
+    if shows_the_same(node, source):
         return source
     before = _first_argument(source) if source.target in _VIEWS else None
-    return before if before is not None and _shows_the_same(node, before) else None
+    return before if before is not None and shows_the_same(node, before) else None
 
 
 def _first_argument(node: fx.Node) -> fx.Node | None:
@@ -70,7 +70,7 @@ def _first_argument(node: fx.Node) -> fx.Node | None:
     return first if isinstance(first, fx.Node) else None
 
 
-def _shows_the_same(view: fx.Node, source: fx.Node) -> bool:
+def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
     """Whether two tensors on one storage are the same elements in the same places.
 
     Shape, strides and offset say so whatever views lie between the two: swapping two

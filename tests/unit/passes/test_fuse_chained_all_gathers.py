@@ -254,6 +254,13 @@ def test_the_first_gather_itself_read_by_another_is_left_alone():
     left_alone(b.finish(b.gather(waits[0], 4, b.outer), waits[1]))
 
 
+def test_a_shard_that_is_written_between_the_gathers_is_left_alone():
+    b = Sharded()
+    part = b.gather(b.weight, 2, b.inner)
+    written = b.do(aten.mul_.Tensor, b.weight, 2, role=None)
+    left_alone(b.finish(b.gather(part, 4, b.outer), written))
+
+
 def test_two_gathers_over_one_axis_are_left_alone():
     b = Sharded()
     left_alone(b.finish(b.gather(b.gather(b.weight, 2, b.inner), 2, b.inner)))
