@@ -10,6 +10,7 @@ from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.passes import PassConfig, resolve_passes
 from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions, BucketingOptions
 from graph_trainer.passes.overlap_fsdp import OverlapFsdpOptions
+from graph_trainer.passes.schedule_overlap import OverlapOptions, ScheduleOverlapOptions
 
 NOT_TORCH_COMPILE = (
     "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
@@ -49,6 +50,9 @@ class GraphCompileConfig(CompileConfig):
 
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
     """How far the pass overlap_fsdp reaches, where it is in the list."""
+
+    schedule_overlap: OverlapOptions = field(default_factory=OverlapOptions)
+    """How far the pass schedule_overlap reaches, where it is in the list."""
 
     hardware: str | None = None
     """
@@ -97,11 +101,13 @@ class PassSection(NamedTuple):
 def pass_sections(config: GraphCompileConfig) -> list[PassSection]:
     """The options of those passes that have a section of their own."""
     bucketing = BucketCollectivesOptions(**asdict(config.bucketing))
+    overlap = ScheduleOverlapOptions(**asdict(config.schedule_overlap))
     return [
         PassSection(name, pass_name, options, getattr(config, name) == type(given)())
         for name, pass_name, given, options in (
             ("bucketing", "bucket_collectives", config.bucketing, bucketing),
             ("overlap_fsdp", "overlap_fsdp", config.overlap_fsdp, config.overlap_fsdp),
+            ("schedule_overlap", "schedule_overlap", config.schedule_overlap, overlap),
         )
     ]
 

@@ -113,9 +113,11 @@ class Scheduler:
             self._run_what_is_done(place)
             self._prefetch(place)
             self._hurry(place)
-            self._run_inputs(place)
-            self._emit(place)
-            self._reduce(place + 1)
+            if not self.done[place]:
+                self._run_inputs(place)
+                self._emit(place)
+            if place + 1 < len(self.view.nodes):
+                self._reduce(place + 1)
         return self.order
 
     # --- the clock -------------------------------------------------------------------------

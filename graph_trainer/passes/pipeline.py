@@ -34,6 +34,7 @@ from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
 from graph_trainer.passes.rematerialize import rematerialize
 from graph_trainer.passes.report import PassReport, Report, measure
+from graph_trainer.passes.schedule_overlap import schedule_overlap
 from graph_trainer.passes.simulator import Simulator
 from graph_trainer.passes.tag_buckets import tag_buckets
 from graph_trainer.passes.tag_fsdp_unshards import (
@@ -58,6 +59,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     tag_buckets,
     bucket_collectives,
     overlap_fsdp,
+    schedule_overlap,
 )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
@@ -63,7 +63,7 @@ class OverlapOptions:
 class ScheduleOverlapOptions(OverlapOptions):
     """The same, and the machine that the graph will run on."""
 
-    simulator: Simulator | None = None
+    simulator: Simulator | None = field(default=None, repr=False)
 
 
 @graph_pass(

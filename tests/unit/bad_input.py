@@ -102,6 +102,34 @@ IN_FILES = {
         "0",
         "it must be at least 1",
     ),
+    "gathers less than in place": Bad(
+        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+        "[compile.schedule_overlap]\nprefetch_depth = -1",
+        "compile.schedule_overlap.prefetch_depth",
+        "-1",
+        "it must be 0",
+    ),
+    "no bytes in flight": Bad(
+        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+        "[compile.schedule_overlap]\nmax_in_flight_mib = 0.0",
+        "compile.schedule_overlap.max_in_flight_mib",
+        "0.0",
+        "a number of MiB above 0",
+    ),
+    "a peak that shrinks": Bad(
+        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+        "[compile.schedule_overlap]\nmax_peak_growth = -0.5",
+        "compile.schedule_overlap.max_peak_growth",
+        "-0.5",
+        "it must be a part of the peak",
+    ),
+    "no compute at all": Bad(
+        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+        "[compile.schedule_overlap]\nmax_consecutive_compute = 0",
+        "compile.schedule_overlap.max_consecutive_compute",
+        "0",
+        "it must be at least 1",
+    ),
     "pass listed twice": Bad(
         '[compile]\npasses = ["rematerialize", "rematerialize"]',
         "compile.passes",
