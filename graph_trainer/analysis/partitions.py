@@ -12,6 +12,7 @@ import itertools
 import math
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.compat import mesh_slices
@@ -74,15 +75,15 @@ class Partitions:
 def partitions_of(joint: JointGraph, world_size: int) -> Partitions:
     """Those that the inputs' meshes tell. A mesh that leaves ranks of the world out tells none:
     what is not said of every rank cannot be done on every rank."""
-    meshes: dict[tuple[object, ...], torch.Tensor] = {}
+    meshes: dict[DeviceMesh, None] = {}
     for kind in InputKind:
         for spec, nodes in joint.inputs_of(kind):
             if spec.layout.subclass is DTensor:
                 tensor = wrap([value_of(n) for n in nodes], spec.layout)
                 assert isinstance(tensor, DTensor)
-                mesh = mesh_slices(tensor.device_mesh)
-                meshes[(mesh.shape, *mesh.flatten().tolist())] = mesh
-    return Partitions([m for m in meshes.values() if m.numel() == world_size])
+                meshes[tensor.device_mesh] = None
+    slices = map(mesh_slices, meshes)
+    return Partitions([ranks for ranks in slices if ranks.numel() == world_size])
 
 
 def joined(inner: Partition, outer: Partition) -> Partition | None:
