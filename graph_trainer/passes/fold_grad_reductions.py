@@ -98,7 +98,7 @@ def _two_chains(add: fx.Node) -> tuple[_Chain, _Chain] | None:
     one, other = add.args
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
         return None
-    if role_of(one) is not Role.REDUCE_GRAD or parameters_of(one) != parameters_of(other):
+    if role_of(one) is not Role.REDUCE_GRAD or not _is_of(one, other):
         return None
     first, second = _chain(one), _chain(other)
     if first is None or second is None or first.ways() != second.ways():
@@ -118,7 +118,7 @@ def _chain(end: fx.Node) -> _Chain | None:
     nodes: list[fx.Node] = []
     collective = 0
     node = end
-    while _is_step(node) and parameters_of(node) == parameters_of(end):
+    while _is_of(node, end) and _is_step(node):
         nodes.append(node)
         if is_collective(node):
             collective = len(nodes)
@@ -129,11 +129,19 @@ def _chain(end: fx.Node) -> _Chain | None:
     return _Chain(nodes[0].all_input_nodes[0], nodes)
 
 
+def _is_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node does for the same parameter what another does."""
+    return role_of(node) is role_of(other) and parameters_of(node) == parameters_of(other)
+
+
 def _is_step(node: fx.Node) -> bool:
-    """Whether a node reduces a gradient for one reader, and a sum as it does the summands."""
-    if role_of(node) is not Role.REDUCE_GRAD or len(node.users) != 1:
-        return False
-    if len(node.all_input_nodes) != 1 or not isinstance(value_of(node), torch.Tensor):
+    """Whether a node has one input and one reader, and makes of a sum the sum of what it makes of
+    the summands."""
+    if (
+        len(node.users) != 1
+        or len(node.all_input_nodes) != 1
+        or not isinstance(value_of(node), torch.Tensor)
+    ):
         return False
     if is_collective(node):
         return collective_name(node) in _REDUCTIONS and argument(node, "reduce_op") in _LINEAR

@@ -350,10 +350,40 @@ def test_a_reduction_that_somebody_else_reads_stays(back):
     assert not fold(b.joint(both, w=plus(b, first, second)))
 
 
-def test_what_is_not_linear_on_the_way_stays():
+BENT = {
+    "clamped": lambda b, node, **tag: b.call(aten.clamp.default, node, -1, 1, **tag),
+    "clamped in place": lambda b, node, **tag: b.call(aten.clamp_.default, node, -1, 1, **tag),
+    "squared": lambda b, node, **tag: b.call(aten.mul.Tensor, node, node, **tag),
+    "rounded": lambda b, node, **tag: b.call(
+        aten._to_copy.default,
+        b.call(aten._to_copy.default, node, dtype=torch.bfloat16, **tag),
+        dtype=torch.float32,
+        **tag,
+    ),
+    "reduced in place": lambda b, node, **tag: b.call(
+        c10d.wait_tensor.default, b.call(c10d.all_reduce_.default, node, "sum", "0", **tag), **tag
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BENT)
+def test_what_does_other_things_to_a_sum_than_to_its_summands_stays(name):
     b, loss, gradients = started()
     tag = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "w"}
-    ends = [b.call(aten.clamp.default, reduced(b, g), -1, 1, **tag) for g in gradients]
+    ends = [BENT[name](b, reduced(b, g), **tag) for g in gradients]
+    assert not fold(b.joint(loss, w=plus(b, *ends)))
+
+
+@pytest.mark.parametrize("role, parameter", [(None, None), (Role.REDUCE_GRAD, "v")])
+def test_a_reduction_of_something_else_that_is_passed_on_stays(role, parameter):
+    b, loss, gradients = started()
+    ends = []
+    for gradient in gradients:
+        tag = {"phase": BACKWARD, "role": role, "parameter": parameter}
+        node = b.call(c10d.reduce_scatter_tensor.default, gradient, "sum", RANKS, "0", **tag)
+        node = b.call(c10d.wait_tensor.default, node, **tag)
+        tag = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "w"}
+        ends.append(b.call(aten.div.Tensor, node, 4.0, **tag))
     assert not fold(b.joint(loss, w=plus(b, *ends)))
 
 
