@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch.distributed as dist
 from torch import fx
@@ -15,6 +16,7 @@ from graph_trainer.analysis.ops import (
     aliased_input,
     argument,
     is_wait,
+    schema_of,
     written_arguments,
 )
 from graph_trainer.analysis.partitions import Partition, partitions_of
@@ -60,8 +62,7 @@ def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: 
     """Let the last of each chain of `op` read what the first reads, over a group of them all.
 
     Arguments:
-        op: the collective: its first argument is what it sends, its last two are the size and
-            the name of its group.
+        op: the collective, a function of `input`, `group_size` and `group_name`.
         role: that both need, with the same parameter: of parameters is known how other ranks
             hold them, and so that other ranks have the same chains.
         join: the partition over which one collective does what two do, given theirs in order.
@@ -79,17 +80,29 @@ def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: 
     chains = _chains(joint, pairs, join) if pairs else {}
     groups = groups_within([chain.partition for chain in chains.values()])
     for node, chain in chains.items():
-        source, reduction = chain.first.args[0], node.args[1:-2]
-        size = len(chain.partition[0])
-        node.args = (source, *reduction, size, groups[chain.partition])
+        _let(
+            node,
+            input=argument(chain.first, "input"),
+            group_size=len(chain.partition[0]),
+            group_name=groups[chain.partition],
+        )
         for each in chain.gone:
             joint.graph.erase_node(each)
+
+
+def _let(node: fx.Node, **changed: Any) -> None:
+    """Change some arguments of a node."""
+    schema = schema_of(node)
+    assert schema is not None
+    names = [entry.name for entry in schema.arguments]
+    node.args = tuple(changed.get(name, argument(node, name)) for name in names)
+    node.kwargs = {}
 
 
 def _before(node: fx.Node) -> _Before | None:
     """The same op with the same reduction, if nothing but its wait and views that show what it
     made unchanged lie between, and nothing else reads any of them."""
-    read = node.args[0]
+    sent = read = argument(node, "input")
     between: list[fx.Node] = []
     while isinstance(read, fx.Node) and not is_wait(read):
         if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:
@@ -103,7 +116,7 @@ def _before(node: fx.Node) -> _Before | None:
         first.target is not node.target
         or len(first.users) != 1
         or argument(first, "reduce_op") != argument(node, "reduce_op")
-        or not shows_the_same(node.args[0], read)  # type: ignore[arg-type]
+        or not shows_the_same(sent, read)  # type: ignore[arg-type]
     ):
         return None
     return _Before(first, (*between, read))

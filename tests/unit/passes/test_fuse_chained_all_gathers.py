@@ -146,6 +146,17 @@ def test_backward_gathers_again_with_one_gather_too(make):
     assert len(unshards(joint)) == len(unshards(joint, FORWARD)) == 1
 
 
+def test_arguments_may_have_names():
+    become(0, 8)
+    joint = outer_first(4, 2)
+    for gather in gathers(joint):
+        source, size, group = gather.args
+        gather.args, gather.kwargs = (source,), {"group_name": group, "group_size": size}
+    fuse(joint)
+    (gather,) = gathers(joint)
+    assert gather.args[1] == 8 and not gather.kwargs
+
+
 # --- left alone ------------------------------------------------------------------------------
 
 
