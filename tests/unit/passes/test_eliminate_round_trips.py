@@ -351,6 +351,72 @@ def test_parts_that_are_not_put_together_in_order_stay(name, rank):
     assert not fires(b.joint(total(b, copied(b, cut(b, whole, own, own + 6, dim=1)))))
 
 
+def test_parts_of_two_gathers_stay(rank):
+    b = Builder()
+    sent = b.input("x", 2, 6), b.input("y", 2, 6)
+    fulls = [gathered(b, each) for each in sent]
+    parts = [b.call(aten.slice.Tensor, full, 0, 2 * i, 2 * i + 2) for i, full in enumerate(fulls)]
+    whole = b.call(aten.cat.default, parts, 1)
+    own = cut(b, whole, 6 * rank, 6 * rank + 6, dim=1)
+    assert not fires(b.joint(total(b, copied(b, own))))
+
+
+def test_what_reads_a_slice_in_its_own_layout_stays(rank):
+    """Columns of a whole lie apart, what was sent does not: readers would lay out theirs anew."""
+    b = Builder()
+    x = b.call(aten.sin.default, b.input("x", 2, 6))
+    full = gathered(b, x)
+    parts = [b.call(aten.slice.Tensor, full, 0, 2 * i, 2 * i + 2) for i in range(2)]
+    own = cut(b, b.call(aten.cat.default, parts, 1), 6 * rank, 6 * rank + 6, dim=1)
+    joint = b.joint(total(b, b.call(aten.cos.default, own), copied(b, own)))
+    assert fires(joint), "the copy is what was sent"
+    (cosine,) = joint.graph.find_nodes(op="call_function", target=aten.cos.default)
+    assert cosine.args == (own,)
+
+
+def test_the_same_bytes_as_other_numbers_stay(rank):
+    b = Builder()
+    x = b.call(aten.sin.default, b.input("x", 2, 6))
+    whole = b.call(aten.view.dtype, gathered(b, x), torch.int32)
+    assert not fires(b.joint(total(b, copied(b, cut(b, whole, 2 * rank, 2 * rank + 2)))))
+
+
+def test_a_slice_of_a_view_that_repeats_elements_stays(rank):
+    """It is rank 0's own, and half rank 0's on rank 1."""
+    b = Builder()
+    x = b.call(aten.sin.default, b.input("x", 2, 6))
+    whole = b.call(aten.as_strided.default, gathered(b, x), [2, 12], [6, 1])
+    assert not fires(b.joint(total(b, copied(b, cut(b, whole, 6 * rank, 6 * rank + 6, dim=1)))))
+
+
+def test_parts_that_are_turned_stay(rank):
+    b = Builder()
+    x = b.call(aten.sin.default, b.input("x", 3, 3))
+    full = gathered(b, x)
+    parts = [b.call(aten.slice.Tensor, full, 0, 3 * i, 3 * i + 3) for i in range(2)]
+    whole = b.call(aten.cat.default, [b.call(aten.t.default, part) for part in parts], 1)
+    own = cut(b, whole, 3 * rank, 3 * rank + 3, dim=1)
+    assert not fires(b.joint(total(b, copied(b, own))))
+
+
+def test_what_was_sent_out_of_another_layout_stays(rank):
+    b = Builder()
+    x = b.call(aten.t.default, b.call(aten.sin.default, b.input("x", 6, 2)))
+    whole = b.call(aten.view.default, gathered(b, x), [8, 3])
+    assert not fires(b.joint(total(b, copied(b, cut(b, whole, 4 * rank, 4 * rank + 4)))))
+
+
+def test_what_draws_random_numbers_still_draws_them(rank):
+    b = Builder()
+    x = b.input("x", 2, 6)
+    drawn = b.call(aten.rand_like.default, x)
+    copied(b, cut(b, gathered(b, drawn), 2 * rank, 2 * rank + 2))
+    joint = b.joint(total(b, x))
+    eliminate_round_trips.function(joint, None)
+    joint.validate()
+    assert communication(joint) == [] and drawn in joint.graph.nodes
+
+
 def test_an_own_slice_of_a_sum_stays(rank):
     b = Builder()
     x = b.call(aten.sin.default, b.input("x", 4, 6))
