@@ -163,27 +163,27 @@ def test_arguments_may_have_names():
 class Sharded(Builder):
     """Graphs by hand whose parameter is a DTensor, split by rows over a mesh of 4 x 2 ranks."""
 
-    def __init__(self, rows=24, columns=3, *, plain=False):
+    def __init__(self, rows=24, columns=3):
         super().__init__()
         become(0, 8)
         self.mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
         self.weight = self.parameter("weight", -(-rows // 8), columns)
-        if not plain:
-            with self.mode:
-                tensor = DTensor.from_local(
-                    value_of(self.weight),
-                    self.mesh,
-                    [Shard(0), Shard(0)],
-                    run_check=False,
-                    shape=(rows, columns),
-                    stride=(columns, 1),
-                )
-            layout = unwrap(tensor)[1]
-            self._inputs[-1] = dataclasses.replace(self._inputs[-1], layout=layout)
+        self.name = "weight"
+        with self.mode:
+            tensor = DTensor.from_local(
+                value_of(self.weight),
+                self.mesh,
+                [Shard(0), Shard(0)],
+                run_check=False,
+                shape=(rows, columns),
+                stride=(columns, 1),
+            )
+        layout = unwrap(tensor)[1]
+        self._inputs[-1] = dataclasses.replace(self._inputs[-1], layout=layout)
         self.outer, self.inner = (self.mesh.get_group(name).group_name for name in ("fsdp", "tp"))
 
     def do(self, op, *args, role=Role.UNSHARD, **kwargs):
-        return self.call(op, *args, role=role, parameter=role and "weight", **kwargs)
+        return self.call(op, *args, role=role, parameter=role and self.name, **kwargs)
 
     def gather(self, read, size, group, **kwargs):
         made = self.do(GATHER, read, size, group, **kwargs)
@@ -295,9 +295,11 @@ def test_uneven_shards_are_left_alone_although_nothing_stands_between_on_this_ra
 def test_other_phases_roles_and_plain_parameters_are_left_alone():
     b = Sharded()
     left_alone(b.finish(chain(b, phase=BACKWARD)[1]))
+    for role in (None, Role.REDUCE_GRAD):
+        b = Sharded()
+        left_alone(b.finish(chain(b, role=role)[1]))
     b = Sharded()
-    left_alone(b.finish(chain(b, role=None)[1]))
-    b = Sharded(plain=True)
+    b.name, b.weight = "plain", b.parameter("plain", 3, 3)
     left_alone(b.finish(chain(b)[1]))
 
 
