@@ -77,7 +77,11 @@ def no_fusion() -> Fusion:
     return Fusion({}, set())
 
 
-def fuse(joint: JointGraph, may_fuse: Callable[[fx.Node], bool] = lambda node: True) -> Fusion:
+def fuse(
+    joint: JointGraph,
+    may_fuse: Callable[[fx.Node], bool] = lambda node: True,
+    looks_through: Callable[[fx.Node], bool] = lambda node: False,
+) -> Fusion:
     """Group elementwise and reducing nodes as a compiler would. Linear in nodes.
 
     A node joins the groups of all fusible nodes that it reads, and makes them one, when they are
@@ -88,12 +92,19 @@ def fuse(joint: JointGraph, may_fuse: Callable[[fx.Node], bool] = lambda node: T
 
     Arguments:
         may_fuse: nodes that the compiler sees; it leaves the others as they are.
+        looks_through: nodes that neither fuse nor keep others apart, as if they were not there.
     """
     graph = joint.graph
     depth: dict[fx.Node, int] = {}
     groups = _Groups()
     source_of: dict[fx.Node, fx.Node] = {}  # behind views
-    for place, node in enumerate(graph.nodes):
+    place = -1
+    for node in graph.nodes:
+        if looks_through(node):
+            source_of[node] = node
+            depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
+            continue
+        place += 1
         fusible, view = is_fusible(node) and may_fuse(node), is_free(node)
         inputs = node.all_input_nodes
         source_of[node] = source_of[inputs[0]] if view and inputs else node

@@ -26,8 +26,8 @@ class Limits:
     """Gathers in flight beyond the one that is used."""
     max_in_flight: int
     """Bytes of gathers that are under way or not used yet, and bytes of what is put off."""
-    max_growth: int
-    """Bytes more than the graph's own peak."""
+    max_growth: float
+    """Part of the graph's own peak by which it may grow."""
     max_consecutive_compute: int
     """Heavy nodes that a heavy node may overtake."""
 
@@ -66,8 +66,8 @@ class Scheduler:
         self.view = view
         self.hardware = hardware
         self.limits = limits
-        highest = max(view.live, default=0) + limits.max_growth
-        self.headroom = Headroom([highest - num_bytes for num_bytes in view.live])
+        left = [[num + int(peak * limits.max_growth) for num in fewer] for peak, fewer in view.left]
+        self.headroom = Headroom([min(several) for several in zip(*left, strict=True)])
         self.order: list[int] = []
         self.done = [False] * len(view.nodes)
         self.now = 0.0
@@ -109,6 +109,10 @@ class Scheduler:
                 continue
             if self.view.nodes[place].op == "output":
                 self._run_all_late(place)
+            if self.view.own[place]:  # nothing is decided where other ranks have no node
+                self._run_what_it_reads(place)
+                self._emit(place)
+                continue
             self._make_room(place)
             self._run_what_is_done(place)
             self._prefetch(place)
@@ -116,8 +120,7 @@ class Scheduler:
             if not self.done[place]:
                 self._run_inputs(place)
                 self._emit(place)
-            if place + 1 < len(self.view.nodes):
-                self._reduce(place + 1)
+            self._reduce(place)
         return self.order
 
     # --- the clock -------------------------------------------------------------------------

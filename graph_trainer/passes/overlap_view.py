@@ -9,6 +9,8 @@ differs from rank to rank is left out or replaced:
   costs nothing and has as many elements as what the ranks receive.
 - The links of a group are those of the group that begins with rank 0: that one group lies within
   a node and its twin across two is none of the order's business.
+- A parameter that is gathered along one axis after another makes every group one of those below:
+  `fuse_chained_all_gathers` gathers such parameters at once.
 - Groups on which anything but parameters and gradients travels may join ranks that compute
   different things, as tensor parallelism over an uneven number of heads does. What is issued on
   them keeps its order, whatever the clock says (`Kind.OTHER`).
@@ -18,16 +20,17 @@ Ranks along all other groups compute on tensors of the same shapes, each on its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 
 from torch import fx
 
 from graph_trainer.analysis.collective_costs import collective_seconds
 from graph_trainer.analysis.collectives import Collective, collectives
+from graph_trainer.analysis.costs import Cost, costs
 from graph_trainer.analysis.costs import Kind as CostKind
-from graph_trainer.analysis.costs import costs
 from graph_trainer.analysis.fusion import fuse, no_fusion
 from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.analysis.lifetimes import lifetimes
@@ -107,6 +110,8 @@ class View:
     """What must have run before: what a node reads, and what it may not overtake."""
     seconds: list[float]
     """Of a collective: what it takes on its group."""
+    own: list[bool]
+    """Not there on all ranks, perhaps: prepares a shard, or is a view of a gradient's own rows."""
     heavy: list[bool]
     """A matrix product or attention."""
     backward: list[bool]
@@ -117,7 +122,9 @@ class View:
     makes: list[list[Stored]]
     holds: list[list[Stored]]
     """What running a node later keeps alive: what it reads, or its collective does."""
-    live: list[int]
+    left: list[tuple[int, list[int]]]
+    """The peak, and how many bytes fewer are alive at every place: as the ops run one by one, and
+    as they run fused."""
     gathers: list[Unit]
     reductions: list[Unit]
     others: list[int]
@@ -142,7 +149,7 @@ class _Looking:
         self.held = held_storages(joint.graph)
         self.issued = collectives(joint)
         self.collective = {c.node: c for c in self.issued}
-        self.alike = _groups_alike(self.issued)
+        self.alike = set() if self._gathers_twice() else _groups_alike(self.issued)
         self.issuer = self._issuers()
         self.written = {
             storage
@@ -152,19 +159,25 @@ class _Looking:
         }
         self.elements = self._elements_of_tails()
         self.gathers = self._gathers()
-        self.prepares = {n for chain in self.gathers for n in chain[:-1]}
+        self.prepares = self._prepares()
 
     def view(self) -> View:
         kind = [self._kind(node) for node in self.nodes]
         communicates = [n for n in self.nodes if kind[self.at[n]] is Kind.OTHER]
         reductions = self._reductions(kind)
-        stored, makes, live = self._memory()
-        cost = self._costs()
+        # ranks with fewer rows have other nodes of FSDP's, which must not change what fuses
+        whole = fuse(self.joint, looks_through=_is_fsdp) if self.fused else no_fusion()
+        cost = costs(self.joint, self.hardware, whole)
+        stored, makes, left = self._memory(whole.kept_inside)
         return View(
             nodes=self.nodes,
             kind=kind,
             reads=self._reads(),
             seconds=[self._seconds(n, cost) for n in self.nodes],
+            own=[
+                n in self.prepares or (n in self.elements and not made)
+                for n, made in zip(self.nodes, makes, strict=True)
+            ],
             heavy=[
                 n in cost and cost[n].kind in (CostKind.MATMUL, CostKind.ATTENTION)
                 for n in self.nodes
@@ -174,11 +187,23 @@ class _Looking:
             issuer={self.at[wait]: self.at[start] for wait, start in self.issuer.items()},
             makes=makes,
             holds=[self._holds(n, stored) for n in self.nodes],
-            live=live,
+            left=left,
             gathers=[self._unit(chain) for chain in self.gathers],
             reductions=[self._unit(chain) for chain in reductions],
             others=[self.at[n] for n in communicates],
         )
+
+    def _gathers_twice(self) -> bool:
+        """Whether a parameter is gathered along one axis after another. How much the first
+        gather sends may differ among the ranks of the second, so that no clock is theirs."""
+        inside: set[fx.Node] = set()
+        for node in self.nodes:
+            behind = any(n in inside for n in node.all_input_nodes)
+            if role_of(node) is Role.UNSHARD and (behind or node in self.collective):
+                if behind and node in self.collective:
+                    return True
+                inside.add(node)
+        return False
 
     # --- what may move ---------------------------------------------------------------------
 
@@ -256,6 +281,13 @@ class _Looking:
                 found.append([c.node] if fixed else chain)
         return found
 
+    def _prepares(self) -> set[fx.Node]:
+        """What turns shards into what is sent."""
+        found = {n for chain in self.gathers for n in chain[:-1]}
+        for chain in self.gathers:
+            found.update(self._ancestors(chain[-1], _is_fsdp)[:-1])
+        return found
+
     def _reductions(self, kind: list[Kind]) -> list[list[fx.Node]]:
         return [
             self._ancestors(c.node, lambda n: role_of(n) is Role.REDUCE_GRAD)
@@ -263,13 +295,13 @@ class _Looking:
             if c.node in self.at and kind[self.at[c.node]] is Kind.REDUCTION
         ]
 
-    def _ancestors(self, node: fx.Node, belongs: object) -> list[fx.Node]:
+    def _ancestors(self, node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """A node and those in front of it that belong to it, in order."""
         found = {node}
         stack = [node]
         while stack:
             for source in stack.pop().all_input_nodes:
-                if source not in found and belongs(source):  # type: ignore[operator]
+                if source not in found and belongs(source):
                     found.add(source)
                     stack.append(source)
         return sorted(found, key=self.at.__getitem__)
@@ -294,17 +326,13 @@ class _Looking:
             if node in self.issuer and self.issuer[node] not in found:
                 continue  # the wait for the first reduction, what it receives is padded
             if behind:
-                own = _elements(node)
-                found[node] = own if is_getitem(node) else max(
-                    own, *(found.get(n, _elements(n)) for n in behind)
-                )  # fmt: skip
+                most = max(found.get(n, _elements(n)) for n in behind)
+                if node in self.collective and "scatter" in self.collective[node].kind:
+                    most = -(-most // len(self.collective[node].ranks))
+                found[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
         return found
 
-    def _costs(self) -> dict[fx.Node, object]:
-        fusion = fuse(self.joint) if self.fused else no_fusion()
-        return costs(self.joint, self.hardware, fusion)  # type: ignore[return-value]
-
-    def _seconds(self, node: fx.Node, cost: dict) -> float:  # type: ignore[type-arg]
+    def _seconds(self, node: fx.Node, cost: dict[fx.Node, Cost]) -> float:
         if node in self.collective:
             return collective_seconds(self._as_on_every_rank(node), self.hardware)
         if node in self.elements or node in self.prepares:
@@ -316,43 +344,55 @@ class _Looking:
         first = min(c.ranks)
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
         if node in self.elements:
-            sent = sum(t.dtype.itemsize for t in tensors_of(node)[:1]) * self.elements[node]
-            c = replace(c, input_bytes=sent, output_bytes=sent)
+            received = _itemsize(node) * self.elements[node]
+            sent = received * (len(c.ranks) if "scatter" in c.kind else 1)
+            c = replace(c, input_bytes=sent, output_bytes=received)
         return c
 
-    def _memory(self) -> tuple[dict[Storage, Stored], list[list[Stored]], list[int]]:
+    def _memory(
+        self, kept_inside: set[Storage]
+    ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[tuple[int, list[int]]]]:
         scratch = gloo_scratch(self.joint) if self.hardware.device == "cpu" else None
         lives = lifetimes(self.joint, scratch=scratch)
-        sent = {
-            storage
-            for chain in self.gathers
-            for n in chain[-1].all_input_nodes
-            for storage in storages_in(self.held[n])
-        }
         stored: dict[Storage, Stored] = {}
         makes: list[list[Stored]] = [[] for _ in self.nodes]
-        change = [0] * (len(self.nodes) + 1)
+        change = [[0] * (len(self.nodes) + 1) for _ in range(2 if kept_inside else 1)]
         for storage, size in lives.size.items():
             node = storage[0]
-            if node in self.prepares and storage not in sent:
+            if node in self.prepares:
                 size = 0
             elif node in self.elements:
                 size = max(size, self.elements[node] * _itemsize(node))
             entry = Stored(size, lives.born[storage], lives.last_use[storage])
             stored[storage] = entry
             makes[entry.born].append(entry)
-            change[entry.born] += size
-            change[entry.last + 1] -= size
+            for series in change[:1] if storage in kept_inside else change:
+                series[entry.born] += size
+                series[entry.last + 1] -= size
+        highest = [max(accumulate(series)) for series in change]
+        for start, last in self._sent_until():
+            # held as something that was prepared or as the shard itself, and counted for both
+            entry = Stored(self.collective[start].input_bytes, self.at[start], last)
+            makes[entry.born].append(entry)
+            for series in change:
+                series[entry.born] += entry.bytes
+                series[entry.last + 1] -= entry.bytes
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
                 for storage in storages_in(self.held[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
-        live, total = [], 0
-        for place in range(len(self.nodes)):
-            total += change[place]
-            live.append(total)
-        return stored, makes, live
+        left = [
+            (most, [most - num for num in accumulate(series[:-1])])
+            for most, series in zip(highest, change, strict=True)
+        ]
+        return stored, makes, left
+
+    def _sent_until(self) -> Iterator[tuple[fx.Node, int]]:
+        """Every gather, and the place up to which it holds what it sends."""
+        waits = {start: self.at[wait] for wait, start in self.issuer.items()}
+        for chain in self.gathers:
+            yield chain[-1], waits.get(chain[-1], len(self.nodes) - 1)
 
     def _holds(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
         sources = [*node.all_input_nodes]
@@ -373,6 +413,10 @@ def _groups_alike(issued: list[Collective]) -> set[tuple[int, ...]]:
     """Groups on which only parameters and gradients travel."""
     mixed = {c.ranks for c in issued if c.role is None}
     return {c.ranks for c in issued} - mixed
+
+
+def _is_fsdp(node: fx.Node) -> bool:
+    return role_of(node) is not None
 
 
 def _is_random_or_effect(node: fx.Node) -> bool:

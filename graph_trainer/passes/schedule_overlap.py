@@ -81,7 +81,7 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     limits = Limits(
         prefetch_depth=options.prefetch_depth,
         max_in_flight=int(options.max_in_flight_mib * _MIB),
-        max_growth=int(options.max_peak_growth * max(view.live, default=0)),
+        max_growth=options.max_peak_growth,
         max_consecutive_compute=options.max_consecutive_compute,
     )
     order = Scheduler(view, hardware, limits).run()

@@ -23,8 +23,8 @@ def make_groups() -> dict[tuple[int, ...], str]:
 
 
 _OPS = (
-    "gather", "gather", "bucket", "use", "use", "reduce", "reduce", "reduce_twice", "tensor",
-    "tensor", "wait", "add", "relu", "transpose", "split", "write", "random", "sum",
+    "gather", "gather", "bucket", "use", "use", "reduce", "reduce", "reduce_twice", "reduce_tensor",
+    "tensor", "tensor", "wait", "add", "relu", "transpose", "split", "write", "random", "sum",
 )  # fmt: skip
 
 _number = st.integers(0, 99)
@@ -96,26 +96,34 @@ class _Step:
             hidden = self.call(aten.mm.default, self.value(two), turned)
             self.values.append(self.call(aten.mm.default, hidden, weight))
 
-    def reduce(self, one: int, two: int, twice: bool = False) -> None:
-        if not self.weights:
+    def reduce(self, one: int, two: int, first: Any = None, then: Any = None) -> None:
+        """Scatter a gradient, after or before a sum over another group."""
+        whole = first is not None  # only the first parameter is as large on every rank of TENSOR
+        weights = [each for each in self.weights if each[0] == 0 or not whole]
+        if not weights:
             return
-        index, weight = self.weights[one % len(self.weights)]
+        index, weight = weights[one % len(weights)]
         value = self.value(two)
         hidden = self.call(aten.mm.default, weight, self.call(aten.t.default, value))
         grad = self.call(aten.mm.default, hidden, value)
         how = {"role": Role.REDUCE_GRAD, "parameter": f"p{index}"}
         if two % 2:
             grad = self.call(aten.clone.default, grad, **how)
+        grad = self.summed(grad, first, how)
         op = c10d.reduce_scatter_tensor.default
         mine = self.call(op, grad, "sum", 2, self.groups[FSDP], **how)
         mine = self.call(c10d.wait_tensor.default, mine, **how)
-        if twice:
-            mine = self.call(c10d.all_reduce.default, mine, "sum", self.groups[REPLICATE], **how)
-            mine = self.call(c10d.wait_tensor.default, mine, **how)
+        mine = self.summed(mine, then, how)
         mine = self.call(aten.div.Scalar, mine, 2.0, **how)
         if index in self.grads:  # a tied parameter
             mine = self.call(aten.add.Tensor, self.grads[index], mine, **how)
         self.grads[index] = mine
+
+    def summed(self, grad: fx.Node, ranks: Any, how: dict[str, Any]) -> fx.Node:
+        if ranks is None:
+            return grad
+        grad = self.call(c10d.all_reduce.default, grad, "sum", self.groups[ranks], **how)
+        return self.call(c10d.wait_tensor.default, grad, **how)
 
     def tensor(self, one: int, two: int) -> None:
         group, value = self.groups[TENSOR], self.value(one)
@@ -170,7 +178,9 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
     for place, (op, one, two) in enumerate(steps):
         step.phase = BACKWARD if place >= backward_from else FORWARD
         if op == "reduce_twice":
-            step.reduce(one, two, twice=True)
+            step.reduce(one, two, then=REPLICATE)
+        elif op == "reduce_tensor":
+            step.reduce(one, two, first=TENSOR)
         elif op in ("gather", "bucket", "use", "reduce", "tensor", "wait"):
             getattr(step, op)(one, two)
         else:

@@ -1,19 +1,33 @@
 """Collectives start early and end late, as the clock says, within what memory is allowed."""
 
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
 
+import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
 from graph_trainer.analysis.lifetimes import lifetimes
+from graph_trainer.analysis.ops import is_wait
+from graph_trainer.analysis.order import prove_order
 from graph_trainer.analysis.scratch import gloo_scratch
+from graph_trainer.analysis.sequences import sequence_of
 from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import Role, is_backward, role_of
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.passes.memory_limit import Held
 from graph_trainer.passes.schedule_overlap import ScheduleOverlapOptions, schedule_overlap
 from graph_trainer.passes.simulator import Simulator
 from tests.unit.analysis.machines import machine
-from tests.unit.graphs import assert_same, aten, code, run
-from tests.unit.passes.schedule_graphs import TENSOR, make_groups, programs, step_of
+from tests.unit.fake_ranks import become
+from tests.unit.graphs import Decoder, assert_same, aten, code, mean_square, run
+from tests.unit.passes.schedule_graphs import FSDP, TENSOR, make_groups, programs, step_of
 
 GROUPS: dict[tuple[int, ...], str] = {}
 MIB = 1024**2
@@ -23,8 +37,10 @@ MANY = settings(
 
 
 def options(**changes):
-    machine_ = machine(**changes.pop("machine", {}))
-    return ScheduleOverlapOptions(simulator=Simulator(hardware=machine_), **changes)
+    hardware = machine(**changes.pop("machine", {}))
+    held = Held(fused=changes.pop("fused", False), device=hardware.device)
+    simulator = Simulator(hardware=hardware, held=lambda joint: held)
+    return ScheduleOverlapOptions(simulator=simulator, **changes)
 
 
 def scheduled(joint, **changes):
@@ -69,12 +85,109 @@ def test_a_schedule_keeps_its_promises(program, limits):
     assert peak(after, limits) <= peak(before, limits) + growth
     # order
     for kept in (gathers, reductions, of_tensor_parallelism):
-        assert kept(after) == kept(before), kept.__name__
+        assert kept(before) == kept(after), (kept.__name__, kept(before), kept(after))
     products = [n.target is aten.mm.default and not is_backward(n) for n in after.graph.nodes]
     ahead = [role_of(n) is Role.UNSHARD and is_backward(n) for n in after.graph.nodes]
     assert True not in products or True not in ahead[: len(products) - products[::-1].index(True)]
     # nothing is waited for before it started, and everything is
     assert all(c.waited_after is not None for c in collectives(after))
+
+
+@MANY
+@given(programs, st.lists(st.integers(1, 6), min_size=4, max_size=4), limits)
+def test_ranks_that_compute_different_things_keep_one_order(program, other_rows, limits):
+    """Two tensor-parallel ranks with parameters of different sizes, each of four data-parallel
+    ones: all eight come to the end."""
+    if not dist.is_initialized():
+        GROUPS.update(make_groups())
+    rows, steps, backward_from = program
+    sequences = {}
+    for place, of_place in ((0, rows), (4, [rows[0], *other_rows][: len(rows)])):
+        joint = scheduled(step_of((of_place, steps, backward_from), GROUPS), **limits)
+        for rank in range(4):
+            sequences[place + rank] = [seen_by(place + rank, i) for i in sequence(joint)]
+    prove_order(sequences)
+
+
+def sequence(joint):
+    return sequence_of(collectives(joint))
+
+
+def seen_by(rank, issued):
+    """What rank 0 issues, as another rank of eight does: each group along one binary digit."""
+    kind, ranks, inputs, reduction = issued.entry
+    digit = max(ranks)
+    own = (rank & ~digit, rank | digit)
+    return replace(issued, entry=(kind, own, inputs, reduction))
+
+
+UNEVEN = {
+    "no rows at all": ((5,), "fully_shard"),
+    "fewer rows": ((3,), "fully_shard"),
+    "hybrid": ((2, 5), "hybrid_shard"),
+}
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["plain", "bucketed"])
+@pytest.mark.parametrize("case", UNEVEN)
+def test_ranks_with_fewer_rows_keep_the_order(case, bucketed):
+    """A rank may hold fewer rows of a parameter than others, or none, and whatever the machine,
+    all ranks put their collectives in one order."""
+    sizes, mode = UNEVEN[case]
+    world = math.prod(sizes)
+    machines = [some_machine(number) for number in range(12)]
+    found = [[] for _ in machines]
+    rows = set()
+    for rank in (0, sizes[-1] - 1):
+        become(rank, world)
+        torch.manual_seed(0)
+        model = gt.simple_fsdp(Decoder(), init_device_mesh("cpu", sizes), mode)
+        joint = gt.capture(model, mean_square, (torch.zeros(2, 3, dtype=torch.int64),))
+        bucketing = BucketCollectivesOptions(strategy="transformer_block" if bucketed else "none")
+        more = {"bucket_collectives": bucketing}
+        gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", options=more))
+        rows.add(tuple(n.meta["val"].numel() for n in joint.placeholders()))
+        for of_machine, how in zip(found, machines, strict=True):
+            of_machine.append(shared(scheduled(joint, **how)))
+    assert len(rows) > 1
+    for first, last in found:
+        assert first == last
+    assert len({tuple(first) for first, _ in found}) > 2, "the machine decides"
+
+
+def shared(joint):
+    """What all ranks of a shard group issue alike: the sizes too, but of a sum over replicas, who
+    hold the same rows."""
+    return [
+        (
+            c.kind,
+            len(c.ranks),
+            c.reduction,
+            c.parameter,
+            None if c.kind == "all_reduce" else c.inputs,
+        )
+        for c in collectives(joint)
+    ]
+
+
+def some_machine(number):
+    rng = random.Random(number)
+    return {
+        "prefetch_depth": rng.choice([1, 2, 8]),
+        "max_in_flight_mib": rng.choice([1e-3, 4e-3, 1.0]),
+        "max_peak_growth": rng.choice([0.02, 0.1, 2.0]),
+        "fused": rng.random() < 0.5,
+        "machine": {
+            "memory_bytes_per_second": 10 ** rng.uniform(6, 9),
+            "peak_flops": {"float32": 10 ** rng.uniform(7, 9)},
+            "network_bytes_per_second": 10 ** rng.uniform(6, 9),
+            "node_bytes_per_second": 10 ** rng.uniform(6, 9),
+            "network_latency_seconds": 0.0,
+            "node_latency_seconds": 0.0,
+            "devices_per_node": rng.choice([2, 8]),
+            "launch_seconds": rng.choice([0.0, 1e-6]),
+        },
+    }
 
 
 def peak(joint, limits):
@@ -87,9 +200,12 @@ def gathers(joint):
 
 
 def reductions(joint):
-    """Those of full gradients."""
-    return [c.node.name for c in collectives(joint) if c.kind == "reduce_scatter_tensor"
-            and c.role is Role.REDUCE_GRAD]  # fmt: skip
+    """Those of gradients that nothing else has reduced before."""
+    return [
+        c.node.name
+        for c in collectives(joint)
+        if c.role is Role.REDUCE_GRAD and c.ranks == FSDP and not is_wait(c.node.args[0])
+    ]
 
 
 def of_tensor_parallelism(joint):
