@@ -50,7 +50,8 @@ class Scheduler:
 
     Nodes run in the order in which they stand, except that
 
-    - gathers start ahead of their place, reductions as soon as all that they read is there;
+    - gathers start ahead of their place, with what prepares them; reductions as soon as all that
+      they read is there;
     - waits, and what follows a reduction, run when the collective is done by the clock, when
       something reads them, when memory is short, or at the end;
     - what leads to the next other collective runs before heavy nodes that do not;
@@ -86,6 +87,7 @@ class Scheduler:
         self.in_flight: set[int] = set()
         self.gathered = 0
         self.refused_at = (-1, -1, -1)
+        self.prepares = {place for unit in view.gathers for place in unit.places[:-1]}
         self.bytes_of = {unit.start: unit.bytes for unit in view.gathers}
         # reductions
         self.next_reduction = 0
@@ -105,7 +107,7 @@ class Scheduler:
         for place in range(len(self.view.nodes)):
             if self.done[place]:
                 continue
-            if self._put_off(place):
+            if place in self.prepares or self._put_off(place):
                 continue
             if self.view.nodes[place].op == "output":
                 self._run_all_late(place)
@@ -210,6 +212,9 @@ class Scheduler:
         for source in sorted(self.view.reads[place]):
             while source in self.late:
                 self._run_late(self.late[source])
+            if not self.done[source]:  # prepares a gather, with it
+                self._run_what_it_reads(source)
+                self._emit(source)
 
     def _run_what_is_done(self, place: int) -> None:
         while self.by_end and (self.by_end[0][2].over or self.by_end[0][0] <= self.now):
@@ -239,6 +244,7 @@ class Scheduler:
             while source in self.late:
                 self._fill(place, self.late[source].ends)
                 self._run_late(self.late[source])
+        self._run_what_it_reads(place)
         if place in self.view.issuer:
             self._fill(place, self.ends[self.view.issuer[place]])
 

@@ -375,7 +375,8 @@ class _Looking:
             entry = Stored(self.collective[start].input_bytes, self.at[start], last)
             makes[entry.born].append(entry)
             for series in change:
-                series[entry.born] += entry.bytes
+                series[entry.born] += 2 * entry.bytes  # once more while it is prepared
+                series[entry.born + 1] -= entry.bytes
                 series[entry.last + 1] -= entry.bytes
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
