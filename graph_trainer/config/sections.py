@@ -38,8 +38,9 @@ class GraphCompileConfig(CompileConfig):
 
     passes: list[str] = field(default_factory=lambda: ["default"])
     """
-    The graph passes to run, in order. "default" stands for the default list; any other
-    entry is a pass name as `graph-trainer passes` lists them.
+    The graph passes to run, in order. "default" stands for the default list, which any
+    other pass beside it joins at its stage; entries are names as `graph-trainer passes`
+    lists them.
     """
 
     disable_passes: list[str] = field(default_factory=list)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.analysis.ops import argument, aten
+from graph_trainer.analysis.ops import argument, argument_nodes, aten
 from graph_trainer.compat import c10d_functional, detect_fake_mode
 from graph_trainer.joint_graph import (
     SEPARATOR,
@@ -41,11 +41,12 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
     rank = {name: place for place, name in enumerate(registered)}
     keys: dict[fx.Node, _Key] = {node: (i, 0) for i, node in enumerate(joint.graph.nodes)}
     gathers: list[tuple[int, list[fx.Node]]] = []
+    values = _Values()
     for bucket in buckets:
         reduces = bool(bucket[0].route.reduction)
         anchor = (max if reduces else min)(m.position for m in bucket)
         ordered = sorted(bucket, key=lambda m: (rank[m.parameter], m.position))
-        made = _Bucket(joint.graph, ordered).merged()
+        made = _Bucket(joint.graph, ordered, values).merged()
         keys |= {node: (anchor, 1, i) for i, node in enumerate(made)}
         if not reduces:
             gathers.append((anchor, made))
@@ -54,16 +55,47 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
     _sort(joint.graph, keys)
 
 
+class _Values:
+    """What ops make of fake tensors, each asked once: layers are alike, and asking is most of
+    what merging takes."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Any] = {}
+
+    def of(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The value of a node that calls `op` with these arguments."""
+        if op is operator.getitem:  # of a list of fake tensors
+            return op(*fx.map_arg(args, value_of))
+        key = (op, _hashable(args), _hashable(kwargs))
+        if key not in self._known:
+            given = [value_of(node) for node in argument_nodes((args, kwargs))]
+            mode = detect_fake_mode(given)
+            assert mode is not None
+            with mode:
+                made = op(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
+            self._known[key] = made
+        return self._known[key]
+
+
+def _hashable(value: Any) -> object:
+    if isinstance(value, fx.Node):
+        tensor = _tensor(value)
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(entry)) for key, entry in value.items())
+    return value
+
+
 class _Bucket:
     """One bucket, its members in the order of its payload."""
 
-    def __init__(self, graph: fx.Graph, members: Sequence[Member]) -> None:
+    def __init__(self, graph: fx.Graph, members: Sequence[Member], values: _Values) -> None:
         self.graph = graph
         self.members = members
         self.first = members[0].node
-        mode = detect_fake_mode([value_of(self.first)])
-        assert mode is not None
-        self.mode = mode
+        self.values = values
         self.made: list[fx.Node] = []
         modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
         self._as_bucket = annotation(
@@ -199,8 +231,7 @@ class _Bucket:
     def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.first):
             node = self.graph.call_function(op, args, kwargs)
-        with self.mode:
-            node.meta["val"] = op(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
+        node.meta["val"] = self.values.of(op, args, kwargs)
         annotate_node(node, entry)
         self.made.append(node)
         return node

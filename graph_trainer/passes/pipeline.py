@@ -33,7 +33,7 @@ from graph_trainer.passes.normalize_views import normalize_views
 from graph_trainer.passes.overlap_fsdp import overlap_fsdp
 from graph_trainer.passes.registry import Pass
 from graph_trainer.passes.rematerialize import rematerialize
-from graph_trainer.passes.report import PassReport, Report, measure
+from graph_trainer.passes.report import Measured, PassReport, Report
 from graph_trainer.passes.schedule_overlap import schedule_overlap
 from graph_trainer.passes.simulator import Simulator
 from graph_trainer.passes.tag_buckets import tag_buckets
@@ -74,7 +74,8 @@ class PassConfig:
     """Whether the graph is one pipeline stage's."""
 
     passes: Sequence[str | Pass] = ("default",)
-    """Names, the word "default" for the default list, or passes of your own."""
+    """Names, the word "default" for the default list, or passes of your own. A built-in pass
+    beside "default" joins the list at its stage; without it the order is yours."""
 
     disable_passes: Sequence[str] = ()
     """Names to leave out."""
@@ -153,7 +154,8 @@ def pass_by_pass(
     _hand_out_simulators(config, selected, options, agree)
     _check_history(joint, selected)
     budget = Budget(config.memory_limit_gib, config.held_bytes, agree)
-    rows = [measure(joint, "capture", 0.0)]
+    measured = Measured()
+    rows = [measured.row(joint, "capture", 0.0)]
     yield rows[0]
     kept: list[_Kept] = []
     left = list(selected)
@@ -168,7 +170,7 @@ def pass_by_pass(
                 f"by {last.after - last.before:+,} bytes, and with them that is "
                 f"{gib(budget.peak(joint))} GiB, {KEY} is {config.memory_limit_gib:g}"
             )
-            rows.append(_roll_back(joint, last, budget, why))
+            rows.append(_roll_back(joint, last, budget, why, measured))
             yield rows[-1]
             continue
         graph_pass = left.pop(0)
@@ -178,13 +180,14 @@ def pass_by_pass(
         if budget.is_set and roll_back and graph_pass.optional:
             peak = budget.peak(joint)
             start = _Kept(graph_pass.name, copy_graph(joint), list(left), peak, peak)
-        row = _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
+        seconds = _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
+        row = measured.row(joint, graph_pass.name, seconds)
         budget.changed()
         if start is not None:
             after = budget.peak(joint)
             if after > start.before and budget.is_over(joint):
                 why = budget.why_rolled_back(start.before, after)
-                row = _roll_back(joint, start, budget, why)
+                row = _roll_back(joint, start, budget, why, measured)
             else:
                 kept.append(start._replace(after=after))
         rows.append(row)
@@ -207,11 +210,13 @@ class _Kept(NamedTuple):
     """Predicted peaks in bytes, before and right after the pass."""
 
 
-def _roll_back(joint: JointGraph, to: _Kept, budget: Budget, why: str) -> PassReport:
+def _roll_back(
+    joint: JointGraph, to: _Kept, budget: Budget, why: str, measured: Measured
+) -> PassReport:
     start = time.perf_counter()
     put_back(joint, to.graph)
     budget.changed()
-    return replace(measure(joint, to.name, time.perf_counter() - start), rolled_back=why)
+    return replace(measured.row(joint, to.name, time.perf_counter() - start), rolled_back=why)
 
 
 def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
@@ -261,8 +266,17 @@ def resolve_passes(config: PassConfig) -> list[Pass]:
             _lookup(name, known, "compile.disable_passes")
     selected = [p for p in selected if p.name not in config.disable_passes]
     _check_unique(selected)
+    if "default" in config.passes:
+        selected = _joined(selected, known)
     _check_stages(selected)
     return selected
+
+
+def _joined(selected: list[Pass], known: Mapping[str, Pass]) -> list[Pass]:
+    """Built-in passes beside the default list join it where they belong, so that nobody has to
+    write the list out to add one; passes of one's own stay where they were put."""
+    ordered = iter([p for name, p in known.items() if p in selected])
+    return [next(ordered) if p.name in known else p for p in selected]
 
 
 def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
@@ -378,7 +392,8 @@ def _check_shorthand(config: PassConfig, selected: Sequence[Pass]) -> None:
         )
 
 
-def _run_one(joint: JointGraph, graph_pass: Pass, options: Any, verify: bool) -> PassReport:
+def _run_one(joint: JointGraph, graph_pass: Pass, options: Any, verify: bool) -> float:
+    """Seconds that the pass took, its checks not among them."""
     start = time.perf_counter()
     ran = ", ".join(joint.history) or "no other pass"
     try:
@@ -399,4 +414,4 @@ def _run_one(joint: JointGraph, graph_pass: Pass, options: Any, verify: bool) ->
             f"pass '{graph_pass.name}' (after {ran}) left an invalid graph: {error}"
         ) from error
     joint.history.append(graph_pass.name)
-    return measure(joint, graph_pass.name, seconds)
+    return seconds

@@ -91,10 +91,9 @@ def _sources(joint: JointGraph) -> dict[fx.Node, str]:
     }
     for node in joint.graph.nodes:
         found = {source.get(n) for n in node.all_input_nodes}
-        if node.op == "call_function" and len(found) == 1 and not has_effect(node):
-            (name,) = found
-            if name is not None:
-                source[node] = name
+        name = found.pop() if len(found) == 1 else None
+        if name is not None and node.op == "call_function" and not has_effect(node):
+            source[node] = name
     return source
 
 
@@ -102,17 +101,16 @@ def _goals(joint: JointGraph) -> dict[fx.Node, str]:
     """The parameter of every node that leads to its gradient and nowhere else."""
     output = joint.output_node()
     returned: dict[fx.Node, set[str]] = {}
-    for name, node in joint.gradients():
-        returned.setdefault(node, set()).add(name)
+    for parameter, node in joint.gradients():
+        returned.setdefault(node, set()).add(parameter)
     others = set(joint.output_values()) - returned.keys()
     goal: dict[fx.Node, str] = {}
     for node in reversed(joint.graph.nodes):
-        if node.op != "call_function" or node in others or has_effect(node):
+        if node.op != "call_function" or node in others:
             continue
         found: set[str | None] = {goal.get(user) for user in node.users if user is not output}
         found |= returned.get(node, set())
-        if len(found) == 1:
-            (only,) = found
-            if only is not None:
-                goal[node] = only
+        name = found.pop() if len(found) == 1 else None
+        if name is not None and not has_effect(node):
+            goal[node] = name
     return goal

@@ -7,18 +7,11 @@ from dataclasses import dataclass, replace
 
 from graph_trainer.analysis.simulation import Simulation
 from graph_trainer.analysis.traffic import Traffic, traffic_of
-from graph_trainer.joint_graph import (
-    JointGraph,
-    compute_nodes,
-    module_of,
-    parameter_of,
-    phase_of,
-    role_of,
-    value_of,
-)
+from graph_trainer.joint_graph import JointGraph, compute_nodes
 from graph_trainer.passes import PassConfig
 from graph_trainer.passes.memory_limit import Agree, alone
 from graph_trainer.passes.pipeline import pass_by_pass
+from graph_trainer.passes.report import state_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +73,12 @@ def ledger(
     simulation: Simulation | None = None
     before: list[object] = []
     for report in pass_by_pass(joint, passes, on_pass=on_pass, agree=agree):
-        after = _state_of(joint)
+        after = state_of(joint)
         if simulation is None or after != before:
             simulation = simulate(joint)
         before = after
         row = row_of(simulation, report.name, report.seconds)
         yield replace(row, rolled_back=report.rolled_back), simulation
-
-
-def _state_of(joint: JointGraph) -> list[object]:
-    """All that a simulation depends on, node by node."""
-    return [
-        (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
-        + (id(value_of(n)),)
-        for n in joint.graph.nodes
-    ]
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:

@@ -1,7 +1,6 @@
 """Trains the debug model with every way to merge and schedule collectives, on this launch's ranks.
 
-The step is captured once a mesh; each variant is a copy of that graph with its own passes. Every
-variant sees the same weights and batch as the plain graph, and then takes a training step itself.
+The step is captured once a mesh; each variant is a copy of that graph with its own passes.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from graph_trainer.analysis.collectives import collectives
 from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.analysis.ops import is_collective
 from graph_trainer.captured_step import loss_of_batch, passes_of
+from graph_trainer.compile import Step
 from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import JointGraph, Role, is_backward, role_of
 from graph_trainer.order_check import LargestOfAllRanks, check_order_across_ranks
@@ -31,85 +31,71 @@ from tests.integration.launch import finish
 from tests.integration.matrix import Flags
 from tests.integration.recorded import Recorded
 
-Step = Any
 Result = dict[str, Any]
 
 
-class Mesh:
-    """One trainer, its captured step, and the batch that all variants are compared on."""
-
-    def __init__(self, flags: Flags, folder: Path) -> None:
-        self.recorded = Recorded(flags, folder)
-        trainer = self.trainer = self.recorded.trainer
-        self.calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        self.joint: JointGraph | None = None
-        self.passes = passes_of(trainer.config, trainer.parallel_dims, "cpu")
-
-    def graph(self, model: Any, *args: Any, **kwargs: Any) -> JointGraph:
-        """The step as it is captured, once."""
-        if self.joint is None:
-            loss_fn = loss_of_batch(self.trainer.loss_fn)
-            self.joint = gt.capture(model, loss_fn, args, kwargs)
-        return copy_graph(self.joint)
-
-    def step_with(self, variant: Variant, policy: str, joint: JointGraph) -> Step:
-        """A graph with the passes of a variant, checked across the ranks, as a step."""
-        config = dataclasses.replace(
-            self.passes,
-            passes=("default", *variant.passes),
-            reshard_after_forward=policy,
-            hardware=load_hardware("cpu"),
-            options={"bucket_collectives": BucketCollectivesOptions(**variant.bucketing)},
-        )
-        gt.run_passes(joint, config, agree=LargestOfAllRanks())
-        check_order_across_ranks(joint)
-        return gt.compile(joint)
-
-    def close(self) -> None:
-        self.recorded.close()
-
-
 def run_mesh(flags: Flags, policies: tuple[str, ...], folder: Path) -> Result:
-    """Every policy and variant on one mesh."""
-    mesh = Mesh(flags, folder)
+    """Every policy and variant on one mesh: first on the same weights and batch, in which nothing
+    but the variant differs, then a training step with each."""
+    recorded = Recorded(flags, folder)
+    trainer = recorded.trainer
+    config = passes_of(trainer.config, trainer.parallel_dims, "cpu")
     result: Result = {}
-    for policy in policies:
-        for name, variant in VARIANTS.items():
-            result[f"{policy} {name}"] = run_variant(mesh, variant, policy)
-    mesh.close()
+    steps: list[Step] = []
+
+    def compare(model: Any, *args: Any, **kwargs: Any) -> Any:
+        captured = gt.capture(model, loss_of_batch(trainer.loss_fn), args, kwargs)
+        for policy in policies:
+            plain = with_passes(captured, config, VARIANTS["none"], policy)
+            exact = plain(model, *args, **kwargs)
+            bounds = summation_bounds(plain, model, args, kwargs)
+            for name, variant in VARIANTS.items():
+                step = with_passes(captured, config, variant, policy)
+                found, issued = count_issued(step, model, *args, **kwargs)
+                entry = differences(found, exact, bounds)
+                kinds = Counter(c.kind for c in collectives(step.joint))
+                entry |= {"issued": issued, "expected": expected_events(kinds)}
+                entry |= {"merged": counts(step.joint), "plain": counts(plain.joint)}
+                result[f"{policy} {name}"] = entry
+                steps.append(step)
+        return exact
+
+    trainer.take_step_with(compare)
+    recorded.step()
+    for step, entry in zip(steps, result.values(), strict=True):
+        trainer.take_step_with(step)
+        recorded.step()
+        entry["trained"] = recorded.losses[-1].item()
+    recorded.close()
     return result
 
 
-def run_variant(mesh: Mesh, variant: Variant, policy: str) -> Result:
-    """One training step, compared with the plain graph's on the same weights and batch."""
-    found: Result = {}
-
-    def step(model: Any, *args: Any, **kwargs: Any) -> Any:
-        plain = mesh.graph(model, *args, **kwargs)
-        exact_loss, exact = mesh.step_with(VARIANTS["none"], policy, plain)(model, *args, **kwargs)
-        joint = mesh.graph(model, *args, **kwargs)
-        compiled = mesh.step_with(variant, policy, joint)
-        (loss, gradients), issued = count_issued(compiled, model, *args, **kwargs)
-        bounds = summation_bounds(plain, compiled, model, args, kwargs)
-        found.update(
-            losses=[loss.item(), exact_loss.item()],
-            gradients=len(gradients),
-            unlike=sorted(n for n in exact if not same(gradients[n], exact[n])),
-            beyond=[n for n in exact if not within(gradients[n], exact[n], bounds[n])],
-            least_bound=min(b.max().item() for b in bounds.values() if b.numel()),
-            issued=issued,
-            expected=expected_events(Counter(c.kind for c in collectives(joint))),
-            collectives=counts(joint),
-            plain=counts(plain),
-        )
-        return loss, gradients
-
-    mesh.trainer.take_step_with(step)
-    mesh.recorded.step()
-    found["finite"] = all(
-        torch.isfinite(g).all().item() for g in mesh.recorded.gradients[-1].values()
+def with_passes(captured: JointGraph, config: gt.PassConfig, variant: Variant, policy: str) -> Step:
+    """A copy of a graph with the passes of a variant, checked across the ranks, as a step."""
+    joint = copy_graph(captured)
+    asked = dataclasses.replace(
+        config,
+        passes=("default", *variant.passes),
+        reshard_after_forward=policy,
+        hardware=load_hardware("cpu"),
+        options={"bucket_collectives": BucketCollectivesOptions(**variant.bucketing)},
     )
-    return found
+    gt.run_passes(joint, asked, agree=LargestOfAllRanks())
+    check_order_across_ranks(joint)
+    return gt.compile(joint)
+
+
+def differences(found: Any, exact: Any, bounds: dict[str, torch.Tensor]) -> Result:
+    """A variant's loss and gradients beside the plain graph's."""
+    (loss, gradients), (exact_loss, exact_gradients) = found, exact
+    assert gradients.keys() == exact_gradients.keys() == bounds.keys()
+    return {
+        "losses": [loss.item(), exact_loss.item()],
+        "gradients": len(gradients),
+        "unlike": [n for n, g in exact_gradients.items() if not same(gradients[n], g)],
+        "beyond": [n for n, g in exact_gradients.items() if not within(gradients[n], g, bounds[n])],
+        "least_bound": min(b.max().item() for b in bounds.values() if b.numel()),
+    }
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -128,9 +114,7 @@ def counts(joint: JointGraph) -> list[int]:
     return [found[key] for key in keys]
 
 
-def summation_bounds(
-    plain: JointGraph, compiled: Step, model: Any, args: Any, kwargs: Any
-) -> dict[str, torch.Tensor]:
+def summation_bounds(plain: Step, model: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
     """How far two orders of summation can be apart, element by element of each gradient.
 
     n numbers x added up in float32, in whatever order, are off by at most (n - 1) u sum |x| to
@@ -138,14 +122,14 @@ def summation_bounds(
     two orders are at most twice that apart, n being at most the number of ranks. The sums of |x|
     are reduced beside the gradients.
     """
-    magnitudes = Magnitudes(plain)
-    values = compiled._state_values(model) + compiled._batch_values(args, kwargs)
+    magnitudes = Magnitudes(plain.joint)
+    values = plain._state_values(model) + plain._batch_values(args, kwargs)
     with torch.no_grad():
         magnitudes.run(*values)
     ranks, unit = dist.get_world_size(), 2.0**-24
     return {
         name: 2 * (ranks - 1) * unit * magnitudes.magnitude[node].double()
-        for name, node in plain.gradients()
+        for name, node in plain.joint.gradients()
     }
 
 

@@ -10,10 +10,11 @@ from graph_trainer.passes import (
     Pass,
     Stage,
     TagFsdpUnshardsOptions,
+    pass_by_pass,
     registered_passes,
     resolve_passes,
 )
-from graph_trainer.passes.report import HEADINGS
+from graph_trainer.passes.report import HEADINGS, measure
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, captured_decoder, code, unshards
 
 NAMES = [
@@ -63,6 +64,16 @@ def test_an_unknown_name_shows_the_nearest_and_all():
 
 def test_a_pass_listed_twice_is_refused():
     refused("'rematerialize'", "twice", passes=["default", "rematerialize"])
+
+
+def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
+    beside = [n for n, p in registered_passes().items() if not p.default]
+    assert len(beside) > 2
+    for name in beside:
+        selected = [p.name for p in resolve_passes(gt.PassConfig(passes=["default", name]))]
+        assert [n for n in selected if n != name] == NAMES
+        assert selected == [n for n in registered_passes() if n in selected]
+        assert selected == [p.name for p in resolve_passes(gt.PassConfig(passes=[name, "default"]))]
 
 
 def test_a_list_out_of_order_names_both_passes():
@@ -256,3 +267,10 @@ def test_the_report_reads_as_a_table():
 
 
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def test_a_row_of_an_unchanged_graph_is_that_of_the_graph():
+    """What is taken over from the row before is what measuring would give."""
+    joint = captured_decoder()
+    for row in pass_by_pass(joint, gt.PassConfig(reshard_after_forward="always")):
+        assert row == measure(joint, row.name, row.seconds)
