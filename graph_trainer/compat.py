@@ -71,10 +71,10 @@ __all__ = [
     "group_backend",
     "group_ranks",
     "is_traceable_wrapper_subclass",
+    "own_slices",
     "mesh_slices",
     "new_group_in_order",
     "process_groups",
-    "own_slices",
     "pytree",
     "rename_node",
     "selective_checkpoint_as_in_eager",
@@ -273,10 +273,18 @@ def compile_with_inductor(
     import torch._inductor
     import torch._inductor.config as inductor_config
 
+    # The order of collectives is the graph's, decided by passes that all ranks share: nothing may
+    # merge them, nor move starts and waits among compute.
     settings = {
-        # the order of collectives is the graph's, decided by passes that every rank shares
         "reorder_for_compute_comm_overlap": False,
         "reorder_for_locality": False,
+        "reorder_for_peak_memory": False,
+        "bucket_all_gathers_fx": "none",
+        "bucket_reduce_scatters_fx": "none",
+        "bucket_all_reduces_fx": "none",
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        "_fuse_ddp_communication": False,
+        "_micro_pipeline_tp": False,
     }
     with inductor_config.patch(settings):
         compiled = torch._inductor.compile(module, list(examples))
