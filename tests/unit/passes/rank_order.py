@@ -1,4 +1,4 @@
-"""All ranks of a small world in one process: their graphs made one by one, then run in step.
+"""All ranks of a small world in one process: their graphs made one by one, then run together.
 
 A collective takes what the ranks of its group hold, in the order of the group, so that a graph
 with a group in the wrong order gives other numbers.
@@ -7,9 +7,9 @@ with a group in the wrong order gives other numbers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -20,6 +20,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
+from graph_trainer.analysis.ops import argument, collective_name, is_collective, is_wait
 from graph_trainer.compat import group_ranks
 from graph_trainer.joint_graph import JointGraph
 from tests.unit.fake_ranks import become
@@ -51,7 +52,9 @@ def world_of(
                 change(joint)
         made = [tuple(call.args[0]) for call in new_group.call_args_list]
         joint.validate()
-        groups = {str(c.node.args[-1]): c.ranks for c in collectives(joint, group_ranks)}
+        groups = {
+            str(argument(c.node, "group_name")): c.ranks for c in collectives(joint, group_ranks)
+        }
         found.append(OfRank(joint, groups, made))
     return found
 
@@ -59,45 +62,73 @@ def world_of(
 def run_world(world: list[OfRank], *, integers: bool = False) -> list[list[torch.Tensor]]:
     """What each rank's graph returns, for parameters and batches of its own.
 
+    Ranks may have graphs of their own: each runs up to its next collective, and all of a group
+    go on when all have come to it. Ranks that wait for each other are an AssertionError.
+
     Arguments:
         integers: small whole numbers, whose sums are exact in any order.
     """
-    held: list[dict[fx.Node, Any]] = []
+    returned: dict[int, list[torch.Tensor]] = {}
+    waiting: dict[int, _Asked] = {}
+    ranks = []
     for rank, each in enumerate(world):
         values = values_for(each.joint, seed=rank)
-        if integers:
-            values = [(v * 4).round() for v in values]
-        held.append(dict(zip(each.joint.placeholders(), values, strict=True)))
-    for nodes in zip(*(each.joint.graph.nodes for each in world), strict=True):
-        assert len({str(node.target) for node in nodes[:1] if node.op != "output"}) <= 1
-        results = [_of(rank, node, nodes, world, held) for rank, node in enumerate(nodes)]
-        for node, own, result in zip(nodes, held, results, strict=True):
-            own.setdefault(node, result)
-    return [own[each.joint.output_node()] for own, each in zip(held, world, strict=True)]
+        ranks.append(_rank(each, [(v * 4).round() for v in values] if integers else values))
+
+    def go_on(rank: int, result: torch.Tensor | None) -> None:
+        try:
+            waiting[rank] = ranks[rank].send(result)
+        except StopIteration as ended:
+            returned[rank] = ended.value
+
+    for rank in range(len(world)):
+        go_on(rank, None)
+    while waiting:
+        groups = {asked.ranks for asked in waiting.values()}
+        ready = [g for g in groups if all(m in waiting and waiting[m].ranks == g for m in g)]
+        assert ready, f"these wait for each other: {waiting}"
+        members = min(ready)
+        asked = [waiting.pop(member) for member in members]
+        assert len({(each.kind, each.sent.shape) for each in asked}) == 1, asked
+        parts = [each.sent for each in asked]
+        for place, member in enumerate(members):
+            go_on(member, _communicated(asked[0].kind, parts, place))
+    return [returned[rank] for rank in range(len(world))]
 
 
-def _of(rank: int, node: fx.Node, nodes: Any, world: list[OfRank], held: Any) -> Any:
-    def at(member: int, value: Any) -> Any:
-        return fx.map_arg(value, held[member].__getitem__)
+class _Asked(NamedTuple):
+    """What a rank communicates next."""
 
-    name = str(node.target)
-    if node.op == "placeholder":
-        return None
-    if node.op == "output":
-        return list(at(rank, node.args[0]))
-    if "c10d" not in name:
-        return node.target(*at(rank, node.args), **at(rank, node.kwargs))
-    sent = node.args[0]
-    if "wait_tensor" in name:
-        return at(rank, sent)
-    ranks = world[rank].groups[str(node.args[-1])]
-    parts = [at(member, nodes[member].args[0]) for member in ranks]
-    if "all_gather_into_tensor" in name:
+    ranks: tuple[int, ...]
+    kind: str
+    sent: torch.Tensor
+
+
+def _rank(each: OfRank, values: list[torch.Tensor]) -> Generator[_Asked, torch.Tensor, Any]:
+    """One rank, up to each of its collectives."""
+    held: dict[fx.Node, Any] = dict(zip(each.joint.placeholders(), values, strict=True))
+    for node in each.joint.graph.nodes:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
+        if node.op == "output":
+            return list(args[0])
+        if is_collective(node):
+            ranks = each.groups[str(argument(node, "group_name"))]
+            held[node] = yield _Asked(ranks, collective_name(node), args[0])
+        elif is_wait(node):
+            held[node] = args[0]
+        elif node.op == "call_function":
+            held[node] = node.target(*args, **kwargs)
+    raise AssertionError("a graph without an output")
+
+
+def _communicated(kind: str, parts: list[torch.Tensor], place: int) -> torch.Tensor:
+    """What the member at this place of a group gets of what all have sent."""
+    if kind == "all_gather_into_tensor":
         return torch.cat(parts)
-    if "reduce_scatter_tensor" in name:
-        own = ranks.index(rank)
-        return torch.stack([part.chunk(len(ranks))[own] for part in parts]).sum(0)
-    raise NotImplementedError(name)
+    if kind == "reduce_scatter_tensor":
+        return torch.stack([part.chunk(len(parts))[place] for part in parts]).sum(0)
+    assert kind == "all_reduce", kind
+    return torch.stack(parts).sum(0)
 
 
 class InnerFirst(nn.Module):
