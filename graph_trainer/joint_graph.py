@@ -129,6 +129,8 @@ class JointGraph:
     decisions: dict[str, Any] = field(default_factory=dict)
     """Options by pass name with which passes that decide by simulation decide on another graph
     of the same step as they did on this one."""
+    remarks: list[str] = field(default_factory=list)
+    """What the pass that runs has to say of its work, the sum of it first."""
 
     @property
     def graph(self) -> fx.Graph:

@@ -125,6 +125,9 @@ class View:
     left: list[tuple[int, list[int]]]
     """The peak, and how many bytes fewer are alive at every place: as the ops run one by one, and
     as they run fused."""
+    issued: list[Collective]
+    cost: dict[fx.Node, Cost]
+    """What this rank's own nodes take: for remarks, and for nothing that is decided."""
     gathers: list[Unit]
     reductions: list[Unit]
     others: list[int]
@@ -188,6 +191,8 @@ class _Looking:
             makes=makes,
             holds=[self._holds(n, stored) for n in self.nodes],
             left=left,
+            issued=self.issued,
+            cost=cost,
             gathers=[self._unit(chain) for chain in self.gathers],
             reductions=[self._unit(chain) for chain in reductions],
             others=[self.at[n] for n in communicates],

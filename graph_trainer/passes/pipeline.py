@@ -182,6 +182,7 @@ def pass_by_pass(
             start = _Kept(graph_pass.name, copy_graph(joint), list(left), peak, peak)
         seconds = _run_one(joint, graph_pass, options[graph_pass.name], config.verify_passes)
         row = measured.row(joint, graph_pass.name, seconds)
+        row = replace(row, remarks=tuple(joint.remarks))
         budget.changed()
         if start is not None:
             after = budget.peak(joint)
@@ -394,6 +395,7 @@ def _check_shorthand(config: PassConfig, selected: Sequence[Pass]) -> None:
 
 def _run_one(joint: JointGraph, graph_pass: Pass, options: Any, verify: bool) -> float:
     """Seconds that the pass took, its checks not among them."""
+    joint.remarks.clear()
     start = time.perf_counter()
     ran = ", ".join(joint.history) or "no other pass"
     try:

@@ -41,6 +41,8 @@ class PassReport:
     """Predicted peak of what the graph allocates, above parameters and batch."""
     rolled_back: str = ""
     """Why what the pass did was taken back; empty where it was not."""
+    remarks: tuple[str, ...] = ()
+    """What the pass says of its work, the sum of it first."""
 
     def count(self, kind: str, phase: Phase | None = None) -> int:
         """How many collectives of one kind, in one phase or in all."""
@@ -113,8 +115,10 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """A line for every pass that was rolled back."""
-        return [f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back]
+        """A line for every pass that was rolled back, and one for every other that has something
+        to say of its work."""
+        said = [f"{row.name}: {row.remarks[0]}" for row in self.rows if row.remarks]
+        return said + [f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back]
 
     def __str__(self) -> str:
         table = [list(HEADINGS), *self.cells()]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
+from graph_trainer.analysis.timeline import play
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
+from graph_trainer.passes.overlap_remarks import remarks_on
 from graph_trainer.passes.overlap_scheduler import Limits, Scheduler
 from graph_trainer.passes.overlap_view import view_of
 from graph_trainer.passes.registry import Stage, graph_pass
@@ -74,7 +76,27 @@ class ScheduleOverlapOptions(OverlapOptions):
     optional=True,
 )
 def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None:
-    """Put every collective's start and wait where communication hides behind compute."""
+    """Put every collective's start and wait where communication hides behind compute.
+
+    Follows the graph's order with a clock, and deviates from it where that hides communication:
+    parameters are gathered ahead, gradients reduced as soon as they are there and waited for when
+    that is done, other collectives started before compute that they do not need, and such compute
+    fills the time in which there is nothing else to do (see `Scheduler`).
+
+    Changes the order of nodes only, and not that of nodes that write the same memory, draw random
+    numbers or have effects. No gather moves from backward into forward. Gathers keep their order,
+    and so do reductions of whole gradients, and all other collectives.
+
+    Cannot hang: the ranks of a group see the same graph, costs and memory (see `overlap_view`) and
+    decide alike. Cannot blow memory: the predicted peak grows by `max_peak_growth` at most, as it
+    is for a rank that holds as many rows of every parameter as any. No heavy node overtakes more
+    than `max_consecutive_compute` others, and none overtakes while a reduction is ready that may
+    not start yet. n log n in nodes.
+
+    Raises:
+        PassError: nobody named the hardware.
+        VerificationError: a collective of which nothing can be said (see `collectives`).
+    """
     simulator = options.simulator or Simulator()
     hardware = simulator.machine(f"the pass '{schedule_overlap.name}'")
     view = view_of(joint, hardware, simulator.held(joint).fused)
@@ -85,7 +107,10 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         max_consecutive_compute=options.max_consecutive_compute,
     )
     order = Scheduler(view, hardware, limits).run()
-    if order != sorted(order):
-        *body, output = [view.nodes[place] for place in order]
-        for node in body:
-            output.prepend(node)
+    if order == sorted(order):
+        return
+    before = play(joint, view.issued, view.cost, hardware)
+    *body, output = [view.nodes[place] for place in order]
+    for node in body:
+        output.prepend(node)
+    joint.remarks += remarks_on(view, order, before, play(joint, view.issued, view.cost, hardware))

@@ -109,4 +109,5 @@ def _row(row: LedgerRow) -> dict[str, Any]:
         "exposed_seconds": {t.value: row.exposed_seconds.get(t, 0.0) for t in Traffic},
         "pass_seconds": row.seconds,
         "rolled_back": row.rolled_back or None,
+        "remarks": list(row.remarks),
     }

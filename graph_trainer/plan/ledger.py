@@ -43,6 +43,8 @@ class LedgerRow:
     """What the pass took, here."""
     rolled_back: str = ""
     """Why what the pass did was undone; empty where it was not."""
+    remarks: tuple[str, ...] = ()
+    """What the pass says of its work, the sum of it first."""
 
     def of_kind(self, kind: str) -> Volume:
         """All collectives of one kind."""
@@ -78,7 +80,8 @@ def ledger(
             simulation = simulate(joint)
         before = after
         row = row_of(simulation, report.name, report.seconds)
-        yield replace(row, rolled_back=report.rolled_back), simulation
+        row = replace(row, rolled_back=report.rolled_back, remarks=report.remarks)
+        yield row, simulation
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:

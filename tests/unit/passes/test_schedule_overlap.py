@@ -18,6 +18,7 @@ from graph_trainer.analysis.ops import is_wait
 from graph_trainer.analysis.order import prove_order
 from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.sequences import sequence_of
+from graph_trainer.analysis.simulation import simulate
 from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import Role, is_backward, role_of
 from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
@@ -210,3 +211,44 @@ def reductions(joint):
 
 def of_tensor_parallelism(joint):
     return [c.node.name for c in collectives(joint) if c.ranks == TENSOR]
+
+
+def test_it_says_what_moved_and_what_that_hides():
+    groups = make_groups()
+    program = ([4, 4], [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)] * 2, 99)
+    joint = step_of(program, groups)
+    slow = {"memory_bytes_per_second": 1e6, "collective_seconds": 1e-4}
+    given = options(max_peak_growth=9.0, machine=slow)
+    passes = gt.PassConfig(passes=[schedule_overlap], options={"schedule_overlap": given})
+    before = simulate(joint, machine(**slow)).timeline.exposed_seconds()
+    report = gt.run_passes(joint, passes)
+    after = simulate(joint, machine(**slow)).timeline.exposed_seconds()
+    (was,), (now,) = before.values(), after.values()
+    told = f"exposed {was * 1e3:.1f} ms before and {now * 1e3:.1f} ms now"
+    assert now < was and told in report.last.remarks[0]
+    assert "3 of 4 start earlier" in report.last.remarks[0]
+    assert report.notes() == [f"schedule_overlap: {report.last.remarks[0]}"]
+    assert any("node all_gather_into_tensor" in line for line in report.last.remarks[1:])
+    # nothing to move, nothing to say
+    assert gt.run_passes(step_of(([1], [("relu", 0, 0)], 99), groups), passes).notes() == []
+
+
+def test_without_a_machine_it_does_nothing():
+    joint = step_of(([1], [("relu", 0, 0)], 99), make_groups())
+    with pytest.raises(gt.PassError, match="no hardware is named: set compile.hardware"):
+        gt.run_passes(joint, gt.PassConfig(passes=["schedule_overlap"]))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("prefetch_depth", -1),
+        ("max_in_flight_mib", 0.0),
+        ("max_in_flight_mib", math.nan),
+        ("max_peak_growth", -0.1),
+        ("max_consecutive_compute", 0),
+    ],
+)
+def test_limits_that_allow_nothing_are_refused(key, value):
+    with pytest.raises(gt.PassError, match=f"schedule_overlap.{key} is {value:g}"):
+        ScheduleOverlapOptions(**{key: value})
