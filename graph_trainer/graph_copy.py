@@ -32,8 +32,9 @@ def copy_graph(joint: JointGraph) -> JointGraph:
         joint.batch,
         joint.model_type,
         joint.training,
-        list(joint.history),
-        dict(joint.decisions),
+        history=list(joint.history),
+        remarks=list(joint.remarks),
+        decisions=dict(joint.decisions),
     )
 
 
