@@ -13,7 +13,6 @@ from graph_trainer.joint_graph import (
     JointGraph,
     Role,
     is_backward,
-    parameter_of,
     role_of,
 )
 from graph_trainer.passes.registry import Stage, graph_pass
@@ -107,28 +106,36 @@ def _finish_late(
     movable: Callable[[fx.Node], bool],
     at: dict[fx.Node, int],
 ) -> None:
-    """Cut each parameter's reduction behind its collectives, and move each piece down."""
-    pieces: dict[str, list[list[fx.Node]]] = {}
+    """Cut what follows each reduction behind its collectives, and move each piece down."""
+    first: dict[fx.Node, fx.Node] = {}
+    distance: dict[fx.Node, int] = {}
+    pieces: dict[fx.Node, list[list[fx.Node]]] = {}
+    joined: set[fx.Node] = set()
     for node in joint.graph.nodes:
-        name = parameter_of(node)
-        if role_of(node) is not Role.REDUCE_GRAD or name is None:
+        if role_of(node) is not Role.REDUCE_GRAD:
             continue
-        parts = pieces.setdefault(name, [[]])
-        parts[-1].append(node)
-        if is_collective(node):
-            parts.append([])
+        behind = [n for n in node.all_input_nodes if n in first]
+        if behind:
+            start = first[node] = first[behind[0]]
+            distance[node] = max(distance[n] + is_collective(n) for n in behind)
+            pieces[start] += [[] for _ in range(distance[node] - len(pieces[start]))]
+            pieces[start][distance[node] - 1].append(node)
+            if any(first[n] is not start for n in behind):
+                joined.update(first[n] for n in behind)
+        elif is_collective(node):
+            first[node], distance[node], pieces[node] = node, 0, []
     last = joint.output_node()
     reductions = []
-    for parts in pieces.values():
-        inside = {node for part in parts[1:] for node in part}
+    for start, parts in pieces.items():
+        inside = {node for part in parts for node in part}
         free = all(user in inside or user is last for node in inside for user in node.users)
-        if inside and free and all(map(movable, inside)):
-            reductions.append(parts)
-    reductions.sort(key=lambda parts: at[parts[0][-1]])
-    starts = [parts[0][-1] for parts in reductions]
-    for index, parts in enumerate(reductions):
-        for distance, part in enumerate(parts[1:], start=1):
-            target = index + distance * in_flight
+        if inside and free and start not in joined and all(map(movable, inside)):
+            reductions.append((start, parts))
+    reductions.sort(key=lambda entry: at[entry[0]])
+    starts = [start for start, _ in reductions]
+    for index, (_, parts) in enumerate(reductions):
+        for far, part in enumerate(parts, start=1):
+            target = index + far * in_flight
             anchor = starts[target] if target < len(starts) else last
             for node in part:
                 if at[node] < at[anchor]:

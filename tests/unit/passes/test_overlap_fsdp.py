@@ -9,6 +9,7 @@ from graph_trainer.joint_graph import (
     copy_annotations,
     is_backward,
     parameter_of,
+    parameters_of,
     role_of,
 )
 from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
@@ -50,6 +51,24 @@ def test_as_many_are_in_flight_as_asked_for(limit):
     joint = prepared()
     assert in_flight(joint, Role.UNSHARD) == in_flight(joint, Role.REDUCE_GRAD) == 1
     check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+    for role in (Role.UNSHARD, Role.REDUCE_GRAD):
+        assert in_flight(joint, role) == limit
+
+
+@pytest.mark.parametrize("limit", [1, 2, 4])
+@pytest.mark.parametrize("strategy", ["transformer_block", "size"])
+def test_buckets_overlap_too(strategy, limit):
+    """A bucket's gather has several parameters in front of it, its reduction several behind."""
+    joint = captured_decoder(layers=4)
+    bucketing = BucketCollectivesOptions(strategy=strategy, cap_mib=0.0008)
+    passes = gt.PassConfig(
+        reshard_after_forward="always", options={"bucket_collectives": bucketing}
+    )
+    gt.run_passes(joint, passes)
+    assert any(len(parameters_of(n)) > 1 for n in joint.graph.nodes)
+    before = [n.name for n in joint.graph.nodes if is_collective(n)]
+    check_pass(overlap_fsdp, joint, OverlapFsdpOptions(in_flight=limit))
+    assert sorted(before) == sorted(n.name for n in joint.graph.nodes if is_collective(n))
     for role in (Role.UNSHARD, Role.REDUCE_GRAD):
         assert in_flight(joint, role) == limit
 
