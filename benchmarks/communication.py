@@ -45,6 +45,7 @@ def main() -> None:
     for case in arguments.cases:
         results.append(in_a_process({"case": case, **common}))
         print_tables(results[-1])
+        sys.stdout.flush()
     text = json.dumps(results)
     print(text)
     if arguments.json:

@@ -42,7 +42,7 @@ CAPTURE = ["--config", "debugmodel", "--fsdp", "2", "--tp", "2", "--sequence", "
 
 def test_capture_measures_every_layer_count(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    flags = [*CAPTURE, "--layers", "1", "2", "--policies", "always", "--sides", "ours"]
+    flags = [*CAPTURE, "--layers", "1", "2", "--policies", "always", "--sides", "overlap"]
     _, results = benchmark("benchmarks.capture", *flags, "--json", str(path))
     assert json.loads(path.read_text()) == results
     one, two = results["rows"]
@@ -74,14 +74,15 @@ def test_always_holds_less_than_never() -> None:
 
 def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
     flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
-    flags += ["--variants", "plain", "transformer_block", "peer", "--unfused-qkv"]
+    merged = ("transformer_block", "transformer_block overlap", "peer")
+    flags += ["--variants", "plain", *merged, "--unfused-qkv"]
     table, (result,) = benchmark("benchmarks.communication", *flags)
     rows = {(row["policy"], row["variant"]): row for row in result["rows"]}
     for policy in ("always", "never"):
-        plain, ours, peer = (rows[policy, v] for v in ("plain", "transformer_block", "peer"))
+        plain, ours, scheduled, peer = (rows[policy, v] for v in ("plain", *merged))
         # nine parameters a layer, one read of each but the embedding's; four buckets
         assert (plain["gathers"], plain["reductions"]) == (2 * 9 + 3, 2 * 9 + 3)
-        for row in (ours, peer):
+        for row in (ours, scheduled, peer):
             assert (row["gathers"], row["reductions"]) == (4, 4)
             # the same work: the peer's passes ran on what ours captured. They keep the output head
             # gathered under every policy.
@@ -91,7 +92,8 @@ def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
             assert bandwidths[0] == pytest.approx(bandwidths[1], rel=0.1 if row is peer else 1e-6)
             exposed = [sum(r["exposed_seconds"].values()) for r in (row, plain)]
             assert exposed[0] < exposed[1]
-        for row in (plain, ours, peer):
+        assert scheduled["step_seconds"] < ours["step_seconds"] < plain["step_seconds"]
+        for row in (plain, ours, scheduled, peer):
             assert bool(row["gathers_again"]) == (policy == "always")
             floor = row["floor"]
             assert row["step_seconds"] > max(floor["compute"], *floor["bandwidth"].values())
