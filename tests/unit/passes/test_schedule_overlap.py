@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_trainer as gt
 from graph_trainer.analysis.collectives import collectives
 from graph_trainer.analysis.lifetimes import lifetimes
-from graph_trainer.analysis.ops import is_wait
+from graph_trainer.analysis.ops import is_collective, is_wait
 from graph_trainer.analysis.order import prove_order
 from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.sequences import sequence_of
@@ -252,3 +252,17 @@ def test_without_a_machine_it_does_nothing():
 def test_limits_that_allow_nothing_are_refused(key, value):
     with pytest.raises(gt.PassError, match=f"schedule_overlap.{key} is {value:g}"):
         ScheduleOverlapOptions(**{key: value})
+
+
+def test_no_gather_moves_from_backward_into_forward():
+    uses = [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)]
+    joint = step_of(([4, 4], uses * 2, 4), make_groups())
+    after = scheduled(joint, prefetch_depth=9, max_peak_growth=9.0)
+    ahead = [
+        is_backward(n) for n in after.graph.nodes if n.target is aten.mm.default or is_gather(n)
+    ]
+    assert code(after) != code(joint) and ahead == sorted(ahead)
+
+
+def is_gather(node):
+    return is_collective(node) and role_of(node) is Role.UNSHARD
