@@ -21,7 +21,8 @@ ASKED_BY = 'compile.bucketing.strategy = "auto"'
 _SATURATED = 0.9
 _SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
 _ENDLESS = 2**60  # bytes of a collective whose latency does not count
-_NEIGHBOURS = (1.0, 0.5, 2.0, 4.0)
+_NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
+"""Of that size; at 0 every collective stays alone, since a bucket costs copies."""
 
 
 def best_caps(
@@ -29,10 +30,10 @@ def best_caps(
 ) -> dict[str, float]:
     """MiB that a bucket should hold, by process group.
 
-    Begins with the least that saturates each group's links, and takes that, the half, twice or
-    four times as much, whichever makes the simulated step of the slowest rank shortest within
-    the memory limit; the first of equals. Simulates four copies of the graph, with the passes
-    that come behind.
+    Begins with the least that saturates each group's links, and takes that, the half, a quarter,
+    nothing, twice or four times as much, whichever makes the simulated step of the slowest rank
+    shortest within the memory limit; the first of equals. Simulates a copy of the graph for each,
+    with the passes that come behind.
 
     Raises:
         PassError: no hardware is named.

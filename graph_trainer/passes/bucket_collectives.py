@@ -33,7 +33,8 @@ class BucketingOptions:
     """
     "none": each alone. "size": as they come, up to `cap_mib`. "transformer_block": those of
     one block and kind, the embedding alone, the final norm with the output head. "auto": by
-    size, as large as the network and the simulator of `compile.hardware` ask for.
+    size, as large as the network and the simulator of `compile.hardware` ask for, or not at
+    all.
     """
 
     cap_mib: float = 25.0

@@ -35,6 +35,8 @@ def report(plan: Plan) -> RenderableType:
 def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text(headline(plan), style="bold")
     yield ledger_table(plan.rows)
+    if said := _remarks(plan.rows):
+        yield Text(said)
     if plan.config.compile.memory_limit_gib is not None and plan.world_size > 1:
         yield Text(
             f"compile.memory_limit_gib is held here against what rank {plan.rank} needs. In "
@@ -85,23 +87,38 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
     for kind, heading in _KINDS:
         if any(row.of_kind(kind).count for row in rows):
             columns.append((heading, lambda row, k=kind: row.of_kind(k).count, ",.0f"))  # type: ignore[misc]
-            columns.append((unit, lambda row, k=kind: row.of_kind(k).bytes / size, ",.2f"))  # type: ignore[misc]
+            columns.append((unit, lambda row, k=kind: row.of_kind(k).bytes / size, ",.1f"))  # type: ignore[misc]
+    milliseconds = ",.1f" if max(row.step_seconds for row in rows) < 1 else ",.0f"
     columns += [
         (f"peak\n{unit}", lambda row: row.peak_bytes / size, ",.2f"),
-        ("step\nms", lambda row: row.step_seconds * 1e3, ",.1f"),
-        ("exposed\nms", lambda row: row.exposed * 1e3, ",.1f"),
+        ("step\nms", lambda row: row.step_seconds * 1e3, milliseconds),
+        ("exposed\nms", lambda row: row.exposed * 1e3, milliseconds),
     ]
     for heading, _, _ in columns:
         table.add_column(heading, justify="right")
     before: LedgerRow | None = None
+    idle = []
     for row in rows:
+        values = [read(row) for _, read, _ in columns]
+        old = None if before is None else [read(before) for _, read, _ in columns]
+        before = row
+        if values == old and not row.rolled_back:
+            idle.append(row.name)
+            continue
         cells = [
-            _changed(read(row), None if before is None else read(before), form)
-            for _, read, form in columns
+            _changed(value, None if old is None else old[place], columns[place][2])
+            for place, value in enumerate(values)
         ]
         table.add_row(f"{row.name}\nrolled back" if row.rolled_back else row.name, *cells)
-        before = row
+    if idle:
+        table.caption = f"Without effect on these numbers: {', '.join(idle)}."
+        table.caption_justify = "left"
     return table
+
+
+def _remarks(rows: list[LedgerRow]) -> str:
+    """What passes say of their own work, a line each."""
+    return "".join(f"{row.name}: {row.remarks[0]}\n" for row in rows if row.remarks)
 
 
 def _changed(value: float, before: float | None, form: str) -> Text:

@@ -26,7 +26,7 @@ AUTO = BucketCollectivesOptions(strategy="auto")
 SPAN = AUTO.max_span
 SLOW = machine(collective_seconds=1e-4, node_bytes_per_second=2e9)
 """Needs 2 MiB to be busy: two matrices of the decoder below."""
-FACTORS = (0.5, 1.0, 2.0, 4.0)
+FACTORS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
 GIB = 1024**3
 
 
@@ -48,7 +48,7 @@ def tried(joint, hardware):
     found = {}
     for factor in FACTORS:
         trial = copy_graph(joint)
-        options = BucketCollectivesOptions(strategy="size", cap_mib=factor * first)
+        options = BucketCollectivesOptions(strategy="size", cap_mib=factor * first or 1e-9)
         bucket_collectives.function(trial, options)
         step = simulate(trial, hardware)
         found[factor * first] = (step.timeline.step_seconds, step.memory.peak_bytes)
@@ -72,6 +72,13 @@ def test_the_size_that_saturates_a_group_is_the_smallest(profile, kind, ranks):
     assert mib == 1 or rate(mib / 2) < wanted
 
 
+def test_collectives_stay_alone_where_merging_gains_nothing():
+    joint = tagged()
+    hardware = dataclasses.replace(SLOW, collective_seconds=0.0, node_latency_seconds=0.0)
+    (cap,) = best_caps(joint, members_of(joint), Simulator(hardware=hardware), SPAN).values()
+    assert cap == 0
+
+
 @pytest.mark.parametrize("latency", [1e-6, 1e-4, 1e-3])
 def test_the_fastest_size_is_taken(latency):
     joint = tagged()
@@ -83,10 +90,11 @@ def test_the_fastest_size_is_taken(latency):
 
 def test_what_does_not_fit_is_not_taken():
     joint = tagged()
-    by_cap = tried(joint, SLOW)
-    (free,) = best_caps(joint, members_of(joint), Simulator(hardware=SLOW), SPAN).values()
+    slow = dataclasses.replace(SLOW, collective_seconds=1e-2)
+    by_cap = tried(joint, slow)
+    (free,) = best_caps(joint, members_of(joint), Simulator(hardware=slow), SPAN).values()
     smaller = [peak for _, peak in by_cap.values() if peak < by_cap[free][1]]
-    limit = Simulator(hardware=SLOW, limit_gib=max(smaller) / GIB)
+    limit = Simulator(hardware=slow, limit_gib=max(smaller) / GIB)
     (cap,) = best_caps(joint, members_of(joint), limit, SPAN).values()
     assert by_cap[cap][1] <= max(smaller) < by_cap[free][1]
 
