@@ -33,6 +33,7 @@ FLAGS = {
         *("--compile.overlap_fsdp.in_flight", "8"),
     ],
     "buckets": _BUCKETS,
+    "auto": ["--compile.bucketing.strategy", "auto", "--compile.hardware", "cpu"],
     "scheduled": [
         *_BUCKETS,
         *("--compile.passes", "default,schedule_overlap", "--compile.hardware", "cpu"),
