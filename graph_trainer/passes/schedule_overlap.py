@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from graph_trainer.analysis.timeline import play
 from graph_trainer.errors import PassError
@@ -25,7 +25,7 @@ class OverlapOptions:
     prefetch_depth: int = 2
     """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
 
-    max_in_flight_mib: float = 1024.0
+    max_in_flight_mib: float = 2560.0
     """MiB that may be held, at any node, beyond what the graph holds there in its own order:
     parameters gathered ahead, gradients under way, results computed early."""
 
@@ -61,11 +61,22 @@ class OverlapOptions:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """An order, and the graphs that it is for."""
+
+    program: tuple[object, ...]
+    """Of every node what it calls and which nodes it reads: equal for batches of other shapes."""
+    order: list[int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOverlapOptions(OverlapOptions):
     """The same, and the machine that the graph will run on."""
 
     simulator: Simulator | None = field(default=None, repr=False)
+    decided: Decided | None = field(default=None, repr=False)
+    """What has been decided for another graph of the step."""
 
 
 @graph_pass(
@@ -93,6 +104,9 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     than `max_consecutive_compute` others, and none overtakes while a reduction is ready that may
     not start yet. n log n in nodes.
 
+    Another graph of the step, of a batch of another shape, is put in the order of the first: a
+    rank that meets one is alone, and its collectives must be those that the others know.
+
     Raises:
         PassError: nobody named the hardware.
         VerificationError: a collective of which nothing can be said (see `collectives`).
@@ -106,7 +120,12 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         max_growth=options.max_peak_growth,
         max_consecutive_compute=options.max_consecutive_compute,
     )
-    order = Scheduler(view, hardware, limits).run()
+    program = _program(joint)
+    if options.decided is not None and options.decided.program == program:
+        order = options.decided.order
+    else:
+        order = Scheduler(view, hardware, limits).run()
+    joint.decisions[schedule_overlap.name] = replace(options, decided=Decided(program, order))
     if order == sorted(order):
         return
     before = play(joint, view.issued, view.cost, hardware)
@@ -114,3 +133,10 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     for node in body:
         output.prepend(node)
     joint.remarks += remarks_on(view, order, before, play(joint, view.issued, view.cost, hardware))
+
+
+def _program(joint: JointGraph) -> tuple[object, ...]:
+    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    return tuple(
+        (str(node.target), *(place[source] for source in node.all_input_nodes)) for node in place
+    )

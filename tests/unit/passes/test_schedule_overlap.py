@@ -20,14 +20,15 @@ from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.sequences import sequence_of
 from graph_trainer.analysis.simulation import simulate
 from graph_trainer.graph_copy import copy_graph
-from graph_trainer.joint_graph import Role, is_backward, role_of
+from graph_trainer.joint_graph import Role, is_backward, parameter_of, role_of
+from graph_trainer.passes import passes_like
 from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.passes.memory_limit import Held
 from graph_trainer.passes.schedule_overlap import ScheduleOverlapOptions, schedule_overlap
 from graph_trainer.passes.simulator import Simulator
 from tests.unit.analysis.machines import machine
 from tests.unit.fake_ranks import become
-from tests.unit.graphs import Decoder, assert_same, aten, code, mean_square, run
+from tests.unit.graphs import Decoder, assert_same, aten, captured, code, mean_square, run
 from tests.unit.passes.schedule_graphs import FSDP, TENSOR, make_groups, programs, step_of
 
 GROUPS: dict[tuple[int, ...], str] = {}
@@ -266,3 +267,23 @@ def test_no_gather_moves_from_backward_into_forward():
 
 def is_gather(node):
     return is_collective(node) and role_of(node) is Role.UNSHARD
+
+
+def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
+    """Alone it would be ordered otherwise, and its rank would be at odds with the others."""
+
+    def ordered(tokens, config):
+        model = Decoder(2, dim=64, hidden=512)
+        joint = captured(model, torch.zeros(2, tokens, dtype=torch.int64))
+        gt.run_passes(joint, config)
+        return joint, [(n.target, parameter_of(n)) for n in joint.graph.nodes]
+
+    config = gt.PassConfig(
+        passes=["default", "schedule_overlap"],
+        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8),
+        reshard_after_forward="always",
+        options={"schedule_overlap": ScheduleOverlapOptions(max_peak_growth=9.0)},
+    )
+    first, order = ordered(8, config)
+    assert ordered(4096, config)[1] != order
+    assert ordered(4096, passes_like(config, first))[1] == order
