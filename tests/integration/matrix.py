@@ -7,8 +7,8 @@ test_matrix.py -k NAME --durations 0 -rP` shows the seconds of each case of its 
 
 Every policy runs wherever FSDP is on, in float32. bfloat16 changes which dtype a chain casts to
 and reduces in, and that is the same chain on every mesh: it runs with every policy on fsdp8, and
-with one on each other mesh that shards, all three being met. Sequences are short, because what is tested is
-in the graph and not in the length.
+with one on each other mesh that shards, all three being met. Sequences are short, because what is
+tested is in the graph and not in the length.
 
 What is held elsewhere (public_api_cases.py: on three and four ranks):
 
