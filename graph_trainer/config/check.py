@@ -1,14 +1,15 @@
-"""The checks that need more than one key: meshes, shapes, datasets, pass lists."""
+"""The checks that need more than one key: meshes, shapes, datasets."""
 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from graph_trainer.config.check_optimizer import check_optimizer
-from graph_trainer.config.messages import Origin, bad_value, did_you_mean, show
-from graph_trainer.errors import ConfigError, PassError
+from graph_trainer.config.check_passes import check_passes
+from graph_trainer.config.messages import Origin, bad_value, did_you_mean
+from graph_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     from graph_trainer.trainer import GraphTrainer
@@ -197,7 +198,7 @@ def check_config(
     data_degree = _check_mesh(config.parallelism, world_size, where)
     _check_batch(config, data_degree, where)
     _check_shapes(config, where)
-    _check_passes(config.compile, where)
+    check_passes(config.compile, where)
     _check_data(config, where)
 
 
@@ -339,43 +340,6 @@ def _check_shapes(config: Any, where: Origin) -> None:
 
 def _vocabulary(tokenizer: Any) -> int | None:
     return getattr(tokenizer, "vocab_size", None)
-
-
-def _check_passes(compile_config: Any, where: Origin) -> None:
-    from graph_trainer.config.sections import pass_config, pass_sections
-    from graph_trainer.passes import registered_passes
-
-    known = registered_passes()
-    passes, disabled = compile_config.passes, compile_config.disable_passes
-    for key, names, valid in (
-        ("compile.passes", passes, [*known, "default"]),
-        ("compile.disable_passes", disabled, [*known]),
-    ):
-        for name in names:
-            if name not in valid:
-                raise bad_value(
-                    where,
-                    key,
-                    names,
-                    f'"{name}" is not a pass',
-                    f"{did_you_mean(name, valid)}Known passes: {', '.join(valid)}.",
-                )
-    try:
-        listed = pass_config(compile_config).options
-    except PassError as e:
-        # Known names, so it is their order or number, which it explains with the remedy.
-        place = where.of("compile.passes", "compile.disable_passes")
-        raise ConfigError(f"{place}: compile.passes = {show(passes)}: {e}.") from e
-    for section in pass_sections(compile_config):
-        name = section.pass_name
-        if name not in listed and not section.is_default:
-            raise bad_value(
-                where,
-                f"compile.{section.name}",
-                asdict(getattr(compile_config, section.name)),
-                f"has no effect: the pass {name} is not in compile.passes = {show(passes)}",
-                f'Add "{name}" to compile.passes, or leave its options out.',
-            )
 
 
 def _check_data(config: Any, where: Origin) -> None:

@@ -47,19 +47,25 @@ class GraphCompileConfig(CompileConfig):
     """Passes to leave out of the list above, by name."""
 
     bucketing: BucketingOptions = field(default_factory=BucketingOptions)
-    """How the pass bucket_collectives merges collectives; not at all unless a strategy is set."""
+    """
+    How the pass bucket_collectives merges collectives; not at all unless a strategy is set.
+    No effect in mode "eager".
+    """
 
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
-    """How far the pass overlap_fsdp reaches, where it is in the list."""
+    """How far the pass overlap_fsdp reaches, where it is in the list. No effect in mode "eager"."""
 
     schedule_overlap: OverlapOptions = field(default_factory=OverlapOptions)
-    """How far the pass schedule_overlap reaches, where it is in the list."""
+    """
+    How far the pass schedule_overlap reaches, where it is in the list. No effect in mode
+    "eager".
+    """
 
     hardware: str | None = None
     """
     The machine that the step will run on, for passes that decide by simulation: a profile of
     configs/hardware ("h100-sxm" for one) or the path of a TOML file like those. `graph-trainer
-    plan` takes its --hardware where this is unset.
+    plan` takes its --hardware where this is unset. No effect in mode "eager".
     """
 
     memory_limit_gib: float | None = None

@@ -90,11 +90,30 @@ IN_FILES = {
         '"dedup_unshards"',
         "Did you mean deduplicate_unshards",
     ),
-    "options of a pass that does not run": Bad(
+    "option of a pass that does not run": Bad(
+        "[compile.schedule_overlap]\nprefetch_depth = 3",
+        "compile.schedule_overlap.prefetch_depth",
+        "= 3: has no effect",
+        'Add "schedule_overlap" to compile.passes',
+    ),
+    "option of a pass that is disabled": Bad(
+        '[compile]\npasses = ["default", "overlap_fsdp"]\ndisable_passes = ["overlap_fsdp"]\n'
         "[compile.overlap_fsdp]\nin_flight = 8",
-        "compile.overlap_fsdp",
-        "in_flight = 8",
-        'Add "overlap_fsdp" to compile.passes',
+        "compile.overlap_fsdp.in_flight",
+        'the pass overlap_fsdp is in compile.disable_passes = ["overlap_fsdp"]',
+        'Take "overlap_fsdp" out of compile.disable_passes, or leave',
+    ),
+    "buckets of what is not tagged": Bad(
+        '[compile]\ndisable_passes = ["tag_buckets"]\n[compile.bucketing]\nstrategy = "size"',
+        "compile.bucketing.strategy",
+        '"size": has no effect: the pass tag_buckets is in',
+        'Take "tag_buckets" out of compile.disable_passes',
+    ),
+    "buckets in a list that tags nothing": Bad(
+        '[compile]\npasses = ["bucket_collectives"]\n[compile.bucketing]\nstrategy = "size"',
+        "compile.bucketing.strategy",
+        '"size": has no effect: the pass tag_buckets is not in compile.passes',
+        'Add "tag_buckets" to compile.passes',
     ),
     "nothing in flight": Bad(
         '[compile]\npasses = ["default", "overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 0',
@@ -431,6 +450,12 @@ ON_THE_COMMAND_LINE = {
         "--activation_checkpoint.debug",
         "switched off",
         "--activation_checkpoint.type chooses",
+    ),
+    "option of a pass that does not run": Bad(
+        ["--compile.schedule_overlap.prefetch_depth", "3"],
+        "command line: compile.schedule_overlap.prefetch_depth",
+        "= 3: has no effect",
+        'Add "schedule_overlap" to compile.passes',
     ),
     "unknown type": Bad(
         ["--dataloader.type", "hf"], "dataloader.type", '"hf"', 'Write "text", "huggingface"'

@@ -297,4 +297,4 @@ def test_options_of_a_pass_reach_it_where_it_is_listed():
     flags = ["--compile.overlap_fsdp.in_flight", "7", "--compile.passes", "default,overlap_fsdp"]
     options = pass_config(load_config(flags).compile).options
     assert options["overlap_fsdp"].in_flight == 7
-    assert pass_config(load_config([]).compile).options == {}
+    assert "overlap_fsdp" not in pass_config(load_config([]).compile).options
