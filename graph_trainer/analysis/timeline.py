@@ -14,7 +14,7 @@ from graph_trainer.analysis.hardware import Hardware
 from graph_trainer.analysis.ops import is_collective, is_wait, storage_roots
 from graph_trainer.analysis.runtime import GRAPH_TRAINER, Runtime
 from graph_trainer.analysis.traffic import Traffic, traffic_of
-from graph_trainer.joint_graph import JointGraph
+from graph_trainer.joint_graph import JointGraph, role_of
 
 COMPUTE = "compute"
 
@@ -39,7 +39,8 @@ class ExposedWait:
     traffic: Traffic
     seconds: float
     held_up: fx.Node | None
-    """The next node that computes, which could have begun; None where the step ends."""
+    """The next node of the model that computes, which could have begun: a bucket's own copies are
+    not what waits for it. None where there is none before the step ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +138,9 @@ def play(
         elif not is_collective(node) and cost[node].seconds:
             communicating = max(free.values(), default=0.0) - now
             seconds = stretched(cost[node].seconds, communicating, hardware)
-            exposed += _held_up(blocked, traffic, node)
-            blocked = []
+            if role_of(node) is None:
+                exposed += _held_up(blocked, traffic, node)
+                blocked = []
             events.append(Event(node, COMPUTE, now, seconds))
             busy[COMPUTE] += seconds
             now += seconds

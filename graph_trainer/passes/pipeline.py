@@ -165,11 +165,12 @@ def pass_by_pass(
             # others behind this one have been rolled back before it.
             last = kept.pop()
             left = [p for p in last.behind if not p.optional]
+            change = f"it changes the predicted peak by {last.after - last.before:+,} bytes"
             why = (
-                "rolled back to make room for the passes behind it: it changes the predicted peak "
-                f"by {last.after - last.before:+,} bytes, and with them that is "
-                f"{gib(budget.peak(joint))} GiB, {KEY} is {config.memory_limit_gib:g}"
-            )
+                f"rolled back to make room for the passes behind it: {change}, and with them that "
+                if left
+                else f"rolled back, as the step is over the limit with it: {change}; the peak "
+            ) + f"is {gib(budget.peak(joint))} GiB, {KEY} is {config.memory_limit_gib:g}"
             rows.append(_roll_back(joint, last, budget, why, measured))
             yield rows[-1]
             continue

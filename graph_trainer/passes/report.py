@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from graph_trainer.analysis.collectives import collective_inputs, num_bytes
 from graph_trainer.analysis.lifetimes import lifetimes
@@ -94,6 +96,22 @@ class Measured:
         return self._row
 
 
+class Remarked(Protocol):
+    """A row of a pass that may say something of its work."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def remarks(self) -> tuple[str, ...]: ...
+
+
+def standing_remarks(rows: Sequence[Remarked]) -> list[str]:
+    """A line for every pass that says something of its work. Of a pass that has several rows,
+    rolled back or run again behind one that was, only the last is what the graph has."""
+    latest = {row.name: row for row in rows}
+    return [f"{row.name}: {row.remarks[0]}" for row in latest.values() if row.remarks]
+
+
 @dataclass(slots=True)
 class Report:
     """A row a pass, the first being the graph as captured."""
@@ -117,8 +135,9 @@ class Report:
     def notes(self) -> list[str]:
         """A line for every pass that was rolled back, and one for every other that has something
         to say of its work."""
-        said = [f"{row.name}: {row.remarks[0]}" for row in self.rows if row.remarks]
-        return said + [f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back]
+        return standing_remarks(self.rows) + [
+            f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back
+        ]
 
     def __str__(self) -> str:
         table = [list(HEADINGS), *self.cells()]

@@ -9,10 +9,13 @@ from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import fx
 
+from graph_trainer.analysis.hardware import load_hardware
 from graph_trainer.analysis.memory import Category
 from graph_trainer.fqn import without_layer
-from graph_trainer.joint_graph import owner_of
+from graph_trainer.joint_graph import owner_of, parameters_of
+from graph_trainer.passes.report import standing_remarks
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
 
@@ -34,6 +37,8 @@ def report(plan: Plan) -> RenderableType:
 
 def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text(headline(plan), style="bold")
+    if decided := _decided_for(plan):
+        yield Text(decided)
     yield ledger_table(plan.rows)
     if said := _remarks(plan.rows):
         yield Text(said)
@@ -59,6 +64,17 @@ def headline(plan: Plan) -> str:
     return (
         f"{model}, {plan.num_parameters / 1e9:.2f} B parameters, rank {plan.rank} of "
         f"{plan.world_size} on {plan.hardware.name}, run by {plan.simulation.runtime.name}"
+    )
+
+
+def _decided_for(plan: Plan) -> str:
+    """What to know where passes and simulation look at two machines."""
+    named = plan.config.compile.hardware
+    if named is None or load_hardware(named, "compile.hardware") == plan.hardware:
+        return ""
+    return (
+        f"Passes that decide by simulation do so for {named}, as compile.hardware says; what they "
+        f"made is simulated on {plan.hardware.name}.\n"
     )
 
 
@@ -118,7 +134,7 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
 
 def _remarks(rows: list[LedgerRow]) -> str:
     """What passes say of their own work, a line each."""
-    return "".join(f"{row.name}: {row.remarks[0]}\n" for row in rows if row.remarks)
+    return "".join(f"{line}\n" for line in standing_remarks(rows))
 
 
 def _changed(value: float, before: float | None, form: str) -> Text:
@@ -177,14 +193,24 @@ def owners_table(plan: Plan) -> Table:
     return table
 
 
+def served_by(collective: fx.Node) -> str:
+    """Whose collective it is, layers together; of a bucket over several modules how many
+    parameters, and from which to which."""
+    several = parameters_of(collective)
+    owner = owner_of(collective)
+    if not owner and several:
+        owner = f"{len(several)} parameters, {several[0]} to {several[-1]}"
+    return without_layer(owner)
+
+
 def waits_table(plan: Plan) -> Table:
     """Where compute stands still, by module."""
     timeline = plan.simulation.timeline
     total: dict[tuple[str, str, str], float] = defaultdict(float)
     held: dict[tuple[str, str, str], str] = {}
     for wait in timeline.exposed:
-        owner = owner_of(wait.collective.node)
-        key = (wait.traffic.value, wait.collective.kind, without_layer(owner))
+        owner = served_by(wait.collective.node)
+        key = (wait.traffic.value, wait.collective.kind, owner)
         total[key] += wait.seconds
         held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")
     table = plain_table("Exposed communication: where compute waits")

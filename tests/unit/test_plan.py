@@ -22,6 +22,7 @@ from graph_trainer.config import load_config
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.fqn import without_layer
 from graph_trainer.held_bytes import held_by, optimizer_bytes, trained_bytes
+from graph_trainer.joint_graph import parameters_of
 from graph_trainer.passes.memory_limit import Budget, alone, nothing_held, remedies
 from graph_trainer.plan import advice
 from graph_trainer.plan.command import main
@@ -29,9 +30,10 @@ from graph_trainer.plan.compare import combinations, compare, flags_of, settings
 from graph_trainer.plan.document import document
 from graph_trainer.plan.fake_run import FakeRun
 from graph_trainer.plan.files import published
+from graph_trainer.plan.html.content import waits
 from graph_trainer.plan.ledger import ledger, row_of
 from graph_trainer.plan.planner import Plan, make_plan
-from graph_trainer.plan.tables import report
+from graph_trainer.plan.tables import report, served_by
 from tests.unit.graphs import captured_decoder
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
@@ -177,6 +179,24 @@ def test_the_document_is_the_plan_and_tables_fit():
     lines = shown(plan).splitlines()
     assert max(map(len, lines)) <= 100
     assert any("Fits" in line for line in lines)
+
+
+def test_passes_that_decide_for_another_machine_are_told():
+    told = "simulation do so for a100-80g"
+    plan = planned()
+    asks = dataclasses.replace(plan, config=small("--compile.hardware", "a100-80g"))
+    assert told in shown(asks) and "simulated on h100-sxm." in " ".join(shown(asks).split())
+    same = dataclasses.replace(asks, hardware=load_hardware("a100-80g"))
+    assert told not in shown(same) and told not in shown(plan)
+
+
+def test_a_bucket_over_several_modules_says_what_is_in_it():
+    plan = planned("--compile.bucketing.strategy", "size")
+    buckets = [c.node for c in plan.simulation.collectives if len(parameters_of(c.node)) > 1]
+    words = {served_by(node) for node in buckets}
+    assert words == {"10 parameters, tok_embeddings.weight to lm_head.weight", "layers.*"}
+    assert {row[0] for row in waits(plan)} == words, "and so on the page"
+    assert "tok_embeddings.weight to lm_head.weight" in shown(plan)
 
 
 def test_ranks_differ_where_their_shards_do():

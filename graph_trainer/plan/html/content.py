@@ -9,12 +9,12 @@ from typing import Any
 from graph_trainer.analysis.memory import Category
 from graph_trainer.config import config_to_toml
 from graph_trainer.fqn import without_layer
-from graph_trainer.joint_graph import owner_of, phase_of
+from graph_trainer.joint_graph import phase_of
 from graph_trainer.plan.document import versions
 from graph_trainer.plan.html.words import TRAFFIC, duration, size
 from graph_trainer.plan.ledger import LedgerRow
 from graph_trainer.plan.planner import Plan
-from graph_trainer.plan.tables import CATEGORIES, headline
+from graph_trainer.plan.tables import CATEGORIES, headline, served_by
 
 _SHOWN = 12
 
@@ -205,8 +205,8 @@ def waits(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
     count: Counter[tuple[str, str, str]] = Counter()
     held: dict[tuple[str, str, str], str] = {}
     for wait in timeline.exposed:
-        owner = owner_of(wait.collective.node)
-        key = (TRAFFIC[wait.traffic], wait.collective.kind, without_layer(owner))
+        owner = served_by(wait.collective.node)
+        key = (TRAFFIC[wait.traffic], wait.collective.kind, owner)
         total[key] += wait.seconds
         count[key] += 1
         held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")

@@ -97,6 +97,16 @@ def test_waits_in_a_row_hold_up_the_same_node():
     ]
 
 
+def test_the_copies_of_a_bucket_are_not_what_a_wait_holds_up():
+    b = Steps()
+    wait = b.wait(b.start(role=Role.UNSHARD, parameter="v, w"))
+    b.call(aten.relu.default, wait, role=Role.UNSHARD, parameter="v")
+    held_up = b.compute()
+    found = b.played(collective_seconds=2.0)
+    assert [(e.wait, e.held_up, e.seconds) for e in found.exposed] == [(wait, held_up, 2.0)]
+    assert found.step_seconds == 4.0
+
+
 def test_a_group_has_one_stream_and_groups_overlap():
     seconds = {}
     for groups in ("aa", "ab"):

@@ -204,13 +204,32 @@ def test_only_what_is_mandatory_runs_again_behind_a_pass_that_made_room():
     assert [row.name for row in report.rows[-10:]] == order
 
 
+def test_what_was_rolled_back_or_ran_again_says_nothing_of_its_earlier_work(plain):
+    def talking(graph_pass):
+        def talk(joint, options):
+            graph_pass.function(joint, options)
+            joint.remarks.append(f"{graph_pass.name}, after {joint.history[-1]}")
+
+        return dataclasses.replace(graph_pass, function=talk)
+
+    last = plain.history[-1]
+    passes = ["default", talking(A), talking(MUST)]
+    wanted, _ = after(passes=["default", passes[-1]])
+    _, report = after(peak(wanted), passes=passes)
+    first, second = report.notes()
+    assert first == f"must: must, after {last}" and second.startswith("opt_a was rolled back")
+
+
 def test_optional_passes_alone_make_room_too(plain, low):
     """With nothing mandatory behind them: over the limit from the start and refused, each noted."""
     idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
     passes = ["default", idle, dataclasses.replace(idle, name="idler")]
     with pytest.raises(gt.PassError) as caught:
         after(low - 1, passes=passes)
-    assert all(f"{name} was rolled back" in str(caught.value) for name in ("idle", "idler"))
+    message = str(caught.value)
+    for name in ("idle", "idler"):
+        assert f"{name} was rolled back, as the step is over the limit with it" in message
+    assert "make room" not in message, "there is nothing to make room for"
 
 
 def test_only_optional_passes_are_rolled_back(plain, low):
