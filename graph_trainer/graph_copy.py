@@ -48,6 +48,7 @@ def put_back(joint: JointGraph, copy: JointGraph) -> None:
     joint.signature = copy.signature
     joint.history[:] = copy.history
     joint.decisions = dict(copy.decisions)
+    joint.remarks = list(copy.remarks)
 
 
 def _unshared(value: Any) -> Any:

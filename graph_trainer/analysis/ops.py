@@ -346,9 +346,7 @@ def _instead(own: Held, shared: _Shared, held: dict[fx.Node, Held]) -> Held:
         return own
     if not isinstance(shared, fx.Node):  # in place on a list: one for one
         return [held[part] for part in shared]
-    if isinstance(own, list):  # views of one tensor
-        return [held[shared]] * len(own)
-    return held[shared]
+    return held[shared]  # of a list of views as well: all of them hold this one
 
 
 def _own(node: fx.Node) -> Held:

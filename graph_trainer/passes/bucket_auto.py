@@ -14,6 +14,7 @@ from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.bucket_plan import MIB, Member, by_size, members_of, without_circles
 from graph_trainer.passes.bucket_rewrite import merge
+from graph_trainer.passes.memory_limit import Agree
 from graph_trainer.passes.simulator import Simulator
 
 ASKED_BY = 'compile.bucketing.strategy = "auto"'
@@ -39,21 +40,22 @@ def best_caps(
         PassError: no hardware is named.
     """
     hardware = simulator.machine(ASKED_BY)
-    start = _saturating(members, hardware)
+    start = _saturating(members, hardware, simulator.agree)
     tried = []
     for place, factor in enumerate(_NEIGHBOURS):
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
         merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
-        seconds, fits = simulator.outcome(trial, ASKED_BY)
-        tried.append((not fits, seconds, place, caps))
+        seconds, peak, fits = simulator.outcome(trial, ASKED_BY)
+        tried.append((not fits, seconds if fits else peak, place, caps))
     return min(tried, key=lambda entry: entry[:3])[-1]
 
 
-def _saturating(members: Sequence[Member], hardware: Hardware) -> dict[str, float]:
-    """For each group the largest that one of its kinds of collectives asks for."""
+def _saturating(members: Sequence[Member], hardware: Hardware, agree: Agree) -> dict[str, float]:
+    """For each group the largest that one of its kinds of collectives asks for, on any rank: of
+    the groups along one axis of a mesh, one may be within a machine and another not."""
     asked = cache(group_ranks)
-    caps: dict[str, float] = {}
+    caps: dict[str, int] = {}
     seen = set()
     for member in members:
         group = member.route.group
@@ -62,10 +64,10 @@ def _saturating(members: Sequence[Member], hardware: Hardware) -> dict[str, floa
         seen.add((member.route.tag, group))
         collective = collective_of(member.node, asked, None)
         caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
-    return caps
+    return {group: agree(cap) for group, cap in caps.items()}
 
 
-def saturating_mib(collective: Collective, hardware: Hardware) -> float:
+def saturating_mib(collective: Collective, hardware: Hardware) -> int:
     """The smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over this
     group moves its bytes nine tenths as fast as one without end."""
 

@@ -20,9 +20,11 @@ from graph_trainer.passes.bucket_plan import (
 )
 from graph_trainer.passes.bucket_rewrite import merge
 from graph_trainer.passes.registry import Stage, graph_pass
-from graph_trainer.passes.simulator import Simulator
+from graph_trainer.passes.simulator import Simulator, fingerprint
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
+_BY_SIZE = ("size", "auto")
+"""Strategies that look at what this rank holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,14 +94,31 @@ def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> 
     Gathered values are equal bit by bit. Sums are those of the same numbers, on two ranks equal
     bit by bit; on more, a backend may add them up in another order. Costs memory: a bucket and
     its members are alive together for a moment. n log n in nodes.
+
+    All ranks merge the same: where sizes decide and ranks hold unlike ones, so that they would
+    not, none of them merges.
     """
     if options.strategy == "none":
         return
     members = members_of(joint)
     buckets = without_circles(_buckets(joint, members, options))
+    simulator = options.simulator or Simulator()
+    if options.strategy in _BY_SIZE and not simulator.is_shared(_number(members, buckets)):
+        joint.remarks.append(
+            "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
+            'unlike sizes; the strategy "transformer_block" does not look at sizes'
+        )
+        joint.decisions[bucket_collectives.name] = replace(options, strategy="none")
+        buckets = []
     for member in members:  # decided, alone or not: nobody decides again
         clear_bucket_tag(member.node)
     merge(joint, buckets)
+
+
+def _number(members: Sequence[Member], buckets: Sequence[Sequence[Member]]) -> int:
+    """The same number for the same members in the same buckets, whatever else a rank has."""
+    place = {member: index for index, member in enumerate(members)}
+    return fingerprint([[place[member] for member in bucket] for bucket in buckets])
 
 
 def _buckets(

@@ -19,6 +19,7 @@ from graph_trainer.joint_graph import (
     bucket_tag,
     is_backward,
     parameters_of,
+    role_of,
     tensors_of,
 )
 
@@ -37,7 +38,8 @@ class Route(NamedTuple):
     reduction: str
     """Empty for a gather."""
     dtype: str
-    """Of what is reduced; empty for a gather, where bytes of any dtype may share a bucket."""
+    """Of what is reduced, and of complex numbers, which are no bytes; empty for other gathers:
+    bytes of any dtype may share a bucket."""
     hops: int
     """How many collectives of the same route the parameter has taken before."""
 
@@ -49,6 +51,8 @@ class Member:
     node: fx.Node
     parameter: str
     position: int
+    span: int
+    """How many nodes that all ranks have stand before it."""
     bytes: int
     """The larger of what it reads and what it makes."""
     route: Route
@@ -62,7 +66,10 @@ def members_of(joint: JointGraph) -> list[Member]:
     """
     members: list[Member] = []
     hops: dict[tuple[str, Route], int] = {}
+    shared = 0
     for position, node in enumerate(joint.graph.nodes):
+        # what shards and gradients are padded by and cut to is there on some ranks only
+        shared += role_of(node) is None
         tag = bucket_tag(node)
         if tag is None:
             continue
@@ -74,17 +81,19 @@ def members_of(joint: JointGraph) -> list[Member]:
                 "collectives, or take its tag away"
             )
         sent = collective_inputs(node)
+        apart = reduction is not None or sent[0].dtype.is_complex
         (parameter,) = parameters_of(node)
         first = Route(
             tag,
             str(group),
             "" if reduction is None else str(reduction),
-            "" if reduction is None else str(sent[0].dtype),
+            str(sent[0].dtype) if apart else "",
             0,
         )
         taken = hops[(parameter, first)] = hops.get((parameter, first), -1) + 1
         size = max(sum(map(num_bytes, sent)), sum(map(num_bytes, tensors_of(node))))
-        members.append(Member(node, parameter, position, size, first._replace(hops=taken)))
+        route = first._replace(hops=taken)
+        members.append(Member(node, parameter, position, shared, size, route))
     return members
 
 
@@ -95,16 +104,17 @@ def by_size(
 
     Arguments:
         cap_mib: MiB that a bucket holds at most (more only where one member alone does), or that
-            by process group.
-        max_span: graph positions from the first member of a bucket to its last, at most.
+            by process group; collectives of a group that is not among them stay alone.
+        max_span: graph positions from the first member of a bucket to its last, at most; those
+            of shards and gradients themselves do not count, of which ranks have unlike numbers.
     """
     closed: list[list[Member]] = []
     open_: dict[Route, tuple[list[Member], int]] = {}
     for member in members:
-        cap = cap_mib[member.route.group] if isinstance(cap_mib, Mapping) else cap_mib
+        cap = cap_mib.get(member.route.group, 0) if isinstance(cap_mib, Mapping) else cap_mib
         bucket, held = open_.get(member.route, ([], 0))
         full = held + member.bytes > cap * MIB
-        if bucket and (full or member.position - bucket[0].position > max_span):
+        if bucket and (full or member.span - bucket[0].span > max_span):
             closed.append(bucket)
             bucket, held = [], 0
         bucket.append(member)

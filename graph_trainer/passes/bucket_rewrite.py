@@ -249,6 +249,14 @@ class _Bucket:
 _PREPARES = (aten._to_copy.default, aten.clone.default)
 
 
+def prepared_from(collective: fx.Node) -> list[fx.Node]:
+    """What a collective sends, and what that is a cast or a copy of: a bucket may read either."""
+    nodes = [_input(collective)]
+    while nodes[-1].target in _PREPARES:
+        nodes += nodes[-1].all_input_nodes
+    return nodes
+
+
 def _before_cast(node: fx.Node) -> fx.Node | None:
     """What a node casts, perhaps copying it too, for one reader; None where it does not."""
     if len(node.users) != 1:

@@ -163,7 +163,7 @@ class _RoundTrips:
         if _tensor(cut).shape != _tensor(source).shape:
             source = self._view(source, cut)
         for reader in (cut, *copies):
-            if self._storages[reader] in self._returned:
+            if self._storages[reader] in self._returned or _is_read_by_offset(reader):
                 continue
             if _tensor(reader).stride() == _tensor(source).stride():
                 _replace(reader, source)
@@ -234,6 +234,18 @@ def _set_value(node: fx.Node) -> None:
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     with mode or contextlib.nullcontext():
         node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def _is_read_by_offset(reader: fx.Node) -> bool:
+    """Whether a view of a node says where it begins in the storage, which is to be another."""
+    stack = list(reader.users)
+    while stack:
+        node = stack.pop()
+        if "as_strided" in str(node.target):
+            return True
+        if _viewed(node) is not None:
+            stack += node.users
+    return False
 
 
 def _replace(reader: fx.Node, source: fx.Node) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from graph_trainer.analysis.ops import is_collective, is_wait
 from graph_trainer.analysis.timeline import play
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.overlap_remarks import remarks_on
 from graph_trainer.passes.overlap_scheduler import Limits, Scheduler
-from graph_trainer.passes.overlap_view import view_of
+from graph_trainer.passes.overlap_view import View, view_of
 from graph_trainer.passes.registry import Stage, graph_pass
-from graph_trainer.passes.simulator import Simulator
+from graph_trainer.passes.simulator import Simulator, fingerprint
 
 KEY = "compile.schedule_overlap"
 _MIB = 1024**2
@@ -99,13 +101,16 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     and so do reductions of whole gradients, and all other collectives.
 
     Cannot hang: the ranks of a group see the same graph, costs and memory (see `overlap_view`) and
-    decide alike. Cannot blow memory: the predicted peak grows by `max_peak_growth` at most, as it
-    is for a rank that holds as many rows of every parameter as any. No heavy node overtakes more
+    decide alike; where batches or tensor-parallel parts of unlike sizes let other ranks decide
+    otherwise, none of them moves anything. Cannot blow memory: the predicted peak grows by
+    `max_peak_growth` at most, as it is for a rank that holds as many rows of every parameter as
+    any. No heavy node overtakes more
     than `max_consecutive_compute` others, and none overtakes while a reduction is ready that may
     not start yet. n log n in nodes.
 
     Another graph of the step, of a batch of another shape, is put in the order of the first: a
-    rank that meets one is alone, and its collectives must be those that the others know.
+    rank that meets one is alone, and its collectives must be those that the others know. What
+    that order costs there is not bounded.
 
     Raises:
         PassError: nobody named the hardware.
@@ -125,6 +130,12 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         order = options.decided.order
     else:
         order = Scheduler(view, hardware, limits).run()
+        if not simulator.is_shared(_number(view, order)):
+            joint.remarks.append(
+                "nothing moved: the ranks would order their collectives otherwise, their batches "
+                "or their tensor-parallel parts being of unlike sizes"
+            )
+            order = sorted(order)
     joint.decisions[schedule_overlap.name] = replace(options, decided=Decided(program, order))
     if order == sorted(order):
         return
@@ -133,6 +144,13 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     for node in body:
         output.prepend(node)
     joint.remarks += remarks_on(view, order, before, play(joint, view.issued, view.cost, hardware))
+
+
+def _number(view: View, order: Sequence[int]) -> int:
+    """The same number for the same order of collectives and waits, whatever stands between."""
+    nodes = [view.nodes[place] for place in sorted(order)]
+    ordinal = {n: i for i, n in enumerate(n for n in nodes if is_collective(n) or is_wait(n))}
+    return fingerprint([ordinal[n] for place in order if (n := view.nodes[place]) in ordinal])
 
 
 def _program(joint: JointGraph) -> tuple[object, ...]:

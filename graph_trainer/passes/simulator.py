@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,11 @@ from graph_trainer.passes.memory_limit import GIB, Agree, HeldBytes, alone, noth
 KEY = "compile.hardware"
 
 _PER_SECOND = 10**9
+
+
+def fingerprint(decision: object) -> int:
+    """A number for what a rank has decided, to compare with other ranks' (`is_shared`)."""
+    return int.from_bytes(hashlib.sha256(repr(decision).encode()).digest()[:7], "big")
 
 
 def nothing_behind(joint: JointGraph) -> None:
@@ -61,9 +67,13 @@ class Simulator:
             fused=held.fused,
         )
 
-    def outcome(self, joint: JointGraph, asked_by: str) -> tuple[float, bool]:
+    def is_shared(self, number: int) -> bool:
+        """Whether all ranks have come to the same number."""
+        return self.agree(number) == -self.agree(-number)
+
+    def outcome(self, joint: JointGraph, asked_by: str) -> tuple[float, int, bool]:
         """What a graph comes to with the passes behind: seconds of a step on the slowest rank,
-        and whether it is within the memory limit on the rank that needs most.
+        bytes on the rank that needs most, and whether that is within the memory limit.
 
         The graph itself does not change.
         """
@@ -72,4 +82,4 @@ class Simulator:
         found = self.simulate(trial, asked_by)
         seconds = self.agree(round(found.timeline.step_seconds * _PER_SECOND)) / _PER_SECOND
         peak = self.agree(found.memory.peak_bytes)
-        return seconds, self.limit_gib is None or peak <= self.limit_gib * GIB
+        return seconds, peak, self.limit_gib is None or peak <= self.limit_gib * GIB

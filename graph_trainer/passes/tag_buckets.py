@@ -17,6 +17,7 @@ from graph_trainer.joint_graph import (
     set_bucket_tag,
     tensors_of,
 )
+from graph_trainer.passes.bucket_rewrite import prepared_from
 from graph_trainer.passes.registry import NoOptions, Stage, graph_pass
 
 
@@ -51,9 +52,9 @@ def tag_buckets(joint: JointGraph, options: NoOptions) -> None:
 
     Relies on FSDP roles and phases. Changes metadata only. Linear in nodes.
     """
-    source = _sources(joint)
-    goal = _goals(joint)
     writes = LastWrites(joint.graph)
+    source = _sources(joint, writes)
+    goal = _goals(joint, writes)
     for node in joint.graph.nodes:
         if not is_collective(node) or not _is_plain(node, writes):
             continue
@@ -74,17 +75,27 @@ def _tag(node: fx.Node) -> Travel | None:
 
 
 def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
-    """Waited for once, written by nobody, and dense, as a part of a bucket will be."""
+    """Waited for once, written by nobody, and dense and not empty, as a part of a bucket is."""
     users = list(node.users)
     return (
         len(users) == 1
         and is_wait(users[0])
-        and all(t.is_contiguous() for t in tensors_of(node))
-        and not any(writes.is_written(n) for n in (node, *node.all_input_nodes))
+        and all(t.is_contiguous() and t.numel() for t in tensors_of(node))
+        and not any(writes.is_written(n) for n in (node, *prepared_from(node)))
     )
 
 
-def _sources(joint: JointGraph) -> dict[fx.Node, str]:
+def _moves(node: fx.Node, writes: LastWrites) -> bool:
+    """Whether a node gives the same wherever it stands, and from whatever storage: it has no
+    effect, nobody writes what it makes or reads, and it knows no place in a storage."""
+    return not (
+        has_effect(node)
+        or "as_strided" in str(node.target)
+        or any(writes.is_written(n) for n in (node, *node.all_input_nodes))
+    )
+
+
+def _sources(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
     """The parameter of every node that one is read by and nothing else, in whatever form."""
     source = {
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
@@ -92,12 +103,12 @@ def _sources(joint: JointGraph) -> dict[fx.Node, str]:
     for node in joint.graph.nodes:
         found = {source.get(n) for n in node.all_input_nodes}
         name = found.pop() if len(found) == 1 else None
-        if name is not None and node.op == "call_function" and not has_effect(node):
+        if name is not None and node.op == "call_function" and _moves(node, writes):
             source[node] = name
     return source
 
 
-def _goals(joint: JointGraph) -> dict[fx.Node, str]:
+def _goals(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
     """The parameter of every node that leads to its gradient and nowhere else."""
     output = joint.output_node()
     returned: dict[fx.Node, set[str]] = {}
@@ -111,6 +122,6 @@ def _goals(joint: JointGraph) -> dict[fx.Node, str]:
         found: set[str | None] = {goal.get(user) for user in node.users if user is not output}
         found |= returned.get(node, set())
         name = found.pop() if len(found) == 1 else None
-        if name is not None and not has_effect(node):
+        if name is not None and _moves(node, writes):
             goal[node] = name
     return goal

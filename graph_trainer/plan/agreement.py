@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from graph_trainer.analysis.ops import is_collective, is_wait
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.passes.memory_limit import Agree
+from graph_trainer.passes.simulator import fingerprint
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
@@ -16,12 +18,12 @@ Passes = tuple[object, ...]
 
 def decided_by(joint: JointGraph) -> Passes:
     """What a rank has decided that all must decide alike."""
-    caps = [
-        (name, *sorted(options.caps.items()))
-        for name, options in joint.decisions.items()
-        if isinstance(options, BucketCollectivesOptions) and options.caps
-    ]
-    return (*joint.history, *caps)
+    found: list[object] = [*joint.history]
+    for name, options in joint.decisions.items():
+        if isinstance(options, BucketCollectivesOptions):
+            found.append((name, options.strategy, *sorted((options.caps or {}).items())))
+    moved = [n.name for n in joint.graph.nodes if is_collective(n) or is_wait(n)]
+    return (*found, fingerprint(moved))
 
 
 def as_agreed(

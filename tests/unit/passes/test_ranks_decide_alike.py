@@ -1,0 +1,121 @@
+"""Ranks that hold unlike sizes: whatever sizes or simulation decide, all decide alike."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import graph_trainer as gt
+from graph_trainer.analysis.hardware import load_hardware
+from graph_trainer.analysis.sequences import issued_by
+from graph_trainer.order_check import check_sequences
+from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.plan.agreement import as_agreed, decided_by
+from tests.unit.analysis.machines import machine
+from tests.unit.fake_ranks import become
+
+KIB = 1 / 1024
+
+
+class Split(nn.Module):
+    """A weight that tensor parallelism splits by rows, perhaps unevenly."""
+
+    def __init__(self, mesh, rows):
+        super().__init__()
+        whole = torch.randn(rows, 8)
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+
+    def forward(self, x):
+        return x @ self.weight.to_local().t()
+
+
+def split_over_tp(rows):
+    """Three such weights over two ranks, FSDP over the other two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Split(mesh["tp"], rows)) for _ in "abc"))
+
+    def loss(model, x):
+        return sum(part(x).square().sum() for part in model)
+
+    gt.simple_fsdp(model, mesh["fsdp"])
+    return gt.capture(model, loss, (torch.randn(4, 8),))
+
+
+def padded():
+    """Seven rows over three ranks: the last has fewer, and other nodes."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 7))
+    gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
+    return gt.capture(model, lambda m, x: m(x).square().sum(), (torch.randn(4, 8),))
+
+
+def hybrid():
+    """Groups of three along one axis, of which one is within a machine of eight and one is not."""
+    mesh = init_device_mesh("cpu", (4, 3), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    gt.simple_fsdp(model, mesh, "hybrid_shard")
+    return gt.capture(model, lambda m, x: m(x).square().sum(), (torch.randn(4, 256),))
+
+
+def decided(ranks, world, make, **config):
+    """The graphs of some ranks of a world once all of them have agreed."""
+    seen = {}
+
+    def run(rank, agree):
+        become(rank, world)
+        torch.manual_seed(0)
+        seen[rank] = make()
+        gt.run_passes(seen[rank], gt.PassConfig(**config), agree=agree)
+        return issued_by(seen[rank], world), decided_by(seen[rank])
+
+    found = as_agreed(ranks, run, lambda line: None)
+    return [found[rank] for rank in ranks], list(seen.values())
+
+
+def sequences(ranks, make, **config):
+    """What every rank issues then, and their graphs."""
+    return decided(range(ranks), ranks, make, **config)
+
+
+def buckets(strategy="size", **options):
+    return {"bucket_collectives": BucketCollectivesOptions(strategy=strategy, **options)}
+
+
+@pytest.mark.parametrize("cap_kib", [0.4, 0.6, 100.0])
+def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_kib):
+    for rows in (5, 6):
+        make = functools.partial(split_over_tp, rows)
+        found, graphs = sequences(4, make, options=buckets(cap_mib=cap_kib * KIB))
+        check_sequences(found)
+        told = {line for joint in graphs for line in joint.remarks}
+        assert bool(told) is (rows == 5 and cap_kib < 1)
+
+
+@pytest.mark.parametrize("rows", [9, 129])
+def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all(rows):
+    config = {"passes": ["default", "schedule_overlap"], "reshard_after_forward": "always"}
+    config["hardware"] = machine(collective_seconds=1e-6)
+    found, _ = sequences(4, lambda: split_over_tp(rows), **config)
+    check_sequences(found)
+
+
+@pytest.mark.parametrize("max_span", [1, 3, 5, 8, 13, 21, 34])
+def test_padding_does_not_move_the_borders_of_buckets(max_span):
+    found, _ = sequences(3, padded, options=buckets(max_span=max_span))
+    check_sequences(found)
+
+
+def test_auto_asks_the_slowest_links_of_an_axis():
+    config = {"options": buckets("auto"), "hardware": load_hardware("h100-sxm")}
+
+    def caps(graphs):
+        return [tuple(j.decisions["bucket_collectives"].caps.values()) for j in graphs]
+
+    kinds = (0, 2, 6, 8)
+    alone = [caps(decided([rank], 12, hybrid, **config)[1])[0] for rank in kinds]
+    assert len(set(alone)) > 1, "alone they would not agree"
+    assert len(set(caps(decided(kinds, 12, hybrid, **config)[1]))) == 1
