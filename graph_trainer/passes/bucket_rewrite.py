@@ -140,8 +140,10 @@ class _Bucket:
         results = []
         for place, (m, part) in enumerate(self._with(parts)):
             part = self._of(m, aten.clone.default, part, memory_format=torch.contiguous_format)
-            if mixed:
+            if mixed and sizes[place]:
                 part = self._of(m, aten.view.dtype, part, dtypes[place])
+            elif mixed:  # nothing has no bytes to see otherwise
+                part = self._of(m, aten._to_copy.default, part, dtype=dtypes[place])
             results.append(self._of(m, aten.view.default, part, list(_tensor(m.node).shape)))
         return results
 

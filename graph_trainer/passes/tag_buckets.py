@@ -75,12 +75,12 @@ def _tag(node: fx.Node) -> Travel | None:
 
 
 def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
-    """Waited for once, written by nobody, and dense and not empty, as a part of a bucket is."""
+    """Waited for once, written by nobody, and dense, as a part of a bucket will be."""
     users = list(node.users)
     return (
         len(users) == 1
         and is_wait(users[0])
-        and all(t.is_contiguous() and t.numel() for t in tensors_of(node))
+        and all(t.is_contiguous() for t in tensors_of(node))
         and not any(writes.is_written(n) for n in (node, *prepared_from(node)))
     )
 

@@ -464,7 +464,7 @@ def test_a_parameter_that_is_written_is_gathered_where_it_was():
     assert_same(before, run(joint))
 
 
-def test_a_shard_of_nothing_and_complex_numbers_travel_apart():
+def test_a_shard_of_nothing_travels_along_and_complex_numbers_apart():
     b = Builder()
     dtypes = {"p": torch.float32, "q": torch.bfloat16, "r": torch.complex64, "s": torch.complex64}
     shards = {n: b.parameter(f"layers.0.{n}", 3, dtype=dtype) for n, dtype in dtypes.items()}
@@ -477,13 +477,15 @@ def test_a_shard_of_nothing_and_complex_numbers_travel_apart():
         total = part if total is None else b.call(aten.add.Tensor, total, part)
         gradients[f"layers.0.{name}"] = b.call(aten.clone.default, shard, phase=BACKWARD)
     joint = finish(b, total, gradients)
+    values = values_for(joint)
+    before = Bytes(joint.graph_module).run(*values)
     bucket(joint, strategy="size")
     found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
     assert sorted(found) == [
-        ("layers.0.empty",),
-        ("layers.0.p", "layers.0.q"),
+        ("layers.0.p", "layers.0.q", "layers.0.empty"),
         ("layers.0.r", "layers.0.s"),
     ]
+    assert_same(before, Bytes(joint.graph_module).run(*values))
 
 
 def test_one_bucket_of_very_many_members_is_no_square():
