@@ -7,9 +7,9 @@ All variants live in the same processes and step in turns, in another order each
 all meet the same machine. A ratio is to the eager step of the same round: the median of a rank's
 rounds, then the mean over the ranks. "eager" is torchtitan's loop on the model as graph_trainer
 shards it; the others name the reshard policy. "overlap" adds the pass overlap_fsdp with 8
-collectives in flight (its default is 4), "buckets" merges collectives by transformer block, "auto"
-by what the profile of this machine asks for, and
-"scheduled" does that and adds the pass schedule_overlap.
+collectives in flight (its default is 4), "buckets" merges collectives by transformer block, and
+"scheduled" does that and adds the pass schedule_overlap. "auto" merges as much as the profile of a
+CPU asks for.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = ("never", "default", "always")
+WAYS = ("overlap", "buckets", "auto", "scheduled")
 VARIANTS = (
     "eager",
     *POLICIES,
-    *(f"{policy} {way}" for way in ("overlap", "buckets", "auto", "scheduled") for policy in POLICIES),
+    *(f"{policy} {way}" for way in WAYS for policy in POLICIES),
     *(f"peer {policy}" for policy in POLICIES),
 )
 PARTS = ("compute", "gloo", "python", "clip", "optimizer", "rest")
