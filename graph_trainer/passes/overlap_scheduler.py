@@ -40,8 +40,8 @@ class _Late:
     """When its collective is done."""
     places: list[int]
     bytes: int = 0
-    inside: list[Stored] = field(default_factory=list)
-    held: list[Stored] = field(default_factory=list)
+    counted: set[Stored] = field(default_factory=set)
+    """What they make, and what is held for them."""
     over: bool = False
 
 
@@ -178,15 +178,13 @@ class Scheduler:
 
     def _owe(self, late: _Late, place: int) -> None:
         """Put a node off, with those of `late`, and account for what it holds."""
-        before = late.bytes
         late.places.append(place)
         self.late[place] = late
-        late.inside += self.view.makes[place]
-        late.held += [
-            s for s in self.view.holds[place] if s not in late.held and s not in late.inside
-        ]
-        late.bytes = sum(s.bytes for s in late.held) + sum(s.bytes for s in late.inside)
-        self.owed += late.bytes - before
+        new = {*self.view.makes[place], *self.view.holds[place]} - late.counted
+        late.counted |= new
+        added = sum(s.bytes for s in new)
+        late.bytes += added
+        self.owed += added
         if len(late.places) == 1:
             heapq.heappush(self.by_end, (late.ends, place, late))
 

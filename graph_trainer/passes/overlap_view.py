@@ -90,9 +90,9 @@ class Unit:
         return self.places[-1]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Stored:
-    """One storage that the graph makes."""
+    """One storage that the graph makes; another of the same size is another."""
 
     bytes: int
     born: int
