@@ -136,5 +136,9 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         **more,
     )
     listed = {p.name for p in resolve_passes(passes)}
-    options = {s.pass_name: s.options for s in pass_sections(config) if s.pass_name in listed}
+    options = {
+        s.pass_name: s.options
+        for s in pass_sections(config)
+        if s.pass_name in listed and not s.is_default
+    }
     return replace(passes, options=options)
