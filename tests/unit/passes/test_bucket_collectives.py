@@ -350,6 +350,21 @@ def test_any_chains_of_reductions(chains, options):
         assert [group for owner, group in issued if owner == name] == groups
 
 
+def test_reductions_one_behind_the_other_merge_step_by_step():
+    chain = (torch.float32, "sum", ["a", "a"])
+    joint = bucket(reducing([chain, chain, chain]), strategy="size")
+    assert counts(joint)[2] == 2
+
+
+def test_a_member_is_as_large_as_the_larger_of_what_it_reads_and_makes():
+    joint = prepared(layers=1)
+    tag_buckets.function(joint, None)
+    for member in members_of(joint):
+        (made,), (sent,) = tensors_of(member.node), collective_inputs(member.node)
+        assert made.numel() != sent.numel()
+        assert member.bytes == 4 * max(made.numel(), sent.numel())
+
+
 def test_a_circle_of_buckets_is_given_up():
     f32 = torch.float32
     joint = reducing([(f32, "sum", ["a", "b"]), (f32, "sum", ["b", "a"]), (f32, "sum", ["c"])])
