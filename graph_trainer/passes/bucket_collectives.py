@@ -103,12 +103,13 @@ def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> 
     members = members_of(joint)
     buckets = without_circles(_buckets(joint, members, options))
     simulator = options.simulator or Simulator()
-    if options.strategy in _BY_SIZE and not simulator.is_shared(_number(members, buckets)):
+    undecided = options.strategy in _BY_SIZE and options.caps is None
+    if undecided and not simulator.is_shared(_number(members, buckets)):
         joint.remarks.append(
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'
         )
-        joint.decisions[bucket_collectives.name] = replace(options, strategy="none")
+        joint.decisions[bucket_collectives.name] = replace(options, strategy="none", simulator=None)
         buckets = []
     for member in members:  # decided, alone or not: nobody decides again
         clear_bucket_tag(member.node)
@@ -131,5 +132,5 @@ def _buckets(
     caps = options.caps
     if caps is None:
         caps = best_caps(joint, members, options.simulator or Simulator(), options.max_span)
-        joint.decisions[bucket_collectives.name] = replace(options, caps=caps)
+        joint.decisions[bucket_collectives.name] = replace(options, caps=caps, simulator=None)
     return by_size(members, caps, options.max_span)

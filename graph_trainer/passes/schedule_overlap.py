@@ -104,9 +104,8 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     decide alike; where batches or tensor-parallel parts of unlike sizes let other ranks decide
     otherwise, none of them moves anything. Cannot blow memory: the predicted peak grows by
     `max_peak_growth` at most, as it is for a rank that holds as many rows of every parameter as
-    any. No heavy node overtakes more
-    than `max_consecutive_compute` others, and none overtakes while a reduction is ready that may
-    not start yet. n log n in nodes.
+    any. No heavy node overtakes more than `max_consecutive_compute` others, and none overtakes
+    while a reduction is ready that may not start yet. n log n in nodes.
 
     Another graph of the step, of a batch of another shape, is put in the order of the first: a
     rank that meets one is alone, and its collectives must be those that the others know. What
@@ -136,7 +135,9 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
                 "or their tensor-parallel parts being of unlike sizes"
             )
             order = sorted(order)
-    joint.decisions[schedule_overlap.name] = replace(options, decided=Decided(program, order))
+    # without the simulator: a rank that captures again is alone and may ask nobody
+    decided = replace(options, decided=Decided(program, order), simulator=None)
+    joint.decisions[schedule_overlap.name] = decided
     if order == sorted(order):
         return
     before = play(joint, view.issued, view.cost, hardware)
