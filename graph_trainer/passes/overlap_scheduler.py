@@ -356,7 +356,8 @@ class Scheduler:
         heavy = sum(view.heavy[p] for p in path)
         over = self.heavy_until[start] - self.heavy_until[place] - heavy
         light = not any(view.seconds[p] for p in path[:-1])
-        if not movable or over > self.limits.max_consecutive_compute:
+        # no reduction starts while the path runs
+        if not movable or max(heavy, over) > self.limits.max_consecutive_compute:
             return
         if (view.heavy[place] or light) and view.backward[start] is view.backward[place]:
             self._pull(path, place)

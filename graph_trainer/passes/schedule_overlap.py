@@ -37,7 +37,8 @@ class OverlapOptions:
     max_consecutive_compute: int = 8
     """
     How many matrix products or attentions may run between the moment when a reduction could
-    start and its start, and how many a node that is run early may overtake.
+    start and its start, if memory allows that start, and how many a node that is run early may
+    overtake.
     """
 
     def __post_init__(self) -> None:

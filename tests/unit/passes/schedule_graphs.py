@@ -4,6 +4,7 @@ parallelism, writes in place, random numbers, results that several read."""
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -24,7 +25,8 @@ def make_groups() -> dict[tuple[int, ...], str]:
 
 _OPS = (
     "gather", "gather", "bucket", "use", "use", "reduce", "reduce", "reduce_twice", "reduce_tensor",
-    "tensor", "tensor", "wait", "add", "relu", "transpose", "split", "write", "random", "sum",
+    "reduce_late", "reduce_late", "start", "tensor", "tensor", "wait", "add", "relu", "transpose",
+    "split", "write", "random", "sum",
 )  # fmt: skip
 
 _number = st.integers(0, 99)
@@ -35,6 +37,23 @@ programs = st.tuples(
 )
 """Rows of each parameter's shard; what happens, and with which of the values; where backward
 begins."""
+
+late_reductions = st.tuples(
+    st.lists(st.integers(1, 2), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["gather", "use", "use", "reduce_late", "reduce_late", "start", "tensor", "wait"]
+            ),
+            _number,
+            _number,
+        ),
+        min_size=15,
+        max_size=40,
+    ).map(lambda steps: [("gather", 0, 0), *steps]),
+    st.just(0),
+)
+"""Programs of backward alone, whose reductions start at its end."""
 
 Program = tuple[list[int], list[tuple[str, int, int]], int]
 
@@ -50,6 +69,7 @@ class _Step:
         self.weights: list[tuple[int, fx.Node]] = []
         self.under_way: list[fx.Node] = []
         self.grads: dict[int, fx.Node] = {}
+        self.to_start: list[Callable[[], None]] = []
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.b.call(op, *args, phase=self.phase, **kwargs)
@@ -96,8 +116,10 @@ class _Step:
             hidden = self.call(aten.mm.default, self.value(two), turned)
             self.values.append(self.call(aten.mm.default, hidden, weight))
 
-    def reduce(self, one: int, two: int, first: Any = None, then: Any = None) -> None:
-        """Scatter a gradient, after or before a sum over another group."""
+    def reduce(
+        self, one: int, two: int, first: Any = None, then: Any = None, late: bool = False
+    ) -> None:
+        """Scatter a gradient, after or before a sum over another group, now or late."""
         whole = first is not None  # only the first parameter is as large on every rank of TENSOR
         weights = [each for each in self.weights if each[0] == 0 or not whole]
         if not weights:
@@ -106,6 +128,16 @@ class _Step:
         value = self.value(two)
         hidden = self.call(aten.mm.default, weight, self.call(aten.t.default, value))
         grad = self.call(aten.mm.default, hidden, value)
+        self.to_start.append(lambda: self._start(index, grad, two, first, then))
+        if not late:
+            self.to_start.pop()()
+
+    def start(self, one: int, _: int) -> None:
+        """Start a reduction that is late."""
+        if self.to_start:
+            self.to_start.pop(one % len(self.to_start))()
+
+    def _start(self, index: int, grad: fx.Node, two: int, first: Any, then: Any) -> None:
         how = {"role": Role.REDUCE_GRAD, "parameter": f"p{index}"}
         if two % 2:
             grad = self.call(aten.clone.default, grad, **how)
@@ -167,6 +199,8 @@ class _Step:
         self.phase = BACKWARD
         while self.under_way:
             self.wait(0, 0)
+        while self.to_start:
+            self.start(0, 0)
         loss = self.call(aten.sum.default, self.values[-1])
         return self.b.joint(loss, **{f"p{i}": grad for i, grad in self.grads.items()})
 
@@ -181,7 +215,9 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
             step.reduce(one, two, then=REPLICATE)
         elif op == "reduce_tensor":
             step.reduce(one, two, first=TENSOR)
-        elif op in ("gather", "bucket", "use", "reduce", "tensor", "wait"):
+        elif op == "reduce_late":
+            step.reduce(one, two, late=True)
+        elif op in ("gather", "bucket", "use", "reduce", "start", "tensor", "wait"):
             getattr(step, op)(one, two)
         else:
             step.other(op, one, two)

@@ -28,8 +28,26 @@ from graph_trainer.passes.schedule_overlap import ScheduleOverlapOptions, schedu
 from graph_trainer.passes.simulator import Simulator
 from tests.unit.analysis.machines import machine
 from tests.unit.fake_ranks import become
-from tests.unit.graphs import Decoder, assert_same, aten, captured, code, mean_square, run
-from tests.unit.passes.schedule_graphs import FSDP, TENSOR, make_groups, programs, step_of
+from tests.unit.graphs import (
+    BACKWARD,
+    Builder,
+    Decoder,
+    assert_same,
+    aten,
+    c10d,
+    captured,
+    code,
+    mean_square,
+    run,
+)
+from tests.unit.passes.schedule_graphs import (
+    FSDP,
+    TENSOR,
+    late_reductions,
+    make_groups,
+    programs,
+    step_of,
+)
 
 GROUPS: dict[tuple[int, ...], str] = {}
 MIB = 1024**2
@@ -87,12 +105,29 @@ def test_a_schedule_keeps_its_promises(program, limits):
     assert peak(after, limits) <= peak(before, limits) + growth
     # order
     for kept in (gathers, reductions, of_tensor_parallelism):
-        assert kept(before) == kept(after), (kept.__name__, kept(before), kept(after))
+        was, now = ([node.name for node in kept(each)] for each in (before, after))
+        assert was == now, kept.__name__
     products = [n.target is aten.mm.default and not is_backward(n) for n in after.graph.nodes]
     ahead = [role_of(n) is Role.UNSHARD and is_backward(n) for n in after.graph.nodes]
     assert True not in products or True not in ahead[: len(products) - products[::-1].index(True)]
     # nothing is waited for before it started, and everything is
     assert all(c.waited_after is not None for c in collectives(after))
+
+
+@MANY
+@given(late_reductions, limits, st.booleans(), st.integers(1, 3))
+def test_products_do_not_pile_up_before_a_reduction(program, limits, plenty, most):
+    """Few of them if memory allows that it starts, and if not, not more than before."""
+    if not dist.is_initialized():
+        GROUPS.update(make_groups())
+    limits |= {"max_consecutive_compute": most}
+    if plenty:
+        limits |= {"max_peak_growth": 100.0, "max_in_flight_mib": 1.0}
+    before = step_of(program, GROUPS)
+    was, now = products_before_starts(before), products_before_starts(scheduled(before, **limits))
+    for name, (since_it_could, since_inputs) in now.items():
+        assert since_inputs <= max(most, was[name][1])
+        assert since_it_could <= most or not plenty
 
 
 @MANY
@@ -198,20 +233,134 @@ def peak(joint, limits):
 
 
 def gathers(joint):
-    return [c.node.name for c in collectives(joint) if c.role is Role.UNSHARD]
+    return [c.node for c in collectives(joint) if c.role is Role.UNSHARD]
 
 
 def reductions(joint):
     """Those of gradients that nothing else has reduced before."""
     return [
-        c.node.name
+        c.node
         for c in collectives(joint)
         if c.role is Role.REDUCE_GRAD and c.ranks == FSDP and not is_wait(c.node.args[0])
     ]
 
 
+def products_before_starts(joint):
+    """By reduction, the matrix products that run before it starts: since all that it reads is
+    there and the reduction before it has started, and since all that it reads is there."""
+    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    is_product = [node.target is aten.mm.default for node in joint.graph.nodes]
+    found = {}
+    last = 0
+    for node in reductions(joint):
+        prepares, inputs = [node], []
+        for each in prepares:
+            for source in each.all_input_nodes:
+                (prepares if role_of(source) is Role.REDUCE_GRAD else inputs).append(source)
+        there = max(place[source] for source in inputs) + 1
+        start = place[node]
+        found[node.name] = sum(is_product[max(there, last) : start]), sum(is_product[there:start])
+        last = start
+    return found
+
+
 def of_tensor_parallelism(joint):
-    return [c.node.name for c in collectives(joint) if c.ranks == TENSOR]
+    return [c.node for c in collectives(joint) if c.ranks == TENSOR]
+
+
+class Products:
+    """Matrix products of backward, and what communicates: a large gradient, and little else."""
+
+    def __init__(self):
+        self.groups = make_groups()
+        self.b = Builder()
+        self.b.parameter("w", 32, 64)
+        self.bias = self.b.parameter("bias", 32)
+        self.x = self.b.input("x", 64, 64)
+        self.thin = self.b.input("thin", 1, 64)
+
+    def call(self, op, *args, **how):
+        return self.b.call(op, *args, phase=BACKWARD, **how)
+
+    def product(self, of):
+        return self.call(aten.mm.default, of, self.x)
+
+    def start(self, of):
+        return self.call(c10d.all_reduce.default, of, "sum", self.groups[TENSOR])
+
+    def wait(self, start):
+        return self.call(c10d.wait_tensor.default, start)
+
+    def reduce(self, gradient):
+        how = {"role": Role.REDUCE_GRAD, "parameter": "w"}
+        op = c10d.reduce_scatter_tensor.default
+        mine = self.call(op, gradient, "sum", 2, self.groups[FSDP], **how)
+        return self.call(c10d.wait_tensor.default, mine, **how)
+
+    def gather(self):
+        how = {"role": Role.UNSHARD, "parameter": "bias"}
+        op = c10d.all_gather_into_tensor.default
+        return self.call(
+            c10d.wait_tensor.default,
+            self.call(op, self.bias, 2, self.groups[FSDP], **how),
+            **how,
+        )
+
+    def large(self):
+        """What leaves no memory until it is read."""
+        return self.call(aten.repeat.default, self.x, [4, 1])
+
+    def joint(self, mine, *values):
+        sums = [self.call(aten.sum.default, value) for value in values]
+        return self.b.joint(self.call(aten.stack.default, sums), w=mine)
+
+
+def a_path_with_the_gradient_in_it():
+    """Compute that leads to a collective runs before other compute, but the gradient in it must
+    not be left to lie meanwhile."""
+    g = Products()
+    other = g.product(g.x)
+    gradient = g.product(g.x)
+    summed = g.wait(g.start(g.product(g.product(gradient))))
+    mine = g.reduce(gradient)
+    return g.joint(mine, other, summed)
+
+
+def a_path_while_the_reduction_may_not_start():
+    g = Products()
+    large = g.large()
+    gradient = g.product(g.x)
+    other = g.product(g.thin)
+    read = g.call(aten.sum.default, large)
+    mine = g.reduce(gradient)
+    return g.joint(mine, other, read, g.wait(g.start(g.product(g.thin))))
+
+
+def gaps_while_the_reduction_may_not_start():
+    g = Products()
+    large = g.large()
+    gradient = g.product(g.x)
+    biases = [g.gather(), g.gather()]
+    read = g.call(aten.add.Tensor, g.call(aten.select.int, large, 0, 0), biases[1])
+    mine = g.reduce(gradient)
+    return g.joint(mine, biases[0], read, g.product(g.thin), g.product(g.thin))
+
+
+@pytest.mark.parametrize(
+    "make, most, growth",
+    [
+        (a_path_with_the_gradient_in_it, 2, 9.0),
+        (a_path_while_the_reduction_may_not_start, 1, 0.05),
+        (gaps_while_the_reduction_may_not_start, 1, 0.05),
+    ],
+)
+def test_nothing_is_run_early_at_the_cost_of_a_reduction(make, most, growth):
+    joint = make()
+    slow = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
+    after = scheduled(joint, max_consecutive_compute=most, max_peak_growth=growth, machine=slow)
+    assert_same(run(joint), run(after))
+    ((products, _),) = products_before_starts(after).values()
+    assert products <= most
 
 
 def test_it_says_what_moved_and_what_that_hides():
