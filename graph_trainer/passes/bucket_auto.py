@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 
 from graph_trainer.analysis.collective_costs import collective_seconds
@@ -14,7 +14,7 @@ from graph_trainer.graph_copy import copy_graph
 from graph_trainer.joint_graph import JointGraph
 from graph_trainer.passes.bucket_plan import MIB, Member, by_size, members_of, without_circles
 from graph_trainer.passes.bucket_rewrite import merge
-from graph_trainer.passes.memory_limit import Agree
+from graph_trainer.passes.memory_limit import GIB, Agree
 from graph_trainer.passes.simulator import Simulator
 
 ASKED_BY = 'compile.bucketing.strategy = "auto"'
@@ -34,7 +34,7 @@ def best_caps(
     Begins with the least that saturates each group's links, and takes that, the half, a quarter,
     nothing, twice or four times as much, whichever makes the simulated step of the slowest rank
     shortest within the memory limit; the first of equals. Simulates a copy of the graph for each,
-    with the passes that come behind.
+    with the passes that come behind, and leaves remarks on what it found.
 
     Raises:
         PassError: no hardware is named.
@@ -42,13 +42,38 @@ def best_caps(
     hardware = simulator.machine(ASKED_BY)
     start = _saturating(members, hardware, simulator.agree)
     tried = []
-    for place, factor in enumerate(_NEIGHBOURS):
+    for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
         merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
-        seconds, peak, fits = simulator.outcome(trial, ASKED_BY)
-        tried.append((not fits, seconds if fits else peak, place, caps))
-    return min(tried, key=lambda entry: entry[:3])[-1]
+        tried.append(_Tried(caps, *simulator.outcome(trial, ASKED_BY)))
+    best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
+    joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
+    joint.remarks += [str(each) for each in tried if each is not best and each.caps]
+    return best.caps
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    caps: dict[str, float]
+    seconds: float
+    peak: int
+    fits: bool
+
+    def __str__(self) -> str:
+        sizes: dict[str, list[int]] = {}
+        for group, cap in self.caps.items():
+            size = f"up to {cap:g} MiB" if cap else "each alone"
+            sizes.setdefault(size, []).append(len(group_ranks(group)))
+        told = (
+            f"{size} over {' and '.join(str(num) for num in dict.fromkeys(ranks))} ranks"
+            for size, ranks in sizes.items()
+        )
+        fits = "" if self.fits else ", more than memory_limit_gib"
+        return (
+            f"{', '.join(told)}: {self.seconds * 1e3:.1f} ms a step, "
+            f"peak {self.peak / GIB:.2f} GiB{fits}"
+        )
 
 
 def _saturating(members: Sequence[Member], hardware: Hardware, agree: Agree) -> dict[str, float]:

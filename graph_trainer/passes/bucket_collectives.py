@@ -105,10 +105,10 @@ def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> 
     simulator = options.simulator or Simulator()
     undecided = options.strategy in _BY_SIZE and options.caps is None
     if undecided and not simulator.is_shared(_number(members, buckets)):
-        joint.remarks.append(
+        joint.remarks[:] = [
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'
-        )
+        ]
         joint.decisions[bucket_collectives.name] = replace(options, strategy="none", simulator=None)
         buckets = []
     for member in members:  # decided, alone or not: nobody decides again

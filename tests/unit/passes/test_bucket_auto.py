@@ -88,6 +88,24 @@ def test_the_fastest_size_is_taken(latency):
     assert by_cap[cap][0] == pytest.approx(min(seconds for seconds, _ in by_cap.values()))
 
 
+@pytest.mark.parametrize("limit_gib", [None, 1e-3], ids=["fits", "does not fit"])
+def test_it_says_what_it_tried(limit_gib):
+    joint = tagged()
+    options = dataclasses.replace(AUTO, simulator=Simulator(hardware=SLOW, limit_gib=limit_gib))
+    by_cap = tried(joint, SLOW)
+    bucket_collectives.function(joint, options)
+    (cap,) = joint.decisions["bucket_collectives"].caps.values()
+    told = {}
+    for size, (seconds, peak) in by_cap.items():
+        size_told = f"up to {size:g} MiB" if size else "each alone"
+        told[size] = (
+            f"{size_told} over 4 ranks: {seconds * 1e3:.1f} ms a step, peak {peak / GIB:.2f} GiB"
+            + (", more than memory_limit_gib" if limit_gib else "")
+        )
+    assert joint.remarks[0] == f"the best of 6: {told.pop(cap)}"
+    assert joint.remarks[1:] == list(told.values())
+
+
 def test_what_does_not_fit_is_not_taken():
     joint = tagged()
     slow = dataclasses.replace(SLOW, collective_seconds=1e-2)
