@@ -6,7 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from graph_trainer.analysis.hardware import Hardware
+from graph_trainer.analysis.lifetimes import lifetimes
 from graph_trainer.analysis.ops import is_collective, is_wait
+from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.timeline import play
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
@@ -18,6 +21,7 @@ from graph_trainer.passes.simulator import Simulator, fingerprint
 
 KEY = "compile.schedule_overlap"
 _MIB = 1024**2
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +114,7 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
 
     Another graph of the step, of a batch of another shape, is put in the order of the first: a
     rank that meets one is alone, and its collectives must be those that the others know. What
-    that order costs there is not bounded.
+    that order costs there is not bounded; a remark says so where it is more than was allowed.
 
     Raises:
         PassError: nobody named the hardware.
@@ -126,7 +130,8 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         max_consecutive_compute=options.max_consecutive_compute,
     )
     program = _program(joint)
-    if options.decided is not None and options.decided.program == program:
+    again = options.decided is not None and options.decided.program == program
+    if options.decided is not None and again:
         order = options.decided.order
     else:
         order = Scheduler(view, hardware, limits).run()
@@ -141,11 +146,23 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     joint.decisions[schedule_overlap.name] = decided
     if order == sorted(order):
         return
-    before = play(joint, view.issued, view.cost, hardware)
+    before, peak = play(joint, view.issued, view.cost, hardware), _peak_bytes(joint, hardware)
     *body, output = [view.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
-    joint.remarks += remarks_on(view, order, before, play(joint, view.issued, view.cost, hardware))
+    after, new_peak = play(joint, view.issued, view.cost, hardware), _peak_bytes(joint, hardware)
+    if again and new_peak > peak * (1 + options.max_peak_growth):
+        joint.remarks.append(
+            f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
+            f"memory at the peak ({new_peak / _GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
+            f"{options.max_peak_growth:.1%}"
+        )
+    joint.remarks += remarks_on(view, order, before, after)
+
+
+def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
+    scratch = gloo_scratch(joint) if hardware.device == "cpu" else None
+    return lifetimes(joint, scratch=scratch).peak_bytes
 
 
 def _number(view: View, order: Sequence[int]) -> int:

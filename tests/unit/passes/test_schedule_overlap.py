@@ -436,3 +436,28 @@ def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
     first, order = ordered(8, config)
     assert ordered(4096, config)[1] != order
     assert ordered(4096, passes_like(config, first))[1] == order
+
+
+@pytest.mark.parametrize("growth", [0.05, 9.0])
+def test_what_the_order_of_the_first_costs_a_graph_of_another_shape_is_said(growth):
+    """An order that is within its bound for many tokens, and beyond it for few."""
+
+    def ordered(tokens, config):
+        joint = captured(Decoder(4, dim=64, hidden=512), torch.zeros(2, tokens, dtype=torch.int64))
+        plain = copy_graph(joint)
+        gt.run_passes(plain, gt.PassConfig(reshard_after_forward="always"))
+        report = gt.run_passes(joint, config)
+        more = lifetimes(joint).peak_bytes / lifetimes(plain).peak_bytes - 1
+        return joint, more, report.last.remarks[0]
+
+    config = gt.PassConfig(
+        passes=["default", "schedule_overlap"],
+        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8),
+        reshard_after_forward="always",
+        options={"schedule_overlap": ScheduleOverlapOptions(max_peak_growth=growth)},
+    )
+    first, more, said = ordered(512, config)
+    assert more <= growth and "more memory at the peak" not in said
+    _, more, said = ordered(8, passes_like(config, first))
+    told = f"a batch of another shape, in the order of the first: {more:.1%} more memory"
+    assert said.startswith(told) is (more > growth) is (growth == 0.05)
