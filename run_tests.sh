@@ -8,7 +8,8 @@ here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 source "$here/scripts/environment.sh"
 
 use_environment dev graph_trainer torch torchtitan \
-    hatchling hypothesis jsonschema mypy plotly pytest pytest_timeout ruff selenium transformers
+    hatchling hypothesis jsonschema mypy plotly pytest pytest_timeout ruff selenium transformers \
+    xdist
 cd "$here"
 
 # Tests start many ranks on few cores, and never need the network.
@@ -27,7 +28,9 @@ gate() {
 gate ruff check .
 gate ruff format --check .
 gate mypy
-gate pytest
+# Tests on real ranks take every core; unit tests take one each, and two processes keep two busy.
+gate pytest tests/integration
+gate pytest tests/unit --numprocesses 2 --dist loadfile
 
 if ((${#failed[@]} > 0)); then
     printf 'failed: %s\n' "${failed[@]}" >&2

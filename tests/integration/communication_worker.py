@@ -50,7 +50,7 @@ def run_mesh(flags: Flags, policies: tuple[str, ...], folder: Path) -> Result:
             exact = plain(model, *args, **kwargs)
             bounds = summation_bounds(plain, model, args, kwargs)
             for name, variant in VARIANTS.items():
-                step = with_passes(captured, config, variant, policy)
+                step = plain if name == "none" else with_passes(captured, config, variant, policy)
                 found, issued = count_issued(step, model, *args, **kwargs)
                 entry = differences(found, exact, bounds)
                 kinds = Counter(c.kind for c in collectives(step.joint))

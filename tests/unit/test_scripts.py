@@ -84,6 +84,7 @@ ALL_MODULES = [
     "ruff",
     "selenium",
     "transformers",
+    "xdist",
 ]
 TRAINING_MODULES = ALL_MODULES[:3]
 
@@ -543,18 +544,22 @@ def test_every_gate_runs_and_then_the_tests(installed: Machine) -> None:
         "-m ruff check .",
         "-m ruff format --check .",
         "-m mypy",
-        "-m pytest",
+        "-m pytest tests/integration",
+        "-m pytest tests/unit --numprocesses 2 --dist loadfile",
     ]
     for call in calls:
         assert call.cwd == installed.checkout
         assert call.environment["OMP_NUM_THREADS"] == call.environment["HF_HUB_OFFLINE"] == "1"
 
 
-@pytest.mark.parametrize("gate", ["ruff check", "ruff format", "mypy", "pytest"])
+@pytest.mark.parametrize(
+    "gate",
+    ["ruff check", "ruff format", "mypy", "pytest tests/integration", "pytest tests/unit"],
+)
 def test_each_gate_fails_the_whole(installed: Machine, gate: str) -> None:
     done = installed.call("run_tests.sh", expect=1, STUB_FAILS=f"-m {gate}", STUB_CODE="5")
     assert f"failed: {gate}" in done.stderr
-    assert len(installed.calls()) == 4
+    assert len(installed.calls()) == 5
 
 
 def test_arguments_go_to_pytest_alone(installed: Machine) -> None:
