@@ -112,8 +112,7 @@ class Scheduler:
             if self.view.nodes[place].op == "output":
                 self._run_all_late(place)
             if self.view.own[place]:  # nothing is decided where other ranks have no node
-                self._run_what_it_reads(place)
-                self._emit(place)
+                self._run_with_what_it_reads(place)
                 continue
             self._make_room(place)
             self._run_what_is_done(place)
@@ -168,7 +167,7 @@ class Scheduler:
                 return True
         if kind not in (Kind.FREE, Kind.TAIL, Kind.WAIT):
             return False
-        owners = [self.late[p] for p in view.reads[place] if p in self.late]
+        owners = [self.late[p] for p in sorted(view.reads[place]) if p in self.late]
         if not owners:
             return False
         if kind is Kind.FREE and len(owners) < len(view.reads[place]):
@@ -197,22 +196,28 @@ class Scheduler:
         for place in late.places:
             del self.late[place]
         for index, place in enumerate(late.places):
+            if self.done[place]:  # another that was put off, and that this one reads, read it
+                continue
             start = self.view.issuer.get(place)
             if index and start is not None and self.ends[start] > self.now:
                 rest = _Late(self.ends[start], [])
                 for behind in late.places[index:]:
-                    self._owe(rest, behind)
+                    if not self.done[behind]:
+                        self._owe(rest, behind)
                 return
-            self._run_what_it_reads(place)
+            self._run_with_what_it_reads(place)
+
+    def _run_with_what_it_reads(self, place: int) -> None:
+        self._run_what_it_reads(place)
+        if not self.done[place]:
             self._emit(place)
 
     def _run_what_it_reads(self, place: int) -> None:
         for source in sorted(self.view.reads[place]):
             while source in self.late:
                 self._run_late(self.late[source])
-            if not self.done[source]:  # prepares a gather, with it
-                self._run_what_it_reads(source)
-                self._emit(source)
+            if not self.done[source]:  # prepares a gather, or is being run with what was put off
+                self._run_with_what_it_reads(source)
 
     def _run_what_is_done(self, place: int) -> None:
         while self.by_end and (self.by_end[0][2].over or self.by_end[0][0] <= self.now):
@@ -356,8 +361,9 @@ class Scheduler:
         heavy = sum(view.heavy[p] for p in path)
         over = self.heavy_until[start] - self.heavy_until[place] - heavy
         light = not any(view.seconds[p] for p in path[:-1])
-        # no reduction starts while the path runs
-        if not movable or max(heavy, over) > self.limits.max_consecutive_compute:
+        # no reduction starts while the path runs, and this node
+        together = heavy + view.heavy[place]
+        if not movable or max(together, over) > self.limits.max_consecutive_compute:
             return
         if (view.heavy[place] or light) and view.backward[start] is view.backward[place]:
             self._pull(path, place)

@@ -1,5 +1,6 @@
 """Collectives start early and end late, as the clock says, within what memory is allowed."""
 
+import functools
 import math
 import random
 from dataclasses import replace
@@ -42,6 +43,7 @@ from tests.unit.graphs import (
 )
 from tests.unit.passes.schedule_graphs import (
     FSDP,
+    REPLICATE,
     TENSOR,
     late_reductions,
     make_groups,
@@ -117,7 +119,7 @@ def test_a_schedule_keeps_its_promises(program, limits):
 @MANY
 @given(late_reductions, limits, st.booleans(), st.integers(1, 3))
 def test_products_do_not_pile_up_before_a_reduction(program, limits, plenty, most):
-    """Few of them if memory allows that it starts, and if not, not more than before."""
+    """Few of them if memory allows that it starts; if not, here, not more than before."""
     if not dist.is_initialized():
         GROUPS.update(make_groups())
     limits |= {"max_consecutive_compute": most}
@@ -268,6 +270,10 @@ def of_tensor_parallelism(joint):
     return [c.node for c in collectives(joint) if c.ranks == TENSOR]
 
 
+SLOW = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
+REDUCES = {"role": Role.REDUCE_GRAD, "parameter": "w"}
+
+
 class Products:
     """Matrix products of backward, and what communicates: a large gradient, and little else."""
 
@@ -291,11 +297,13 @@ class Products:
     def wait(self, start):
         return self.call(c10d.wait_tensor.default, start)
 
-    def reduce(self, gradient):
-        how = {"role": Role.REDUCE_GRAD, "parameter": "w"}
+    def reduce(self, gradient, ranks=FSDP):
+        start = self.start_reducing(gradient, ranks)
+        return self.call(c10d.wait_tensor.default, start, **REDUCES)
+
+    def start_reducing(self, gradient, ranks=FSDP):
         op = c10d.reduce_scatter_tensor.default
-        mine = self.call(op, gradient, "sum", 2, self.groups[FSDP], **how)
-        return self.call(c10d.wait_tensor.default, mine, **how)
+        return self.call(op, gradient, "sum", 2, self.groups[ranks], **REDUCES)
 
     def gather(self):
         how = {"role": Role.UNSHARD, "parameter": "bias"}
@@ -314,6 +322,9 @@ class Products:
         sums = [self.call(aten.sum.default, value) for value in values]
         return self.b.joint(self.call(aten.stack.default, sums), w=mine)
 
+    def summed(self, *several):
+        return functools.reduce(lambda a, b: self.call(aten.add.Tensor, a, b, **REDUCES), several)
+
 
 def a_path_with_the_gradient_in_it():
     """Compute that leads to a collective runs before other compute, but the gradient in it must
@@ -324,6 +335,33 @@ def a_path_with_the_gradient_in_it():
     summed = g.wait(g.start(g.product(g.product(gradient))))
     mine = g.reduce(gradient)
     return g.joint(mine, other, summed)
+
+
+def a_path_behind_a_gradient_of_no_product():
+    g = Products()
+    other = g.product(g.x)
+    gradient = g.call(aten.add.Tensor, g.x, g.x)
+    summed = g.wait(g.start(g.product(g.product(gradient))))
+    mine = g.reduce(gradient)
+    return g.joint(mine, other, summed)
+
+
+def a_gap_in_which_the_gradient_is_made():
+    g = Products()
+    summed = g.wait(g.start(g.x))
+    read = g.call(aten.sum.default, summed)
+    gradient = g.product(g.x)
+    others = [g.product(g.thin) for _ in range(6)]
+    return g.joint(g.reduce(gradient), read, *others)
+
+
+def a_start_for_which_a_wait_makes_room():
+    """The first gradient is held until its reduction is waited for."""
+    g = Products()
+    first = g.reduce(g.product(g.x))
+    gradient = g.product(g.x)
+    others = [g.product(g.thin) for _ in range(4)]
+    return g.joint(g.summed(first, g.reduce(gradient)), *others)
 
 
 def a_path_while_the_reduction_may_not_start():
@@ -350,17 +388,49 @@ def gaps_while_the_reduction_may_not_start():
     "make, most, growth",
     [
         (a_path_with_the_gradient_in_it, 2, 9.0),
+        (a_path_behind_a_gradient_of_no_product, 2, 9.0),
+        (a_gap_in_which_the_gradient_is_made, 1, 9.0),
+        (a_start_for_which_a_wait_makes_room, 1, 0.625),
         (a_path_while_the_reduction_may_not_start, 1, 0.05),
         (gaps_while_the_reduction_may_not_start, 1, 0.05),
     ],
 )
 def test_nothing_is_run_early_at_the_cost_of_a_reduction(make, most, growth):
     joint = make()
-    slow = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
-    after = scheduled(joint, max_consecutive_compute=most, max_peak_growth=growth, machine=slow)
+    after = scheduled(joint, max_consecutive_compute=most, max_peak_growth=growth, machine=SLOW)
     assert_same(run(joint), run(after))
-    ((products, _),) = products_before_starts(after).values()
-    assert products <= most
+    assert max(products for products, _ in products_before_starts(after).values()) <= most
+
+
+@pytest.mark.parametrize("nodes", range(8))
+def test_sums_of_two_reductions_that_read_each_other(nodes):
+    """Waiting for either runs part of what was put off for the other."""
+    g = Products()
+    for _ in range(nodes):
+        g.call(aten.t.default, g.thin)
+    gradient = g.product(g.x)
+    starts = [g.start_reducing(gradient, ranks) for ranks in (FSDP, REPLICATE)]
+    one, two = (g.call(c10d.wait_tensor.default, start, **REDUCES) for start in starts)
+    joint = g.joint(g.summed(two, g.summed(one, two)), g.product(g.x))
+    assert_same(run(joint), run(scheduled(joint, max_peak_growth=9.0, machine=SLOW)))
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 1e-2, 0.1])
+@pytest.mark.parametrize("products", [1, 2, 5])
+def test_sums_of_reductions_one_of_which_goes_on(products, seconds):
+    """What is put off for one reduction waits for the second of another, and reads the first."""
+    g = Products()
+    mine = g.reduce(g.product(g.x))
+    whole = g.call(c10d.all_reduce.default, mine, "sum", g.groups[REPLICATE], **REDUCES)
+    one = g.call(c10d.wait_tensor.default, whole, **REDUCES)
+    one = g.call(aten.mul.Tensor, one, 2.0, **REDUCES)
+    other = g.reduce(g.product(g.x))
+    first = g.summed(one, g.call(aten.mul.Tensor, other, 2.0, **REDUCES))
+    values = [g.product(g.x) for _ in range(products)]
+    second = g.summed(one, g.call(aten.mul.Tensor, other, 3.0, **REDUCES))
+    joint = g.joint(g.summed(first, second), *values)
+    slow = SLOW | {"collective_seconds": seconds}
+    assert_same(run(joint), run(scheduled(joint, max_peak_growth=9.0, machine=slow)))
 
 
 def test_it_says_what_moved_and_what_that_hides():
@@ -438,8 +508,8 @@ def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
     assert ordered(4096, passes_like(config, first))[1] == order
 
 
-@pytest.mark.parametrize("growth", [0.05, 9.0])
-def test_what_the_order_of_the_first_costs_a_graph_of_another_shape_is_said(growth):
+@pytest.mark.parametrize("growth, device", [(0.05, "cuda"), (9.0, "cuda"), (0.05, "cpu")])
+def test_what_the_order_of_the_first_costs_a_graph_of_another_shape_is_said(growth, device):
     """An order that is within its bound for many tokens, and beyond it for few."""
 
     def ordered(tokens, config):
@@ -447,12 +517,13 @@ def test_what_the_order_of_the_first_costs_a_graph_of_another_shape_is_said(grow
         plain = copy_graph(joint)
         gt.run_passes(plain, gt.PassConfig(reshard_after_forward="always"))
         report = gt.run_passes(joint, config)
-        more = lifetimes(joint).peak_bytes / lifetimes(plain).peak_bytes - 1
+        here = {"machine": {"device": device}}
+        more = peak(joint, here) / peak(plain, here) - 1
         return joint, more, report.last.remarks[0]
 
     config = gt.PassConfig(
         passes=["default", "schedule_overlap"],
-        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8),
+        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8, device=device),
         reshard_after_forward="always",
         options={"schedule_overlap": ScheduleOverlapOptions(max_peak_growth=growth)},
     )
