@@ -114,8 +114,9 @@ def run_passes(
 
     Arguments:
         on_pass: called with each pass's name before it runs, for progress.
-        agree: makes of this rank's predicted peak the largest of all ranks', so that all decide
-            alike whether the memory limit holds; called only where there is a limit.
+        agree: makes of this rank's number the largest of all ranks', so that all decide alike:
+            bytes of a peak where there is a memory limit, and what passes that decide by sizes
+            or by simulation ask (`Simulator`). Ranks that hold unlike sizes need it.
         roll_back: whether the memory limit may roll passes back; where it may not, a graph
             beyond the limit is refused with all its passes.
 
