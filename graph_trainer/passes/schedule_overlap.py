@@ -13,6 +13,7 @@ from graph_trainer.analysis.scratch import gloo_scratch
 from graph_trainer.analysis.timeline import play
 from graph_trainer.errors import PassError
 from graph_trainer.joint_graph import JointGraph
+from graph_trainer.passes.memory_limit import GIB
 from graph_trainer.passes.overlap_remarks import remarks_on
 from graph_trainer.passes.overlap_scheduler import Limits, Scheduler
 from graph_trainer.passes.overlap_view import View, view_of
@@ -21,7 +22,6 @@ from graph_trainer.passes.simulator import Simulator, fingerprint
 
 KEY = "compile.schedule_overlap"
 _MIB = 1024**2
-_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     if again and new_peak > peak * (1 + options.max_peak_growth):
         joint.remarks.append(
             f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
-            f"memory at the peak ({new_peak / _GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
+            f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
             f"{options.max_peak_growth:.1%}"
         )
     joint.remarks += remarks_on(view, order, before, after)
