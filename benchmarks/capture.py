@@ -130,7 +130,7 @@ def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
     """graph_trainer: its report's measuring after every pass counts as passes too."""
     import graph_trainer as gt
     from benchmarks.simulated import passes_of_variant
-    from graph_trainer.analysis.hardware import load_hardware
+    from graph_trainer.core.simulation.hardware import load_hardware
 
     def loss_fn(model: Any, inputs: Any, labels: Any, valid_tokens: Any, positions: Any) -> Any:
         return prepared.loss_fn(model(inputs, positions=positions), labels, valid_tokens)[0]
@@ -150,8 +150,8 @@ def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
 def peer(prepared: Any, clock: Clock) -> dict[str, int]:
     """torchtitan.experiments.graph_trainer, with its default passes as far as they run here."""
     from benchmarks.peer import peer_on_cpu, run_passes_of_peer, trace_of_peer
-    from graph_trainer.analysis.lifetimes import lifetimes
-    from graph_trainer.joint_graph import JointGraph, Signature
+    from graph_trainer.core.analysis.lifetimes import lifetimes
+    from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 
     with peer_on_cpu():
         traced = trace_of_peer(prepared)
@@ -165,7 +165,7 @@ def peer(prepared: Any, clock: Clock) -> dict[str, int]:
 
 def summary(nodes: int, joint: Any, peak_bytes: int) -> dict[str, int]:
     """What a graph is like before and after passes."""
-    from graph_trainer.analysis.ops import is_collective
+    from graph_trainer.core.graph.ops import is_collective
 
     return {
         "captured_nodes": nodes,

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from graph_trainer.config import load_config
-from graph_trainer.device import setup
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.device import setup
 
 setup()  # before any torchtitan import
 

@@ -18,9 +18,7 @@ from unittest import mock
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.device import setup
-from graph_trainer.graph_copy import copy_graph
-from graph_trainer.joint_graph import (
+from graph_trainer.core.graph.joint_graph import (
     InputKind,
     JointGraph,
     Phase,
@@ -32,6 +30,8 @@ from graph_trainer.joint_graph import (
     phase_of,
     value_of,
 )
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.titan.device import setup
 
 setup()  # before any torchtitan import
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from graph_trainer.analysis.hardware import load_hardware
-from graph_trainer.analysis.memory import Category
-from graph_trainer.analysis.runtime import TORCHTITAN
-from graph_trainer.analysis.simulation import simulate
-from graph_trainer.config import load_config
-from graph_trainer.plan.planner import Plan, make_plan
+from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.runtimes import TORCHTITAN
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.planner.plan import Plan, make_plan
+from graph_trainer.titan.config.load import load_config
 
 GIB = 1024**3
 

@@ -10,16 +10,16 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import graph_trainer as gt
-from graph_trainer.analysis.collective_costs import collective_seconds
-from graph_trainer.analysis.hardware import Hardware, load_hardware
-from graph_trainer.analysis.simulation import Simulation, simulate
-from graph_trainer.analysis.timeline import describe_ranks
-from graph_trainer.analysis.traffic import Traffic, data_parallel_groups, traffic_of
-from graph_trainer.config import load_config
-from graph_trainer.graph_copy import copy_graph
-from graph_trainer.joint_graph import JointGraph, Phase, Role
-from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.plan.fake_run import FakeRun
+from graph_trainer.core.analysis.collective_purpose import Traffic, data_parallel_groups, traffic_of
+from graph_trainer.core.graph.joint_graph import JointGraph, Phase, Role
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
+from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.simulation.timeline import describe_ranks
+from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.titan.config.load import load_config
 
 from torchtitan.models.common import FusedQKVLinear, Linear, QKVLinear  # isort: skip
 

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.turns import orders
-from graph_trainer.analysis.lifetimes import lifetimes
-from graph_trainer.analysis.live_storages import LiveStorages
-from graph_trainer.config import load_config
-from graph_trainer.joint_graph import JointGraph, Signature
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.live_storages import LiveStorages
+from graph_trainer.core.graph.joint_graph import JointGraph, Signature
+from graph_trainer.titan.config.load import load_config
 from graph_trainer.train import leave
 
 from torchtitan.distributed import utils as dist_utils  # isort: skip

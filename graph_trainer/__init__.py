@@ -1,7 +1,15 @@
 """graph_trainer: one train step as one graph, and passes that decide how it communicates."""
 
-from graph_trainer.capture import capture
-from graph_trainer.compile import Step, compile
+from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+from graph_trainer.core.runtime.step import Step, compile
+from graph_trainer.core.sharding.simple_fsdp import (
+    MixedPrecisionPolicy,
+    sharded_parameters,
+    simple_fsdp,
+)
 from graph_trainer.errors import (
     CaptureError,
     CheckpointError,
@@ -13,9 +21,6 @@ from graph_trainer.errors import (
     TrainingError,
     VerificationError,
 )
-from graph_trainer.joint_graph import JointGraph
-from graph_trainer.passes import NoOptions, PassConfig, Stage, graph_pass, run_passes
-from graph_trainer.simple_fsdp import MixedPrecisionPolicy, sharded_parameters, simple_fsdp
 
 __all__ = [
     "CaptureError",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
-    from graph_trainer.trainer import GraphTrainer
+    from graph_trainer.titan.trainer import GraphTrainer
 
 MAX_RESTARTS = "MAX_RESTARTS"
 """The variable that says how often torchrun may start all ranks anew after one has failed."""
@@ -30,8 +30,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.config import check_config, check_hardware, wanted_ranks
-    from graph_trainer.plan.held_to import held_to
+    from graph_trainer.planner.plan_check import held_to
+    from graph_trainer.titan.config.check_hardware import check_hardware
+    from graph_trainer.titan.config.validate import check_config, wanted_ranks
 
     words = list(sys.argv[1:] if argv is None else argv)
     validate_only = VALIDATE_ONLY in words

@@ -6,10 +6,10 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.models.llama3 import config_registry as torchtitan_registry
 from torchtitan.models.llama3 import model_registry
 
-from graph_trainer.config import to_graph_trainer_config
+from graph_trainer.titan.config.convert import to_graph_trainer_config
 
 if TYPE_CHECKING:
-    from graph_trainer.trainer import GraphTrainer
+    from graph_trainer.titan.trainer import GraphTrainer
 
 
 def llama3_debugmodel() -> "GraphTrainer.Config":

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.analysis.memory import memory_of
-from graph_trainer.bisect import worker
-from graph_trainer.bisect.search import bisect_passes
-from graph_trainer.joint_graph import copy_annotations, module_of
-from graph_trainer.passes import Pass, Stage
-from graph_trainer.passes.memory_limit import GIB
+from graph_trainer.cli import bisect_worker as worker
+from graph_trainer.core.analysis.memory import memory_of
+from graph_trainer.core.bisect.search import bisect_passes
+from graph_trainer.core.graph.joint_graph import copy_annotations, module_of
+from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.passes.memory_limit import GIB
+from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.train import leave
-from graph_trainer.train_step import TrainStep
 from tests.unit.graphs import Decoder, aten, hungry, mean_square
 
 RESULTS = "GRAPH_TRAINER_TEST_BISECT"

@@ -16,15 +16,15 @@ import torch.distributed as dist
 from torch import fx
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.analysis.hardware import load_hardware
-from graph_trainer.analysis.ops import is_collective
-from graph_trainer.captured_step import loss_of_batch, passes_of
-from graph_trainer.compile import Step
-from graph_trainer.graph_copy import copy_graph
-from graph_trainer.joint_graph import JointGraph, Role, is_backward, role_of
-from graph_trainer.order_check import LargestOfAllRanks, check_order_across_ranks
-from graph_trainer.passes.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.joint_graph import JointGraph, Role, is_backward, role_of
+from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.exchange import LargestOfAllRanks, check_order_across_ranks
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.runtime.step import Step
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
 from tests.integration.communication import MESHES, VARIANTS, Variant
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import finish

@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger, logger
 
-from graph_trainer.checkpoint_files import damage
-from graph_trainer.compat import default_store
-from graph_trainer.config import load_config
+from graph_trainer.core.torch_private import default_store
 from graph_trainer.errors import GraphTrainerError
+from graph_trainer.titan.checkpoint_files import damage
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
-from graph_trainer.trainer import GraphTrainer
 from tests.integration.launch import report
 
 FLAGS = [

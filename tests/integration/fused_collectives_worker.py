@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.compat import c10d_functional, process_groups
-from graph_trainer.joint_graph import JointGraph, is_backward
-from graph_trainer.order_check import check_order_across_ranks
-from graph_trainer.train_step import TrainStep
+from graph_trainer.core.graph.joint_graph import JointGraph, is_backward
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.torch_private import c10d_functional, process_groups
 from tests.integration.launch import finish
-from tests.unit.passes.rank_order import InnerFirst, OuterFirst, sum_of_squares
+from tests.unit.core.passes.rank_order import InnerFirst, OuterFirst, sum_of_squares
 
 GATHER = c10d_functional.all_gather_into_tensor.default
 REDUCE = c10d_functional.reduce_scatter_tensor.default

@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
-from graph_trainer.analysis.live_storages import LiveStorages
-from graph_trainer.analysis.unshard_chains import last_bucket, unshard_chains
-from graph_trainer.compile import compile
-from graph_trainer.joint_graph import (
+from graph_trainer.core.analysis.live_storages import LiveStorages
+from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
+from graph_trainer.core.graph.joint_graph import (
     Phase,
     annotate_node,
     annotation,
     compute_nodes,
     is_backward,
 )
+from graph_trainer.core.runtime.step import compile
 from tests.integration.recorded import Recorded
 
 BORDER_BYTES = 1_234_560  # a size that nothing else allocates

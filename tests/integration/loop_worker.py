@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graph_trainer.config import load_config
-from graph_trainer.trainer import GraphTrainer
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.launch import finish
 
 FLAGS = [

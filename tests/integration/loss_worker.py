@@ -17,10 +17,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.config import load_config
-from graph_trainer.loss import ChunkedCrossEntropyLoss
-from graph_trainer.trainer import GraphTrainer
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.launch import finish
 
 from torchtitan.components.loss import IGNORE_INDEX  # isort: skip

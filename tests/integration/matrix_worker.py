@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.train_step import TrainStep
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.runtime.step_cache import TrainStep
 from tests.integration.checkpoint_cases import CHECKPOINTS
 from tests.integration.issued import expected_events
 from tests.integration.launch import finish

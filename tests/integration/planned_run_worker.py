@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graph_trainer.plan.held_to import held_to
+from graph_trainer.planner.plan_check import held_to
 from graph_trainer.train import leave, run
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import report

@@ -26,15 +26,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
-from graph_trainer.analysis.hardware import load_hardware
-from graph_trainer.analysis.memory import given_bytes
-from graph_trainer.analysis.simulation import simulate
-from graph_trainer.captured_step import loss_of_batch, passes_of
-from graph_trainer.config import load_config
-from graph_trainer.graph_copy import copy_graph
-from graph_trainer.held_bytes import held_by
-from graph_trainer.joint_graph import InputKind
-from graph_trainer.trainer import GraphTrainer
+from graph_trainer.core.analysis.memory import given_bytes
+from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
+from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.training_state_memory import held_by
 from tests.integration.launch import finish
 from tests.integration.matrix import Flags, arguments
 

@@ -22,11 +22,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.analysis.ops import is_random
-from graph_trainer.initialize import SameOnAnyMesh
-from graph_trainer.joint_graph import Role, is_backward
-from graph_trainer.simple_fsdp import shard_of
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.joint_graph import Role, is_backward
+from graph_trainer.core.graph.ops import is_random
+from graph_trainer.core.sharding.initialize import SameOnAnyMesh
+from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import finish
 from tests.integration.public_api_cases import (

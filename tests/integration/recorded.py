@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.config import load_config
-from graph_trainer.joint_graph import JointGraph
-from graph_trainer.trainer import GraphTrainer
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
 from tests.integration.matrix import COMMON, STEPS, Flags, arguments
 

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.functional import embedding, linear
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.order_check import check_order_across_ranks
-from graph_trainer.simple_fsdp import shard_of
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import finish
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from graph_trainer import checkpoint_files
+from graph_trainer.titan import checkpoint_files
 from graph_trainer.train import leave, run
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graph_trainer.bisect.verdict import Verdict
+from graph_trainer.core.bisect.verdict import Verdict
 from tests.integration.bisect_worker import FACTOR, MODULE, RESULTS
 from tests.integration.launch import ROOT
 from tests.integration.matrix import COMMON, FP32, arguments, rows, shard
@@ -21,7 +21,7 @@ RANKS = 2
 # What the console script does, with a worker that puts a wrong pass into the list.
 COMMAND = """
 import sys
-from graph_trainer.bisect.command import bisect_passes
+from graph_trainer.cli.bisect import bisect_passes
 sys.exit(bisect_passes(sys.argv[1:], worker="tests.integration.bisect_worker"))
 """
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from graph_trainer.checkpoint_files import METADATA, damage, sums_of
+from graph_trainer.titan.checkpoint_files import METADATA, damage, sums_of
 from tests.integration.faults_worker import FLAGS
 from tests.integration.launch import ROOT, _descendants, run_ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from graph_trainer.plan.saved import read_plan, write_plan
+from graph_trainer.planner.saved_plan import read_plan, write_plan
 from tests.integration.launch import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(600)

@@ -18,12 +18,12 @@ from typing import Any
 
 import pytest
 
-from graph_trainer.analysis.hardware import load_hardware
-from graph_trainer.config import load_config
-from graph_trainer.joint_graph import annotate_node, annotation, parameter_of
-from graph_trainer.plan.html import write_page
-from graph_trainer.plan.planner import Plan, make_plan
-from graph_trainer.plan.slices import WAITS, Slice, slices, tracks
+from graph_trainer.core.graph.joint_graph import annotate_node, annotation, parameter_of
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.html.page import write_page
+from graph_trainer.planner.plan import Plan, make_plan
+from graph_trainer.planner.slices import WAITS, Slice, slices, tracks
+from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser
 
 HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import collectives
-from graph_trainer.config import load_config
-from graph_trainer.loss import ChunkedCrossEntropyLoss
-from graph_trainer.trainer import GraphTrainer
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import finish
 from tests.integration.matrix import BF16, COMMON, FP32, VALIDATE, Flags, arguments, rows

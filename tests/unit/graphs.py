@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
-from graph_trainer.analysis.collectives import Collective
-from graph_trainer.compat import FakeTensorMode
-from graph_trainer.joint_graph import (
+from graph_trainer.core.analysis.collectives import Collective
+from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.joint_graph import (
     Input,
     InputKind,
     JointGraph,
@@ -37,8 +37,8 @@ from graph_trainer.joint_graph import (
     role_of,
     set_input_name,
 )
-from graph_trainer.passes import Pass, Stage
-from graph_trainer.subclasses import unwrap
+from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -171,7 +171,7 @@ def code(joint: JointGraph) -> str:
     return "\n".join(f"{n.format_node()} {n.meta.get('recompute')}" for n in joint.graph.nodes)
 
 
-def check_pass(graph_pass: gt.passes.Pass, joint: JointGraph, options: Any = None) -> bool:
+def check_pass(graph_pass: Pass, joint: JointGraph, options: Any = None) -> bool:
     """Run one pass twice. Numbers must stay the same, and the second run change nothing.
 
     Returns:

@@ -186,7 +186,7 @@ def test_views_and_waits_are_listed_when_asked_for_as_the_text_says(tmp_path):
     assert "`listing(joint, views=True)`" in PROSE and "`print(joint)`" in PROSE
     (block,) = (b for b in BLOCKS if "print(listing(joint))" in b.text)
     checks = """
-from graph_trainer.joint_graph import compute_nodes
+from graph_trainer.core.graph.joint_graph import compute_nodes
 short, long = listing(joint), listing(joint, views=True)
 assert "wait_tensor" in long and "wait_tensor" not in short
 assert len(long.splitlines()) == 1 + len(list(compute_nodes(joint.graph)))
@@ -212,7 +212,8 @@ def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path
 def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
     import tomli
 
-    from graph_trainer.config import config_to_toml, load_config
+    from graph_trainer.titan.config.load import load_config
+    from graph_trainer.titan.config.serialize import config_to_toml
 
     monkeypatch.chdir(workplace(tmp_path))
     config = load_config(["--config", toml_name(block)], world_size=8)
@@ -229,8 +230,8 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
 
 
 def test_every_flag_and_key_in_the_text_is_one():
-    from graph_trainer.config import load_config
-    from graph_trainer.config.fields import settable_keys
+    from graph_trainer.titan.config.fields import settable_keys
+    from graph_trainer.titan.config.load import load_config
 
     keys = set(settable_keys(load_config([])))
     flags = {f for code in INLINE for f in re.findall(r"--([a-z][\w.-]*)", code)}
@@ -282,7 +283,7 @@ def test_every_file_that_the_text_names_is_there():
 
 
 def test_the_policies_are_those_that_there_are():
-    from graph_trainer.passes.tag_fsdp_unshards import ReshardAfterForward
+    from graph_trainer.core.passes.tag_fsdp_unshards import ReshardAfterForward
 
     table = re.search(r"^\| policy \|.*?\n\n", PROSE, re.M | re.S)
     assert table
@@ -290,7 +291,7 @@ def test_the_policies_are_those_that_there_are():
 
 
 def test_the_default_run_is_as_long_as_the_text_says():
-    from graph_trainer.config import load_config
+    from graph_trainer.titan.config.load import load_config
 
     said = re.search(r"for (\d+) steps", PROSE)
     assert said and int(said[1]) == load_config([]).training.steps

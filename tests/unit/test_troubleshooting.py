@@ -55,8 +55,8 @@ def test_the_source_is_read_as_it_is_written():
 
 
 def test_every_flag_file_and_link_on_the_page_exists():
-    from graph_trainer.config import load_config
-    from graph_trainer.config.fields import settable_keys
+    from graph_trainer.titan.config.fields import settable_keys
+    from graph_trainer.titan.config.load import load_config
 
     keys = set(settable_keys(load_config(["--loss.type", "chunked_cross_entropy"])))
     keys |= {f"{k.rpartition('.')[0]}.type" for k in keys if "." in k}

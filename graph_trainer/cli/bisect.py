@@ -1,0 +1,133 @@
+"""graph-trainer bisect-passes: launch the ranks of a config and show what they found."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graph_trainer.cli.bisect_worker import VERDICT_FILE
+from graph_trainer.core.bisect.verdict import Verdict
+from graph_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+HELP = """\
+usage: graph-trainer bisect-passes [--module MODULE] [--config NAME_OR_FILE] [--section.key VALUE]
+
+Which pass changed my numbers? Starts the CPU ranks that the config is for, builds the model and
+one batch as training would, and runs the step
+
+  1. eagerly, as the sharded model itself: the reference
+  2. as captured, before any pass
+  3. after the first pass of compile.passes, after the first two, and so on,
+
+each time with the eager backend, from the same parameters, buffers and random numbers. Loss,
+gradients and buffers are compared bit by bit on every rank. In the first pass after which
+something differs it runs the graphs before and after that pass node by node and names the first
+node that differs, and by how much. No step is taken and no checkpoint written.
+
+All flags belong to the config, as those of `train` do; `graph-trainer train --help` lists them.
+GPUs are not used. NGPU says how many ranks there are; without it, what the degrees of parallelism
+multiply to, or 2. A small model finds as much as a large one:
+
+  graph-trainer bisect-passes
+      the small Llama 3 on two ranks, with the default passes
+  graph-trainer bisect-passes --training.seq_len 32 --training.local_batch_size 1
+      the same with less to compute
+  graph-trainer bisect-passes --compile.passes default,overlap_fsdp
+      one more pass in the list
+  graph-trainer bisect-passes --config my.toml --debug.seed 1
+      a config of your own; the seed fixes what is drawn at random
+
+A pass of your own, which no config can name, is examined from Python, on every rank:
+graph_trainer.bisect.bisect_passes(model, loss_fn, args, passes=gt.PassConfig(...)).
+
+Exit code: 0 where everything is equal, 1 where capture or a pass differs, 2 for bad input or where
+the ranks failed.
+"""
+
+WORKER = "graph_trainer.cli.bisect_worker"
+
+
+def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
+    """Run the command.
+
+    Arguments:
+        argv: the config's flags.
+        worker: the module that each rank runs.
+
+    Returns:
+        the exit code, as HELP says.
+
+    Raises:
+        ConfigError: bad input, found before any rank is started.
+    """
+    from rich.console import Console
+
+    from graph_trainer.cli.bisect_table import verdict_table
+    from graph_trainer.cli.console import WIDTH
+    from graph_trainer.cli.main import launch
+    from graph_trainer.titan.config.load import load_config
+
+    if {"-h", "--help"} & set(argv):
+        print(HELP, end="")
+        return 0
+    _check_mode(load_config(argv))
+    with tempfile.TemporaryDirectory() as folder, _without_gpus():
+        file = Path(folder) / "verdict.json"
+
+        def execute(command: Sequence[str], environment: dict[str, str]) -> int:
+            return _run(command, environment | {VERDICT_FILE: str(file)})
+
+        launch(argv, module=worker, execute=execute)
+        if not file.exists():  # the ranks have said why
+            return 2
+        verdict = Verdict.from_dict(json.loads(file.read_text()))
+    Console(width=WIDTH).print(verdict_table(verdict))
+    return 0 if verdict.culprit is None else 1
+
+
+def _check_mode(config: GraphTrainer.Config) -> None:
+    if config.compile.mode != "aot_fx_trace":
+        raise ConfigError(
+            f"compile.mode is '{config.compile.mode}': there is no captured step whose passes "
+            'could be examined. Set compile.mode = "aot_fx_trace".'
+        )
+
+
+def _run(command: Sequence[str], environment: dict[str, str]) -> int:
+    """Run the launcher; a signal that ends this process ends the ranks."""
+    launched = subprocess.Popen(command, env=environment)
+
+    def pass_on(number: int, _: Any) -> None:
+        launched.send_signal(number)
+
+    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return launched.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Let this process and its ranks see no GPU."""
+    name = "CUDA_VISIBLE_DEVICES"
+    before = os.environ.get(name)
+    os.environ[name] = ""
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,99 @@
+"""One rank of graph-trainer bisect-passes: the trainer, whose first step is examined instead."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.errors import GraphTrainerError
+
+if TYPE_CHECKING:
+    from graph_trainer.core.bisect.verdict import Verdict
+
+VERDICT_FILE = "GRAPH_TRAINER_VERDICT_FILE"
+"""The variable that names the file to which the first rank of each machine writes."""
+
+PassesOf = Callable[[PassConfig], PassConfig]
+
+
+class _Examined(Exception):
+    """Ends the step in which the verdict was found, before anything is optimized."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self.verdict = verdict
+
+
+def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) -> Verdict:
+    """Build the trainer of these flags, as `train` does, and bisect its first step.
+
+    Arguments:
+        passes_of: makes the pass list to examine of the config's.
+
+    Raises:
+        ConfigError: bad input.
+        GraphTrainerError: as `bisect_passes` raises them.
+    """
+    from graph_trainer.core.bisect.search import bisect_passes
+    from graph_trainer.titan.config.load import load_config
+    from graph_trainer.titan.step_inputs import loss_of_batch
+    from graph_trainer.titan.step_inputs import passes_of as config_passes
+
+    config = load_config(argv)
+    import torch.distributed as dist
+    from torchtitan.tools.logging import init_logger, logger
+
+    init_logger()
+    trainer = config.build()
+
+    def step(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise _Examined(
+            bisect_passes(
+                model,
+                loss_of_batch(trainer.loss_fn),
+                args,
+                kwargs,
+                passes=passes_of(config_passes(config, trainer.parallel_dims, trainer.device.type)),
+                on_event=logger.info if dist.get_rank() == 0 else lambda line: None,
+            )
+        )
+
+    trainer.take_step_with(step)
+    try:
+        trainer.checkpointer.load(step=config.checkpoint.load_step)
+        trainer.step += 1
+        trainer.train_step(trainer.batch_generator(trainer.dataloader))
+    except _Examined as end:
+        return end.verdict
+    finally:
+        trainer.close()
+    raise AssertionError("a train step has run without its captured step")
+
+
+def run(argv: Sequence[str] | None = None, passes_of: PassesOf = lambda passes: passes) -> int:
+    """Examine, leave the verdict where the launching process reads it, and say what failed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in graph_trainer.train
+    try:
+        verdict = examine(sys.argv[1:] if argv is None else argv, passes_of)
+    except GraphTrainerError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except Exception:
+        traceback.print_exc()
+        return 1
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        Path(os.environ[VERDICT_FILE]).write_text(json.dumps(verdict.to_dict()))
+    return 0
+
+
+if __name__ == "__main__":
+    from graph_trainer.train import leave
+
+    leave(run())

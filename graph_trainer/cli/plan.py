@@ -1,0 +1,293 @@
+"""graph-trainer plan: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console, Group, RenderableType
+
+from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.advice import LoadConfig, advise
+from graph_trainer.planner.compare import compare, comparison_document, comparison_table, settings
+from graph_trainer.planner.files import check_outputs, published
+from graph_trainer.planner.html.page import write_page
+from graph_trainer.planner.plan import Plan, make_plan
+from graph_trainer.planner.progress import progress
+from graph_trainer.planner.report import document
+from graph_trainer.planner.saved_plan import write_plan
+from graph_trainer.planner.saving import plan_every_class
+from graph_trainer.planner.text import report
+from graph_trainer.planner.trace import write_trace
+from graph_trainer.planner.verify_order import verify_order
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.validate import (
+    check_config,
+    wanted_ranks,
+    world_size_from_environment,
+)
+from graph_trainer.titan.trainer import GraphTrainer
+
+PlanOf = Callable[[GraphTrainer.Config], Plan]
+
+WIDTH = 100
+
+_DESCRIPTION = """\
+Say what a run will communicate, need in memory and take in time, without a GPU: the train step is
+captured on fake ranks with the config that would train, through the same passes, and simulated on
+the hardware that is named. All flags that are not listed here are the config's, as `graph-trainer
+train` takes them (`graph-trainer train --config 8b --help` lists them).
+"""
+
+_EXAMPLES = """\
+examples:
+  graph-trainer plan --config 8b --world-size 128 --parallelism.tensor_parallel_degree 8 \\
+      --hardware h100-sxm
+  graph-trainer plan --config 8b --world-size 64 --hardware a100-80g \\
+      --compare training.local_batch_size=1,2,4 \\
+      --compare parallelism.fsdp_reshard_after_forward=always,never
+  graph-trainer plan --config 8b --world-size 128 --verify-order
+  graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run `graph-trainer plan` with these words; returns its exit code.
+
+    Raises:
+        GraphTrainerError: bad input, found before the capture where that is possible.
+    """
+    flags, words = _parser().parse_known_args(list(argv))
+    _check_together(flags)
+    _check_misspelt(words, vars(flags))
+    hardware = load_hardware(flags.hardware)
+    announced = flags.world_size or world_size_from_environment()
+    config = load_config(words, world_size=announced, prog="graph-trainer train")
+    if config.compile.hardware is None:
+        words = [*words, "--compile.hardware", flags.hardware]
+        config = load_config(words, world_size=announced, prog="graph-trainer train")
+    world_size = announced or wanted_ranks(config)
+    check_config(config, world_size)
+    if not 0 <= flags.rank < world_size:
+        raise ConfigError(
+            f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
+        )
+    files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
+    check_outputs(files)
+
+    def load(more: Sequence[str]) -> GraphTrainer.Config:
+        return load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
+
+    plan_of = partial(
+        make_plan,
+        world_size=world_size,
+        hardware=hardware,
+        rank=flags.rank,
+        runtime=RUNTIMES[flags.like],
+    )
+
+    if flags.verify_order:
+        return _verify_order(flags, config, world_size, hardware.device)
+    if flags.compare:
+        return _compare(flags, load, partial(plan_of, every_pass=False), hardware, world_size)
+    with progress("plan") as say:
+        plan = plan_of(config, on_progress=say)
+    if not plan.fits:
+        with progress("what would help") as say:
+            plan = replace(plan, advice=tuple(advise(plan, load, say)))
+    _print(report(plan), files.values())
+    for flag, path in files.items():
+        with published(path) as file:
+            _WRITERS[flag.removeprefix("--")](plan, file)
+        print(f"wrote {path}", file=sys.stderr)
+    return 0
+
+
+def _check_together(flags: argparse.Namespace) -> None:
+    """No flag is ignored because of another."""
+    if flags.save and flags.like != GRAPH_TRAINER.name:
+        raise ConfigError(
+            f"--save is for runs of graph_trainer, and --like {flags.like} plans another program: "
+            "leave one of the two out"
+        )
+    if flags.verify_order and flags.like != GRAPH_TRAINER.name:
+        raise ConfigError(
+            f"--verify-order is for runs of graph_trainer, and --like {flags.like} plans another "
+            "program: leave one of the two out"
+        )
+    if not flags.verify_order:
+        if flags.all_ranks:
+            raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
+        return
+    for name in ("compare", "rank", *_WRITERS):
+        if getattr(flags, name):
+            raise ConfigError(f"--verify-order plans nothing: leave it or --{name} out")
+
+
+def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
+    """Tell the nearest flag of plan's own for a word that is like one; the config, which all
+    other words belong to, does not know them."""
+    own = [f"--{name.replace('_', '-')}" for name in names]
+    for word in words:
+        flag = word.partition("=")[0]
+        if "." in flag or not flag.startswith("--") or flag in ("--module", "--config"):
+            continue
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.75)
+        if near:
+            raise ConfigError(f"command line: there is no {flag}; did you mean {near[0]}?")
+
+
+def _write_json(plan: Plan, file: IO[str]) -> None:
+    file.write(json.dumps(document(plan), indent=2) + "\n")
+
+
+def _write_saved(plan: Plan, file: IO[str]) -> None:
+    with progress("save") as say:
+        saved = plan_every_class(plan, on_progress=say)
+    write_plan(saved, file)
+
+
+_WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
+    "json": _write_json,
+    "trace": write_trace,
+    "html": write_page,
+    "save": _write_saved,
+}
+"""What writes the file that a flag names."""
+
+
+def _verify_order(
+    flags: argparse.Namespace, config: GraphTrainer.Config, world_size: int, device: str
+) -> int:
+    with progress("order") as say:
+        proof = verify_order(
+            config, world_size, all_ranks=flags.all_ranks, device=device, on_progress=say
+        )
+    print(proof)
+    return 0
+
+
+def _compare(
+    flags: argparse.Namespace,
+    load: LoadConfig,
+    plan_of: PlanOf,
+    hardware: Hardware,
+    world_size: int,
+) -> int:
+    wanted = settings(flags.compare)
+    others = [name for name in _WRITERS if name != "json" and getattr(flags, name)]
+    if others:
+        raise ConfigError(
+            f"--{others[0]} is of one plan and --compare makes several: leave one of the two out"
+        )
+    with progress("compare") as say:
+        rows = compare(wanted, load, plan_of, say)
+    reasons = dict.fromkeys(row.reason for row in rows if row.reason)
+    table = comparison_table(rows, hardware.usable_bytes)
+    _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
+    if flags.json:
+        about = {
+            "config": config_to_toml(load(())),
+            "hardware": asdict(hardware),
+            "runtime": flags.like,
+            "world_size": world_size,
+            "rank": flags.rank,
+        }
+        with published(flags.json) as file:
+            file.write(json.dumps(comparison_document(rows, about), indent=2) + "\n")
+        print(f"wrote {flags.json}", file=sys.stderr)
+    return 0
+
+
+def _print(tables: RenderableType, files: Iterable[Path]) -> None:
+    """Print to stdout; to stderr where a file is stdout, so that this holds the file alone."""
+    apart = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
+    terminal = Console(stderr=apart)
+    width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
+    Console(stderr=apart, width=width, highlight=False).print(tables)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="graph-trainer plan",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        metavar="N",
+        help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to",
+    )
+    parser.add_argument(
+        "--hardware",
+        default="h100-sxm",
+        metavar="NAME",
+        help=f"{', '.join(known_hardware())}, or the path of a TOML file of your own "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--like",
+        choices=RUNTIMES,
+        default=GRAPH_TRAINER.name,
+        help="who runs the config: graph_trainer, or plain torchtitan with FSDP2 and, where "
+        "compile.backend is inductor, its blocks compiled one by one (default %(default)s)",
+    )
+    parser.add_argument(
+        "--compare",
+        action="append",
+        metavar="KEY=A,B,C",
+        help="plan all combinations of these values of config keys instead; may be repeated; "
+        "between values that are lists stands ;",
+    )
+    parser.add_argument(
+        "--verify-order",
+        action="store_true",
+        help="prove instead that no rank waits for another for ever: capture a rank of each class "
+        "that differs and compare what they communicate",
+    )
+    parser.add_argument(
+        "--all-ranks",
+        action="store_true",
+        help="with --verify-order: capture every rank, not one a class",
+    )
+    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
+    parser.add_argument(
+        "--save",
+        type=Path,
+        metavar="FILE",
+        help="write a plan that a run can be held to (`graph-trainer train --plan FILE`); it "
+        "captures one rank of each class that differs",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
+    )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with tables and plots, which opens offline",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: write 1 or more")
+    return int(text)

@@ -1,0 +1,54 @@
+"""What each collective is for: FSDP's two roles, tensor parallelism, or anything else."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from torch import fx
+
+from graph_trainer.core.analysis.collectives import Collective
+from graph_trainer.core.graph.joint_graph import Role
+
+
+class Traffic(StrEnum):
+    """What a collective is for."""
+
+    UNSHARD = "unshard"
+    REDUCE_GRAD = "reduce_grad"
+    TENSOR_PARALLEL = "tensor_parallel"
+    OTHER = "other"
+
+
+def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
+    """What each collective of a graph is for. Linear in collectives and group sizes.
+
+    FSDP's say so themselves. Of the rest, tensor parallelism's are those on groups that share
+    no two ranks with a data-parallel group, so that their members compute on the same batch.
+    """
+    of_role = {Role.UNSHARD: Traffic.UNSHARD, Role.REDUCE_GRAD: Traffic.REDUCE_GRAD}
+    data_parallel = data_parallel_groups(issued)
+    known: dict[tuple[int, ...], Traffic] = {}
+    found = {}
+    for c in issued:
+        if c.role is not None:
+            found[c.node] = of_role[c.role]
+            continue
+        if c.ranks not in known:
+            apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
+            known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
+        found[c.node] = known[c.ranks]
+    return found
+
+
+def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
+    """Groups that gather parameters or reduce every gradient that is reduced.
+
+    A group of tensor parallelism reduces some as well: of the parameters that it does not shard.
+    """
+    reduced: dict[tuple[int, ...], set[str]] = {}
+    for c in issued:
+        if c.role is Role.REDUCE_GRAD:
+            reduced.setdefault(c.ranks, set()).update(c.parameters)
+    every = set().union(*reduced.values())
+    gathering = {c.ranks for c in issued if c.role is Role.UNSHARD}
+    return gathering | {ranks for ranks, parameters in reduced.items() if parameters == every}

@@ -1,0 +1,243 @@
+"""The collectives of a graph in the order in which they are issued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import (
+    SEPARATOR,
+    JointGraph,
+    Phase,
+    Role,
+    module_of,
+    parameter_of,
+    phase_of,
+    role_of,
+    tensors_of,
+)
+from graph_trainer.core.graph.ops import (
+    argument,
+    argument_nodes,
+    collective_name,
+    is_collective,
+    is_wait,
+    schema_of,
+    storage_roots,
+    subgraphs,
+)
+from graph_trainer.core.ordering.all_to_all import Splits, has_splits, splits_of
+from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.errors import VerificationError
+
+# Higher-order ops that run their subgraph exactly once, whatever the data.
+_RUN_ONCE = {
+    "hints_wrapper",
+    "invoke_quant",
+    "invoke_quant_packed",
+    "invoke_subgraph",
+    "tag_activation_checkpoint",
+    "wrap",
+    "wrap_activation_checkpoint",
+    "wrap_with_autocast",
+    "wrap_with_set_grad_enabled",
+}
+
+
+_RANKS_SHOWN = 16
+
+Inputs = tuple[tuple[str, int], ...]
+"""dtype and number of elements of each tensor; of a row, where ranks send unlike numbers."""
+Entry = tuple[str, tuple[int, ...], Inputs, str]
+"""Of a collective: kind, ranks, inputs, reduction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a graph."""
+
+    node: fx.Node
+    kind: str
+    """Name of the op without its namespace: all_gather_into_tensor, all_reduce, ..."""
+    ranks: tuple[int, ...]
+    """Global ranks of its group, in group order."""
+    inputs: Inputs
+    """Of every tensor that is sent. The members of a group agree on them all, but for an
+    all-to-all: there, on the size of a row."""
+    input_bytes: int
+    output_bytes: int
+    reduction: str | None
+    """The op of a reduction; the source rank of a broadcast; who decides an all-to-all's splits,
+    where the graph does not."""
+    role: Role | None
+    phase: Phase | None
+    module: str | None
+    parameter: str | None
+    """FQN of the one it is for; those of a bucket, joined."""
+    waited_after: int | None = None
+    """How many collectives have been issued when this one is waited for; None if never."""
+    splits: Splits | None = None
+    """Of an all-to-all, where data does not decide them."""
+
+    @property
+    def dtype(self) -> str:
+        """Of the first tensor that is sent."""
+        return self.inputs[0][0]
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """FQNs of the parameters that it is for: several of a bucket."""
+        return () if self.parameter is None else tuple(self.parameter.split(SEPARATOR))
+
+    def entry(self) -> Entry:
+        """What the other ranks must agree on."""
+        return (self.kind, self.ranks, self.inputs, self.reduction or "")
+
+    def describe(self) -> str:
+        """One line for a person."""
+        told = entry_text(self.entry(), ranks_text(self.ranks), self.splits)
+        return f"{told}{',' if self.splits else ''} {self.where}"
+
+    @property
+    def where(self) -> str:
+        """Its place in the model and the graph, for a person."""
+        return f"in module '{self.module}' (node {self.node.name})"
+
+
+def entry_text(entry: Entry, ranks: str, splits: Splits | None) -> str:
+    """An entry for a person, all of it but its ranks, for which there are many names."""
+    kind, _, inputs, reduction = entry
+    sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
+    told = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
+    return f"{told}, which {splits}" if splits else told
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """The ranks of a group; the first and the last of many."""
+    if len(ranks) <= _RANKS_SHOWN:
+        return f"ranks {list(ranks)}"
+    return f"{len(ranks)} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
+
+
+def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
+    """The (fake) tensors that a collective sends; a buffer that it is told to fill is none."""
+    schema = schema_of(node)
+    assert schema is not None
+    sources = {"input", "inputs", "tensor", "tensors", "input_tensor", "input_tensors"}
+    named = [argument(node, entry.name) for entry in schema.arguments if entry.name in sources]
+    return [t for n in argument_nodes(named) for t in tensors_of(n)]
+
+
+def num_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a (fake) tensor's elements."""
+    return tensor.numel() * tensor.dtype.itemsize
+
+
+def collectives(
+    joint: JointGraph, ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks
+) -> list[Collective]:
+    """Every collective of a graph and of the subgraphs that it runs, in the order it is
+    issued. Linear in nodes.
+
+    Arguments:
+        ranks_of_group: global ranks by group name; asks the process groups by default.
+
+    Raises:
+        VerificationError: a collective that names no group or sends no tensor, so that
+            nothing can be said about it; or one in a subgraph that data decides about.
+    """
+    asked = cache(ranks_of_group)
+    return [collective_of(node, asked, waited) for node, waited in issued(joint.graph)]
+
+
+def collective_of(
+    node: fx.Node, ranks_of_group: Callable[[str], tuple[int, ...]], waited_after: int | None
+) -> Collective:
+    """What there is to say of one collective. Raises as `collectives` does."""
+    group, sources = argument(node, "group_name"), collective_inputs(node)
+    if group is None or not sources:
+        raise VerificationError(
+            f"node '{node.name}' ({node.target}) communicates without a named group or "
+            "without a tensor; use the functional collectives "
+            "(torch.distributed._functional_collectives) in a step that is captured"
+        )
+    ranks = ranks_of_group(str(group))
+    reduction = argument(node, "reduce_op", argument(node, "src"))
+    inputs = tuple((str(t.dtype), t.numel()) for t in sources)
+    splits = None
+    if has_splits(node):
+        inputs = tuple((str(t.dtype), math.prod(t.shape[1:])) for t in sources)
+        splits = splits_of(node, argument_nodes(argument(node, "input"))[0], len(ranks))
+        reduction = None if splits else "splits that data decides"
+    return Collective(
+        node=node,
+        kind=collective_name(node),
+        ranks=ranks,
+        inputs=inputs,
+        input_bytes=sum(map(num_bytes, sources)),
+        output_bytes=sum(map(num_bytes, tensors_of(node))),
+        reduction=None if reduction is None else str(reduction),
+        role=role_of(node),
+        phase=phase_of(node),
+        module=module_of(node),
+        parameter=parameter_of(node),
+        waited_after=waited_after,
+        splits=splits,
+    )
+
+
+def issued(
+    graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_collective
+) -> list[tuple[fx.Node, int | None]]:
+    """The nodes of all collectives in the order they are issued, and how many have been issued
+    when each is first waited for.
+
+    Arguments:
+        counts: which nodes to list; one that is no collective is over when it returns.
+
+    Raises:
+        VerificationError: a listed node in a subgraph that data decides about.
+    """
+    nodes: list[fx.Node] = []
+    waited: dict[int, int] = {}
+    _run(graph, nodes, waited, counts)
+    return [(node, waited.get(place)) for place, node in enumerate(nodes)]
+
+
+def _run(
+    graph: fx.Graph,
+    nodes: list[fx.Node],
+    waited: dict[int, int],
+    counts: Callable[[fx.Node], bool],
+) -> None:
+    roots = storage_roots(graph)
+    issuer: dict[object, int] = {}
+    for node in graph.nodes:
+        if counts(node):
+            if is_collective(node):
+                # a coalesced one gives a list, each of whose parts is waited for
+                issuer[roots[node]] = len(nodes)
+            else:
+                waited[len(nodes)] = len(nodes) + 1
+            nodes.append(node)
+        elif is_wait(node):
+            root = roots[node]
+            source = issuer.get(root, issuer.get((root[0], 0)))
+            if source is not None:
+                waited.setdefault(source, len(nodes))
+        else:
+            before = len(nodes)
+            for module in subgraphs(node):
+                _run(module.graph, nodes, waited, counts)
+            if len(nodes) > before and str(node.target) not in _RUN_ONCE:
+                raise VerificationError(
+                    f"node '{node.name}' ({node.target}) communicates within a subgraph "
+                    f"('{nodes[before].name}', {nodes[before].target}), which data may run on "
+                    "one rank and not on another, or another number of times: no order can be "
+                    "proved; move the communication out of it"
+                )

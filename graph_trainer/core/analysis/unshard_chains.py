@@ -1,0 +1,131 @@
+"""Unshard chains: from a parameter's placeholder to the gathered tensor that compute reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import (
+    InputKind,
+    JointGraph,
+    Role,
+    is_backward,
+    layer_of,
+    module_of,
+    role_of,
+)
+from graph_trainer.core.graph.ops import (
+    aliased_input,
+    is_collective,
+    is_getitem,
+    is_wait,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+
+# Ops that only cast, copy or lay out anew what they read: one of these on the way from a
+# parameter makes another form of the parameter, not a result computed from it.
+_LAYOUT_OPS = {
+    aten._to_copy.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten.constant_pad_nd.default,
+    aten.new_zeros.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+@dataclass(slots=True)
+class UnshardChain:
+    """How forward gathers one parameter."""
+
+    parameter: str
+    nodes: list[fx.Node] = field(default_factory=list)
+    """Every node of the chain in graph order, the placeholder not among them."""
+    forward_readers: list[fx.Node] = field(default_factory=list)
+    """Nodes of forward and loss outside the chain that read one of its nodes, in order."""
+    backward_readers: list[fx.Node] = field(default_factory=list)
+    """The same for backward: what keeps the gathered tensor alive until then."""
+
+
+def is_layout_only(node: fx.Node) -> bool:
+    """Whether a node holds its input in another form: cast, view, slice, copy, gather."""
+    return not written_arguments(node) and (
+        is_collective(node)
+        or is_wait(node)
+        or is_getitem(node)
+        or node.target in _LAYOUT_OPS
+        or aliased_input(node) is not None
+    )
+
+
+def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
+    """The chain of every parameter that forward gathers, in the order of its first gather.
+
+    A chain grows from the placeholder through every node all of whose inputs are in it, so
+    it takes nested gathers over several mesh dimensions, views behind the last wait and the
+    split -> getitem -> cat of uneven shards. Linear in nodes.
+    """
+    owner: dict[fx.Node, UnshardChain] = {}
+    chains: list[UnshardChain] = []
+    for spec, placeholders in joint.inputs_of(InputKind.PARAMETER):
+        chain = UnshardChain(spec.name)
+        chains.append(chain)
+        for placeholder in placeholders:
+            owner[placeholder] = chain
+    placeholders_seen = set(owner)
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = node.all_input_nodes
+        found = {id(owner[n]): owner[n] for n in inputs if n in owner}
+        if not found:
+            continue
+        owners = list(found.values())
+        if (
+            len(owners) == 1
+            and not is_backward(node)
+            and all(n in owner for n in inputs)
+            and is_layout_only(node)
+        ):
+            owner[node] = owners[0]
+            owners[0].nodes.append(node)
+            continue
+        for chain in owners:
+            if all(n in placeholders_seen for n in inputs if owner.get(n) is chain):
+                continue  # reads the shard itself: nothing gathered stays alive for it
+            (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
+    gathered = [c for c in chains if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
+    position = {node: i for i, node in enumerate(joint.graph.nodes)}
+    return sorted(gathered, key=lambda c: position[c.nodes[0]])
+
+
+def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
+    """The parameters that FSDP2 in torchtitan keeps unsharded by default.
+
+    Those that forward still reads behind its last repeated block: the final norm and the
+    output head, and a tied embedding with them. Backward starts with these. A model without
+    repeated blocks, or with nothing behind them, keeps those of the module it reads last.
+    """
+    position = {node: i for i, node in enumerate(joint.graph.nodes)}
+    blocks_end = max(
+        (
+            position[node]
+            for chain in chains
+            if layer_of(chain.parameter) is not None
+            for node in chain.forward_readers
+        ),
+        default=-1,
+    )
+    ends = {c.parameter: max((position[n] for n in c.forward_readers), default=-1) for c in chains}
+    behind = {name for name, end in ends.items() if end > blocks_end}
+    if blocks_end >= 0 and behind:
+        return behind
+    if not chains:
+        return set()
+    last = max(chains, key=lambda c: ends[c.parameter])
+    module = module_of(last.nodes[-1])
+    return {c.parameter for c in chains if module_of(c.nodes[-1]) == module}

@@ -1,0 +1,231 @@
+"""The first node of a graph whose value is not what it was before a pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.lifetimes import Storage
+from graph_trainer.core.bisect.replay import Runs
+from graph_trainer.core.bisect.tensor_diff import Difference, digest, distance
+from graph_trainer.core.graph.joint_graph import (
+    InputKind,
+    JointGraph,
+    OutputKind,
+    module_of,
+    phase_of,
+)
+from graph_trainer.core.graph.ops import (
+    argument_nodes,
+    is_collective,
+    is_wait,
+    storage_roots,
+    written_arguments,
+)
+
+Same = Callable[[fx.Node], bool | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NodeDifference:
+    """The first node that differs on one rank."""
+
+    position: int
+    """Where it stands in the graph after the pass."""
+    name: str
+    op: str
+    module: str
+    phase: str
+    after: str
+    """The node as the pass left it."""
+    before: str
+    """What stood there before the pass; empty where there was nothing of the kind."""
+    kept: bool
+    """Whether a node of this name was there before the pass; otherwise the pass inserted it."""
+    seen_at: str
+    """The node whose values were compared: this one, or a kept one that reads it."""
+    difference: Difference
+
+
+def first_difference(
+    runs: Runs, before: JointGraph, after: JointGraph, differing: Iterable[str]
+) -> NodeDifference | None:
+    """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.
+
+    A node is compared with the one of its name, or with the one in whose place a kept node
+    reads it. A node counts where its difference reaches a value that differs: through readers
+    that differ too, since a pass may change what matters to no one, or make up for it behind.
+    What is not settled when it is made (memory not yet written, a collective not yet waited
+    for) is not compared, nor what differs when the graph before runs twice.
+
+    Arguments:
+        differing: names of the results that differ on this rank, as `Results` has them; none
+            where only other ranks' do. This rank then only takes part in the collectives.
+
+    Returns:
+        the first node in the order of the graph after, or None where none counts.
+    """
+    was, again = _digests(runs, before), _digests(runs, before)
+    now = _digests(runs, after)
+    partners = partners_of(before, after)
+    unstable = {name for name in was if was[name] != again[name]}
+    unstable |= {node.name for node in (*_unsettled(before.graph), *_unsettled(after.graph))}
+    known = {was[name] for name in was if name not in unstable}
+
+    def same(node: fx.Node) -> bool | None:
+        """Whether a value is what it was; None where nothing tells."""
+        partner = partners.get(node)
+        if node.name in unstable or (partner is not None and partner.name in unstable):
+            return None
+        if partner is None:  # a value that there was is not at fault, wherever it was
+            return True if now[node.name] in known else None
+        return now[node.name] == was[partner.name]
+
+    seen = _first_that_reaches(after, set(differing), same)
+    old = _value_of(runs, before, None if seen is None else partners[seen])
+    value = _value_of(runs, after, seen)
+    if seen is None:
+        return None
+    node = _cause(seen, partners, same)
+    partner = partners.get(node)
+    difference = distance(seen.name, old, value) or Difference(
+        seen.name, 0.0, 0.0, "different in one run of two"
+    )
+    phase = phase_of(node)
+    return NodeDifference(
+        list(after.graph.nodes).index(node),
+        node.name,
+        str(node.target),
+        module_of(node) or "",
+        phase.value if phase else "",
+        node.format_node() or "the values that the graph returns",
+        "" if partner is None else partner.format_node() or "the values that it returned",
+        partner is not None and partner.name == node.name,
+        seen.name,
+        difference,
+    )
+
+
+def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]:
+    """Node of the graph after -> the node of the graph before that it is compared with.
+
+    A node of the same name; for one that the pass inserted the node in whose place a node
+    with a partner reads it, if both call the same op on as many values. Linear in nodes.
+    """
+    by_name = {node.name: node for node in before.graph.nodes}
+    partners = {n: by_name[n.name] for n in after.graph.nodes if n.name in by_name}
+    for node in reversed(after.graph.nodes):
+        partner = partners.get(node)
+        if partner is None or node.target != partner.target:
+            continue
+        reads, read = (argument_nodes((n.args, n.kwargs)) for n in (node, partner))
+        if len(reads) == len(read):
+            for mine, its in zip(reads, read, strict=True):
+                partners.setdefault(mine, its)
+    return partners
+
+
+def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node], same: Same) -> fx.Node:
+    """An inserted node that has no partner and that a kept one reads, where there is one."""
+    same_op = node.op == "call_function" and node.target == partners[node].target
+    new = [s for s in node.all_input_nodes if s not in partners and not same(s)]
+    return new[0] if same_op and new else node
+
+
+def _digests(runs: Runs, joint: JointGraph) -> dict[str, str]:
+    found: dict[str, str] = {}
+
+    def note(node: fx.Node, value: Any) -> None:
+        found[node.name] = digest(value)
+
+    runs.node_by_node(joint, note)
+    return found
+
+
+def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
+    """What a node gives in one more run, None for no node."""
+    values: list[Any] = []
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if node is wanted:
+            values.append(_kept(value))
+
+    runs.node_by_node(joint, keep)
+    return values[0] if values else None
+
+
+def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> fx.Node | None:
+    """The first node that differs and from which only others that do, or of which nothing is
+    known, lead to a result of these names."""
+    returned = _returned(joint, differing)
+    roots = storage_roots(joint.graph)
+    output = joint.output_node()
+    read = {output} if returned else set()
+    storages = {
+        roots[node]
+        for spec, nodes in joint.inputs_of(InputKind.BUFFER)
+        for node in nodes
+        if f"buffer {spec.name}" in differing
+    }
+    first: fx.Node | None = None
+    for node in reversed(joint.graph.nodes):
+        touched = {roots[source] for source in written_arguments(node)}
+        writes = not storages.isdisjoint(touched)
+        if node not in read and not writes:
+            continue
+        # what a batch norm leaves in its statistics is not in what it returns
+        shown = not writes or roots[node] in touched
+        verdict = same(node)
+        if verdict and shown:
+            continue
+        if verdict is False:
+            first = node
+        sources = returned if node is output else node.all_input_nodes
+        read.update(sources)
+        storages.update(roots[source] for source in sources)
+    return first
+
+
+def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
+    """The nodes that the graph returns as the loss or the gradients of these names."""
+    values = iter(joint.output_values())
+    found: list[fx.Node] = []
+    for spec in joint.signature.outputs:
+        is_loss = spec.kind is OutputKind.LOSS
+        name = "loss" if is_loss else f"gradient of {spec.name}"
+        parts = [next(values) for _ in range(spec.layout.num_tensors)]
+        found += parts if name in names else []
+    return found
+
+
+def _unsettled(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose value is not there yet when they have run."""
+    roots = storage_roots(graph)
+    written: set[Storage] = set()
+    under_way: set[Storage] = set()
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        root = roots[node]
+        touched = {roots[source] for source in written_arguments(node)}
+        if is_collective(node):
+            under_way |= {root, *touched}
+        elif is_wait(node):
+            written.add(root)
+            under_way.discard(root)
+        else:
+            written |= touched
+        maker = root[0]
+        without_values = is_collective(maker) or "empty" in str(maker.target)
+        if root in under_way or (without_values and root not in written):
+            found.add(node)
+    return found
+
+
+def _kept(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return [_kept(v) for v in value] if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,73 @@
+"""The tensors of a model that a captured step takes as inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.joint_graph import Input, InputKind
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.torch_private import storage_id
+from graph_trainer.errors import CaptureError
+
+
+@dataclass(slots=True)
+class ModelState:
+    """The model's tensors, each once, with every name it has."""
+
+    tensors: list[torch.Tensor]
+    inputs: list[Input]
+
+
+def state_of(model: nn.Module) -> ModelState:
+    """Parameters first, then buffers, each tensor once under its first name."""
+    named = [
+        (kind, clean_fqn(name), tensor)
+        for kind, entries in (
+            (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
+            (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
+        )
+        for name, tensor in entries
+    ]
+    names: dict[int, list[str]] = {}
+    for _, name, tensor in named:
+        names.setdefault(id(tensor), []).append(name)
+    state = ModelState([], [])
+    for kind, name, tensor in named:
+        if names[id(tensor)][0] != name:
+            continue
+        _, layout = unwrap(tensor, name)
+        aliases = tuple(names[id(tensor)][1:])
+        state.tensors.append(tensor)
+        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, aliases))
+    return state
+
+
+def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState) -> None:
+    """What forward reads past the model's own attributes is baked in: fine for a table, and
+    silently wrong for anything that training changes."""
+    names = {
+        storage_id(part): spec.name
+        for spec, tensor in zip(state.inputs, state.tensors, strict=True)
+        for part in unwrap(tensor)[0]
+    }
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph_module, str(node.target), None)
+        if not isinstance(constant, torch.Tensor):
+            continue
+        name = names.get(storage_id(constant))
+        if name is not None:
+            raise CaptureError(
+                f"'{name}' is read through something else than the attribute that holds it (a "
+                "list, a closure, an attribute of another object), where capture cannot "
+                "replace it: read it as an attribute of its module"
+            )
+        if constant.requires_grad:
+            raise CaptureError(
+                f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} that "
+                "requires a gradient and is neither a parameter of the model nor in the batch; "
+                "its gradient would be lost: make it a parameter of the model"
+            )

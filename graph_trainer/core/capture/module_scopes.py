@@ -1,0 +1,138 @@
+"""Which phase and module is running, written onto every node while a step is traced.
+
+Forward: hooks on every module push and pop its FQN. Backward: autograd nodes carry the
+sequence number they got in forward, and the FQN that was current then is looked up by it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx.traceback import get_current_meta, preserve_node_meta
+
+from graph_trainer.core.graph.joint_graph import Phase, annotation
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.torch_private import autograd_sequence_number, current_sequence_number
+from graph_trainer.errors import CaptureError
+
+LOSS_MODULE = "loss"
+"""The module name of what the loss function does outside of any module."""
+
+
+class Scopes:
+    """The current annotations of a trace, and the memory of who made which autograd node."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._modules: list[str] = []
+        self._module = LOSS_MODULE
+        self._failed: str | None = None
+        self._stack: list[tuple[str, dict[str, Any]]] = []
+
+    @contextlib.contextmanager
+    def trace(self, model: nn.Module) -> Iterator[None]:
+        """Annotate everything that runs inside; hooks are gone from `model` afterwards."""
+        handles: list[Any] = []
+        with preserve_node_meta():
+            for fqn, module in model.named_modules():
+                handles += self._hook(module, clean_fqn(fqn))
+            self._write(annotation(phase=Phase.LOSS, module=LOSS_MODULE))
+            self._remember(LOSS_MODULE)
+            try:
+                yield
+            finally:
+                for handle in handles:
+                    handle.remove()
+
+    @contextlib.contextmanager
+    def backward(self, *roots: torch.Tensor) -> Iterator[None]:
+        """Annotate the backward that runs inside, of the graph that `roots` end."""
+        nodes = _walk(roots)
+        _refuse_reentrant_checkpoints(nodes)
+        handles = [node.register_prehook(self._enter_backward_of(node)) for node in nodes]
+        self._write(annotation(phase=Phase.BACKWARD, module=LOSS_MODULE))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def failed_module(self) -> str:
+        """FQN of the innermost module whose forward raised, or of the one running now."""
+        return self._module if self._failed is None else self._failed
+
+    def _hook(self, module: nn.Module, fqn: str) -> list[Any]:
+        def enter(*_: Any) -> None:
+            self._failed = None  # what raised before was caught
+            custom = dict(get_current_meta().get("custom", {}))
+            self._stack.append((self._module, custom))
+            # checkpointing runs forward again inside backward: that is backward's work
+            in_backward = custom.get("phase") == Phase.BACKWARD.value
+            self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
+            self._remember(fqn)
+
+        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+            # torch calls this with no output when forward raised; the innermost comes first
+            if self._failed is None and output is None and sys.exc_info()[1] is not None:
+                self._failed = fqn
+            module_before, custom = self._stack.pop()
+            get_current_meta()["custom"] = custom
+            self._remember(module_before)
+
+        return [
+            module.register_forward_pre_hook(enter, prepend=True),
+            module.register_forward_hook(leave, always_call=True),
+        ]
+
+    def _enter_backward_of(self, node: Any) -> Any:
+        module = self._module_at(autograd_sequence_number(node))
+
+        def enter(*_: Any) -> None:
+            self._module, self._failed = module, None
+            self._write(annotation(phase=Phase.BACKWARD, module=module))
+
+        return enter
+
+    def _write(self, entry: dict[str, str]) -> None:
+        meta = get_current_meta()
+        meta["custom"] = {**meta.get("custom", {}), **entry}
+
+    def _remember(self, module: str) -> None:
+        self._module = module
+        self._starts.append(current_sequence_number())
+        self._modules.append(module)
+
+    def _module_at(self, sequence_number: int) -> str:
+        position = bisect.bisect_right(self._starts, sequence_number) - 1
+        return self._modules[max(position, 0)]
+
+
+def _refuse_reentrant_checkpoints(nodes: list[Any]) -> None:
+    """Reentrant checkpointing calls backward() inside backward and leaves gradients in `.grad`;
+    asked for gradients, as here, autograd leaves its parameters out without a word."""
+    if any(node.name().removesuffix("Backward") == "CheckpointFunction" for node in nodes):
+        raise CaptureError(
+            "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
+            "captured step would lose: pass use_reentrant=False"
+        )
+
+
+def _walk(roots: tuple[torch.Tensor, ...]) -> list[Any]:
+    """Every autograd node behind `roots`, each once; leaves are not run by autograd.grad."""
+    stack = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(stack)
+    found = []
+    while stack:
+        node = stack.pop()
+        found.append(node)
+        for parent, _ in node.next_functions:
+            if parent is not None and parent not in seen:
+                seen.add(parent)
+                stack.append(parent)
+    return [node for node in found if node.name() != "torch::autograd::AccumulateGrad"]

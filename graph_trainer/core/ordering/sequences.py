@@ -1,0 +1,84 @@
+"""What one rank issues, in order, as far as other ranks must agree with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from torch import fx
+
+from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
+from graph_trainer.core.graph.joint_graph import JointGraph, module_of
+from graph_trainer.core.graph.ops import is_collective, is_getitem, is_wait, schema_of, subgraphs
+from graph_trainer.core.ordering.all_to_all import Splits
+from graph_trainer.core.torch_private import group_ranks
+
+Ranks = tuple[int, ...]
+
+# Namespaces whose ops compute and nothing else, whatever their names.
+_COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
+# Modules of the functions that compute with sizes.
+_ARITHMETIC = {"_operator", "math", "torch"}
+_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional"}
+
+
+@dataclass(frozen=True, slots=True)
+class Issued:
+    """One collective in the sequence of what a rank issues; or an op that may be one."""
+
+    entry: Entry
+    """What the other ranks of its group must agree on."""
+    waited_after: int | None
+    """How many have been issued when it is waited for; None if never."""
+    line: str
+    """The same for a person, with the module."""
+    where: str = ""
+    """Module and node alone, for a person."""
+    splits: Splits | None = None
+    """Of an all-to-all: what each member must fit to, and not repeat."""
+
+
+Sequence = list[Issued]
+"""What one rank issues, in order."""
+
+
+def sequence_of(collectives: list[Collective]) -> Sequence:
+    """The sequence of a graph whose collectives are known."""
+    return [Issued(c.entry(), c.waited_after, c.describe(), c.where, c.splits) for c in collectives]
+
+
+def issued_by(joint: JointGraph, world_size: int) -> Sequence:
+    """What the rank issues that this graph was captured on. Linear in nodes.
+
+    An op that nobody knows counts as communicating, among all ranks and before it returns. The
+    process groups of the capture must still be there.
+
+    Raises:
+        VerificationError: see `collectives`.
+    """
+    everyone = tuple(range(world_size))
+    asked = cache(group_ranks)
+    sequence = []
+    for node, waited_after in issued(joint.graph, may_communicate):
+        if is_collective(node):
+            sequence += sequence_of([collective_of(node, asked, waited_after)])
+        else:
+            where = f"in module '{module_of(node)}' (node {node.name})"
+            line = f"{node.target}, an op that nobody here knows and that may communicate, {where}"
+            entry: Entry = (str(node.target), everyone, (), "")
+            sequence.append(Issued(entry, waited_after, line, where))
+    return sequence
+
+
+def may_communicate(node: fx.Node) -> bool:
+    """Whether a node is a collective, or an op of which no one can say that it is none."""
+    if node.op in ("placeholder", "get_attr", "output") or is_getitem(node) or is_wait(node):
+        return False
+    if is_collective(node):
+        return True
+    schema = schema_of(node)
+    if schema is not None:
+        return schema.name.split("::")[0] not in _COMPUTE | _COLLECTIVES
+    if next(subgraphs(node), None) is not None:
+        return False  # what it runs is looked at node by node
+    return getattr(node.target, "__module__", "") not in _ARITHMETIC

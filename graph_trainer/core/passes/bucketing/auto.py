@@ -1,0 +1,111 @@
+"""How large a bucket should be: what the network asks for, and the simulator prefers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from graph_trainer.core.analysis.collectives import Collective, collective_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.bucketing.assign import (
+    MIB,
+    Member,
+    by_size,
+    members_of,
+    without_circles,
+)
+from graph_trainer.core.passes.bucketing.rewrite import merge
+from graph_trainer.core.passes.context import Simulator
+from graph_trainer.core.passes.memory_limit import GIB, Agree
+from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.torch_private import group_ranks
+
+ASKED_BY = 'compile.bucketing.strategy = "auto"'
+
+_SATURATED = 0.9
+_SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
+_ENDLESS = 2**60  # bytes of a collective whose latency does not count
+_NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
+"""Of that size; at 0 every collective stays alone, since a bucket costs copies."""
+
+
+def best_caps(
+    joint: JointGraph, members: Sequence[Member], simulator: Simulator, max_span: int
+) -> dict[str, float]:
+    """MiB that a bucket should hold, by process group.
+
+    Begins with the least that saturates each group's links, and takes that, the half, a quarter,
+    nothing, twice or four times as much, whichever makes the simulated step of the slowest rank
+    shortest within the memory limit; the first of equals. Simulates a copy of the graph for each,
+    with the passes that come behind, and leaves remarks on what it found.
+
+    Raises:
+        PassError: no hardware is named.
+    """
+    hardware = simulator.machine(ASKED_BY)
+    start = _saturating(members, hardware, simulator.agree)
+    tried = []
+    for factor in _NEIGHBOURS:
+        caps = {group: factor * cap for group, cap in start.items()}
+        trial = copy_graph(joint)
+        merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
+        tried.append(_Tried(caps, *simulator.outcome(trial, ASKED_BY)))
+    best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
+    joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
+    joint.remarks += [str(each) for each in tried if each is not best and each.caps]
+    return best.caps
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    caps: dict[str, float]
+    seconds: float
+    peak: int
+    fits: bool
+
+    def __str__(self) -> str:
+        sizes: dict[str, list[int]] = {}
+        for group, cap in self.caps.items():
+            size = f"up to {cap:g} MiB" if cap else "each alone"
+            sizes.setdefault(size, []).append(len(group_ranks(group)))
+        told = (
+            f"{size} over {' and '.join(str(num) for num in dict.fromkeys(ranks))} ranks"
+            for size, ranks in sizes.items()
+        )
+        fits = "" if self.fits else ", more than memory_limit_gib"
+        return (
+            f"{', '.join(told)}: {self.seconds * 1e3:.1f} ms a step, "
+            f"peak {self.peak / GIB:.2f} GiB{fits}"
+        )
+
+
+def _saturating(members: Sequence[Member], hardware: Hardware, agree: Agree) -> dict[str, float]:
+    """For each group the largest that one of its kinds of collectives asks for, on any rank: of
+    the groups along one axis of a mesh, one may be within a machine and another not."""
+    asked = cache(group_ranks)
+    caps: dict[str, int] = {}
+    seen = set()
+    for member in members:
+        group = member.route.group
+        if (member.route.tag, group) in seen:
+            continue
+        seen.add((member.route.tag, group))
+        collective = collective_of(member.node, asked, None)
+        caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
+    return {group: agree(cap) for group, cap in caps.items()}
+
+
+def saturating_mib(collective: Collective, hardware: Hardware) -> int:
+    """The smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over this
+    group moves its bytes nine tenths as fast as one without end."""
+
+    def bytes_per_second(size: int) -> float:
+        sized = replace(collective, input_bytes=size, output_bytes=size)
+        return size / collective_seconds(sized, hardware)
+
+    wanted = _SATURATED * bytes_per_second(_ENDLESS)
+    enough = (mib for mib in _SIZES_MIB if bytes_per_second(mib * MIB) >= wanted)
+    return next(enough, _SIZES_MIB[-1])

@@ -1,0 +1,136 @@
+"""Merge small collectives into few large ones."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
+
+from graph_trainer.core.graph.joint_graph import JointGraph, clear_bucket_tag
+from graph_trainer.core.passes.base import Stage, graph_pass
+from graph_trainer.core.passes.bucketing.assign import (
+    Member,
+    by_size,
+    by_transformer_block,
+    members_of,
+    without_circles,
+)
+from graph_trainer.core.passes.bucketing.auto import best_caps
+from graph_trainer.core.passes.bucketing.rewrite import merge
+from graph_trainer.core.passes.context import Simulator, fingerprint
+from graph_trainer.errors import PassError
+
+Strategy = Literal["none", "size", "transformer_block", "auto"]
+_BY_SIZE = ("size", "auto")
+"""Strategies that look at what this rank holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketingOptions:
+    """Which collectives travel together."""
+
+    strategy: Strategy = "none"
+    """
+    "none": each alone. "size": as they come, up to `cap_mib`. "transformer_block": those of
+    one block and kind, the embedding alone, the final norm with the output head. "auto": by
+    size, as large as the network and the simulator of `compile.hardware` ask for, or not at
+    all.
+    """
+
+    cap_mib: float = 25.0
+    """For "size": MiB of a bucket, counting the larger of what it reads and what it makes."""
+
+    max_span: int = 1000
+    """
+    For "size" and "auto": how many nodes of the graph a bucket reaches over at most. One that
+    reaches far pulls compute out of its order and holds what it waits for.
+    """
+
+    def __post_init__(self) -> None:
+        known = get_args(Strategy)
+        if self.strategy not in known:
+            near = difflib.get_close_matches(str(self.strategy), known, n=1)
+            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            raise PassError(
+                f"compile.bucketing.strategy is {self.strategy!r}{hint}; it must be one of "
+                f"{', '.join(known)}"
+            )
+        if not 0 < self.cap_mib < math.inf:
+            raise PassError(
+                f"compile.bucketing.cap_mib is {self.cap_mib:g}; a bucket holds more than 0 MiB"
+            )
+        if self.max_span < 1:
+            raise PassError(
+                f"compile.bucketing.max_span is {self.max_span}; a bucket reaches over 1 node or "
+                "more"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketCollectivesOptions(BucketingOptions):
+    """How collectives are merged, and what "auto" asks."""
+
+    simulator: Simulator | None = field(default=None, repr=False)
+    caps: Mapping[str, float] | None = field(default=None, repr=False)
+    """What "auto" has decided for another graph of the step: MiB by process group."""
+
+
+@graph_pass(
+    stage=Stage.COMMUNICATION,
+    summary="Merge tagged collectives into buckets",
+    options_type=BucketCollectivesOptions,
+    optional=True,
+)
+def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> None:
+    """Replace the tagged collectives of each bucket by one.
+
+    The members of a bucket have their tag, group, reduction and dtype in common; gathers may
+    mix dtypes. None depends on another. Their order within the bucket is that of the parameters
+    in the model, so that the layout does not depend on the graph's order. A gather starts where
+    its first member did, a reduction where its last did.
+
+    Gathered values are equal bit by bit. Sums are those of the same numbers, on two ranks equal
+    bit by bit; on more, a backend may add them up in another order. Costs memory: a bucket and
+    its members are alive together for a moment. n log n in nodes.
+
+    All ranks merge the same: where sizes decide and ranks hold unlike ones, so that they would
+    not, none of them merges.
+    """
+    if options.strategy == "none":
+        return
+    members = members_of(joint)
+    buckets = without_circles(_buckets(joint, members, options))
+    simulator = options.simulator or Simulator()
+    undecided = options.strategy in _BY_SIZE and options.caps is None
+    if undecided and not simulator.is_shared(_number(members, buckets)):
+        joint.remarks[:] = [
+            "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
+            'unlike sizes; the strategy "transformer_block" does not look at sizes'
+        ]
+        joint.decisions[bucket_collectives.name] = replace(options, strategy="none", simulator=None)
+        buckets = []
+    for member in members:  # decided, alone or not: nobody decides again
+        clear_bucket_tag(member.node)
+    merge(joint, buckets)
+
+
+def _number(members: Sequence[Member], buckets: Sequence[Sequence[Member]]) -> int:
+    """The same number for the same members in the same buckets, whatever else a rank has."""
+    place = {member: index for index, member in enumerate(members)}
+    return fingerprint([[place[member] for member in bucket] for bucket in buckets])
+
+
+def _buckets(
+    joint: JointGraph, members: Sequence[Member], options: BucketCollectivesOptions
+) -> list[list[Member]]:
+    if options.strategy == "transformer_block":
+        return by_transformer_block(joint, members)
+    if options.strategy == "size":
+        return by_size(members, options.cap_mib, options.max_span)
+    caps = options.caps
+    if caps is None:
+        caps = best_caps(joint, members, options.simulator or Simulator(), options.max_span)
+        joint.decisions[bucket_collectives.name] = replace(options, caps=caps, simulator=None)
+    return by_size(members, caps, options.max_span)

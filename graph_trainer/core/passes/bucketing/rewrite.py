@@ -1,0 +1,331 @@
+"""Put one collective in the place of several, and every node where that lets it stand."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import (
+    SEPARATOR,
+    InputKind,
+    JointGraph,
+    annotate_node,
+    annotation,
+    module_of,
+    phase_of,
+    role_of,
+    value_of,
+)
+from graph_trainer.core.graph.ops import argument, argument_nodes, aten
+from graph_trainer.core.passes.bucketing.assign import Member
+from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode
+
+_Key = tuple[int, ...]
+"""Where a node would stand: nodes are sorted by it as far as what they read lets them."""
+
+
+def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
+    """Replace the collectives of each bucket by one, in place. n log n in nodes.
+
+    A gather and what prepares it move up to its first member; what comes behind a reduction moves
+    down to its last. Nothing else changes its place among the others.
+    """
+    if not buckets:
+        return
+    registered = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
+    rank = {name: place for place, name in enumerate(registered)}
+    keys: dict[fx.Node, _Key] = {node: (i, 0) for i, node in enumerate(joint.graph.nodes)}
+    gathers: list[tuple[int, list[fx.Node]]] = []
+    values = _Values()
+    for bucket in buckets:
+        reduces = bool(bucket[0].route.reduction)
+        anchor = (max if reduces else min)(m.position for m in bucket)
+        ordered = sorted(bucket, key=lambda m: (rank[m.parameter], m.position))
+        made = _Bucket(joint.graph, ordered, values).merged()
+        keys |= {node: (anchor, 1, i) for i, node in enumerate(made)}
+        if not reduces:
+            gathers.append((anchor, made))
+    for anchor, made in sorted(gathers, key=lambda entry: entry[0]):
+        _bring_up(made, anchor, keys)
+    _sort(joint.graph, keys)
+
+
+class _Values:
+    """What ops make of fake tensors, each asked once: layers are alike, and asking is most of
+    what merging takes."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, Any] = {}
+
+    def of(self, op: Any, args: Any, kwargs: Any) -> Any:
+        """The value of a node that calls `op` with these arguments."""
+        if op is operator.getitem:  # of a list of fake tensors
+            return op(*fx.map_arg(args, value_of))
+        key = (op, _hashable(args), _hashable(kwargs))
+        if key not in self._known:
+            given = [value_of(node) for node in argument_nodes((args, kwargs))]
+            mode = detect_fake_mode(given)
+            assert mode is not None
+            with mode:
+                made = op(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
+            self._known[key] = made
+        return self._known[key]
+
+
+def _hashable(value: Any) -> object:
+    if isinstance(value, fx.Node):
+        tensor = _tensor(value)
+        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(entry)) for key, entry in value.items())
+    return value
+
+
+class _Bucket:
+    """One bucket, its members in the order of its payload."""
+
+    def __init__(self, graph: fx.Graph, members: Sequence[Member], values: _Values) -> None:
+        self.graph = graph
+        self.members = members
+        self.first = members[0].node
+        self.values = values
+        self.made: list[fx.Node] = []
+        modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
+        self._as_bucket = annotation(
+            phase=phase_of(self.first),
+            module=".".join(_common_start(modules)),
+            role=role_of(self.first),
+            parameter=SEPARATOR.join(m.parameter for m in members),
+        )
+
+    def merged(self) -> list[fx.Node]:
+        """Merge, and return the new nodes in their order."""
+        route = self.members[0].route
+        if not route.reduction:
+            results = self._gathered(route.group)
+        elif "reduce_scatter" in str(self.first.target):
+            results = self._scattered(route.group, route.reduction)
+        else:
+            results = self._reduced(route.group, route.reduction)
+        for member, result in zip(self.members, results, strict=True):
+            (wait,) = member.node.users
+            wait.replace_all_uses_with(result)
+            self.graph.erase_node(wait)
+            self._erase_unread(member.node)
+        return self.made
+
+    def _gathered(self, group: str) -> list[fx.Node]:
+        """[rows, ...] of each member -> [ranks * rows, ...] of each.
+
+        The bucket is [bytes or elements of all members]; gathered, [ranks, the same]."""
+        ranks = _number(self.first, "group_size")
+        dtypes = [_tensor(m.node).dtype for m in self.members]
+        mixed = len(set(dtypes)) > 1
+        flat = [self._flat(m, _input(m.node)) for m in self.members]
+        if mixed:
+            flat = [self._of(m, aten.view.dtype, f, torch.uint8) for m, f in self._with(flat)]
+        sizes = [_tensor(f).numel() for f in flat]
+        bucket = self._make(aten.cat.default, flat)
+        whole = self._make(c10d_functional.all_gather_into_tensor.default, bucket, ranks, group)
+        whole = self._make(c10d_functional.wait_tensor.default, whole)
+        rows = self._make(aten.view.default, whole, [ranks, sum(sizes)])
+        parts = self._split(rows, sizes, 1)
+        results = []
+        for place, (m, part) in enumerate(self._with(parts)):
+            part = self._of(m, aten.clone.default, part, memory_format=torch.contiguous_format)
+            if mixed and sizes[place]:
+                part = self._of(m, aten.view.dtype, part, dtypes[place])
+            elif mixed:  # nothing has no bytes to see otherwise
+                part = self._of(m, aten._to_copy.default, part, dtype=dtypes[place])
+            results.append(self._of(m, aten.view.default, part, list(_tensor(m.node).shape)))
+        return results
+
+    def _scattered(self, group: str, reduction: str) -> list[fx.Node]:
+        """[ranks * rows, ...] of each member -> the sum's [rows, ...] of each.
+
+        The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
+        ranks = _number(self.first, "group_size")
+        sources, cast = self._before_casts()
+        parts = []
+        for m, source in self._with(sources):
+            size = _tensor(source).numel() // ranks
+            flat = self._contiguous(m, source)
+            parts.append(self._of(m, aten.view.default, flat, [ranks, size]))
+        sizes = [_tensor(part).shape[1] for part in parts]
+        bucket = self._make(aten.cat.default, parts, 1)
+        bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
+        bucket = self._cast(bucket, cast)
+        op = c10d_functional.reduce_scatter_tensor.default
+        mine = self._make(op, bucket, reduction, ranks, group)
+        return self._apart(self._make(c10d_functional.wait_tensor.default, mine), sizes)
+
+    def _reduced(self, group: str, reduction: str) -> list[fx.Node]:
+        """[...] of each member -> the sum, in the same shape."""
+        sources, cast = self._before_casts()
+        flat = [self._flat(m, source) for m, source in self._with(sources)]
+        bucket = self._cast(self._make(aten.cat.default, flat), cast)
+        op = c10d_functional.all_reduce.default
+        summed = self._make(op, bucket, reduction, group)
+        sizes = [_tensor(f).numel() for f in flat]
+        return self._apart(self._make(c10d_functional.wait_tensor.default, summed), sizes)
+
+    def _apart(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
+        """Views of a flat bucket in the members' shapes."""
+        parts = self._split(bucket, sizes, 0)
+        return [
+            self._of(m, aten.view.default, part, list(_tensor(m.node).shape))
+            for m, part in self._with(parts)
+        ]
+
+    def _split(self, bucket: fx.Node, sizes: list[int], dim: int) -> list[fx.Node]:
+        parts = self._make(aten.split_with_sizes.default, bucket, sizes, dim)
+        return [self._of(m, operator.getitem, parts, place) for place, m in enumerate(self.members)]
+
+    def _before_casts(self) -> tuple[list[fx.Node], torch.dtype | None]:
+        """What the members send, before a cast that they have in common, and the dtype of that.
+
+        A bucket is packed in the narrower dtype and cast as a whole: fewer bytes wait for the
+        last member. Bit by bit the same."""
+        sent = [_input(m.node) for m in self.members]
+        sources = [_before_cast(node) for node in sent]
+        dtypes = {_tensor(s).dtype for s in sources if s is not None}
+        if None in sources or len(dtypes) != 1:
+            return sent, None
+        return [s for s in sources if s is not None], _tensor(sent[0]).dtype
+
+    def _cast(self, bucket: fx.Node, dtype: torch.dtype | None) -> fx.Node:
+        return bucket if dtype is None else self._make(aten._to_copy.default, bucket, dtype=dtype)
+
+    def _flat(self, member: Member, node: fx.Node) -> fx.Node:
+        node = self._contiguous(member, node)
+        return self._of(member, aten.view.default, node, [_tensor(node).numel()])
+
+    def _contiguous(self, member: Member, node: fx.Node) -> fx.Node:
+        if _tensor(node).is_contiguous():
+            return node
+        return self._of(member, aten.clone.default, node, memory_format=torch.contiguous_format)
+
+    def _with(self, nodes: Sequence[fx.Node]) -> list[tuple[Member, fx.Node]]:
+        return list(zip(self.members, nodes, strict=True))
+
+    def _of(self, member: Member, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that serves one member."""
+        node = member.node
+        entry = annotation(
+            phase=phase_of(node),
+            module=module_of(node),
+            role=role_of(node),
+            parameter=member.parameter,
+        )
+        return self._node(entry, op, args, kwargs)
+
+    def _make(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A node that serves all members."""
+        return self._node(self._as_bucket, op, args, kwargs)
+
+    def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
+        with self.graph.inserting_before(self.first):
+            node = self.graph.call_function(op, args, kwargs)
+        node.meta["val"] = self.values.of(op, args, kwargs)
+        annotate_node(node, entry)
+        self.made.append(node)
+        return node
+
+    def _erase_unread(self, node: fx.Node) -> None:
+        """A member, and the cast and the copy in front of it that the bucket does without."""
+        sent = _input(node)
+        self.graph.erase_node(node)
+        while not sent.users and sent.target in _PREPARES:
+            (source,) = sent.all_input_nodes
+            self.graph.erase_node(sent)
+            sent = source
+
+
+_PREPARES = (aten._to_copy.default, aten.clone.default)
+
+
+def prepared_from(collective: fx.Node) -> list[fx.Node]:
+    """What a collective sends, and what that is a cast or a copy of: a bucket may read either."""
+    nodes = [_input(collective)]
+    while nodes[-1].target in _PREPARES:
+        nodes += nodes[-1].all_input_nodes
+    return nodes
+
+
+def _before_cast(node: fx.Node) -> fx.Node | None:
+    """What a node casts, perhaps copying it too, for one reader; None where it does not."""
+    if len(node.users) != 1:
+        return None
+    if node.target is aten.clone.default:
+        (node,) = node.all_input_nodes
+        if len(node.users) != 1:
+            return None
+    if node.target is not aten._to_copy.default or node.kwargs.keys() != {"dtype"}:
+        return None
+    (source,) = node.all_input_nodes
+    return source if _tensor(source).dtype.itemsize < _tensor(node).dtype.itemsize else None
+
+
+def _input(collective: fx.Node) -> fx.Node:
+    (source,) = collective.all_input_nodes
+    return source
+
+
+def _number(node: fx.Node, name: str) -> int:
+    found = argument(node, name)
+    assert isinstance(found, int)
+    return found
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = value_of(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _common_start(paths: Sequence[list[str]]) -> list[str]:
+    start: list[str] = []
+    for names in zip(*paths, strict=False):
+        if len(set(names)) > 1:
+            break
+        start.append(names[0])
+    return start
+
+
+def _bring_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
+    """Let what a gather reads stand before it. What has been brought up already is further up."""
+    stack = [n for node in made for n in node.all_input_nodes]
+    inside = set(made)
+    while stack:
+        node = stack.pop()
+        if node in inside or node.op != "call_function" or keys[node] < (anchor, 0):
+            continue
+        keys[node] = (anchor, -1, *keys[node])
+        stack += node.all_input_nodes
+
+
+def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
+    """Put the nodes in the order of their keys, each behind what it reads."""
+    place = {node: index for index, node in enumerate(graph.nodes)}
+    missing = {node: len(node.all_input_nodes) for node in place}
+    ready = [(keys[node], place[node], node) for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        _, _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (keys[user], place[user], user))
+    assert len(order) == len(place), "buckets in a circle, which without_circles sees to"
+    *body, output = order
+    for node in body:
+        output.prepend(node)

@@ -1,0 +1,46 @@
+"""Gather every parameter once."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import JointGraph, Role, role_of
+from graph_trainer.core.graph.ops import LastWrites
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+
+
+@graph_pass(stage=Stage.STRUCTURE, summary="Let all readings of a parameter share one unshard")
+def deduplicate_unshards(joint: JointGraph, options: NoOptions) -> None:
+    """Merge unshard nodes that do the same to the same input.
+
+    A parameter read twice (a tied head, a checkpointed block that runs forward again in
+    backward) is gathered twice by a plain trace. Afterwards all readings share the first
+    gather, also those of backward, so that what is gathered again is one decision, taken by
+    `tag_fsdp_unshards`, whatever activation checkpointing did.
+
+    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs. What someone
+    writes in place, the shard or a gathered tensor, is never shared. Must not run after
+    `rematerialize`, whose copies are meant. Linear in nodes.
+    """
+    first: dict[object, fx.Node] = {}
+    writes = LastWrites(joint.graph)
+    for node in list(joint.graph.nodes):
+        if role_of(node) is not Role.UNSHARD:
+            continue
+        if any(writes.is_written(n) for n in (node, *node.all_input_nodes)):
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        earlier = first.setdefault(key, node)
+        if earlier is not node:
+            node.replace_all_uses_with(earlier)
+            joint.graph.erase_node(node)
+
+
+def _hashable(value: object) -> object:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
+    if isinstance(value, slice):
+        return (slice, value.start, value.stop, value.step)
+    return (type(value), value)  # 1, 1.0 and True are equal and mean different things

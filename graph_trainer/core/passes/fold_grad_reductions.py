@@ -1,0 +1,182 @@
+"""Add the gradients of a parameter that is read twice before they are reduced."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import (
+    JointGraph,
+    Role,
+    copy_annotations,
+    parameters_of,
+    role_of,
+    value_of,
+)
+from graph_trainer.core.graph.ops import (
+    LastWrites,
+    aliased_input,
+    argument,
+    collective_name,
+    is_collective,
+    is_wait,
+    written_arguments,
+)
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.torch_private import detect_fake_mode
+
+aten = torch.ops.aten
+
+_REDUCTIONS = {"reduce_scatter_tensor", "all_reduce"}
+_LINEAR = {"sum", "avg"}
+_SCALES = {aten.div.Tensor, aten.mul.Tensor}
+_COPIES = {
+    aten._to_copy.default,
+    aten.clone.default,
+    torch.ops.prims.convert_element_type.default,
+}
+
+
+@graph_pass(
+    stage=Stage.STRUCTURE,
+    summary="Add the gradients of one parameter before they are reduced, then reduce once",
+    default=False,
+    optional=True,
+)
+def fold_grad_reductions(joint: JointGraph, options: NoOptions) -> None:
+    """Reduce once what is reduced several times for one parameter and then added.
+
+    A tied weight, a layer that is called twice and a parameter that a checkpointed block reads
+    have a gradient for each reading. Autograd adds what the reductions return. Here the gradients
+    are added in front of the first reduction, where both go the same way from there to the sum:
+    the same collectives over the same groups, divisions, slices and casts.
+
+    Gradients are added in the dtype that they are reduced in, after the cast to it. Where a
+    dtype on the way holds less than the one in which they were added before, they stay apart, and
+    so they do in float16, in which a sum that is not divided yet may overflow.
+
+    Relies on FSDP roles. Changes the order of summation, and so the last bits: this is why it is
+    not in the default list. Guarantees the same decision on every rank. Where readings lie far
+    apart, as those of a tied embedding, the whole gradient of the first is held until that of the
+    last is there: under a memory limit that this would break it is rolled back. Linear in nodes.
+    """
+    graph = joint.graph
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    writes: LastWrites | None = None
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        chains = _two_chains(node)
+        if chains is None:
+            continue
+        early, late = sorted(chains, key=lambda chain: position[chain.nodes[0]])
+        writes = writes or LastWrites(graph)
+        # a sum that an earlier turn made is not known to `writes`: nobody writes it
+        if early.source in position and writes.between(early.nodes[0], late.nodes[0], early.source):
+            continue
+        _fold(node, early, late)
+
+
+class _Chain(NamedTuple):
+    """How a gradient is reduced."""
+
+    source: fx.Node
+    """What the first collective reads."""
+    nodes: list[fx.Node]
+    """From the first collective to what is added."""
+
+    def ways(self) -> list[object]:
+        """Equal for two chains that do the same."""
+        return [_call(node) for node in self.nodes]
+
+
+def _two_chains(add: fx.Node) -> tuple[_Chain, _Chain] | None:
+    """The reductions whose results are added, if they may as well be one."""
+    if len(add.args) != 2 or add.kwargs:
+        return None
+    one, other = add.args
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
+        return None
+    if role_of(one) is not Role.REDUCE_GRAD or not _is_of(one, other):
+        return None
+    first, second = _chain(one), _chain(other)
+    if first is None or second is None or first.ways() != second.ways():
+        return None
+    x, y = _tensor(first.source), _tensor(second.source)
+    if (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype):
+        return None
+    dtypes = {x.dtype, *(_tensor(node).dtype for node in first.nodes)}
+    added_in = _tensor(add).dtype
+    if torch.float16 in dtypes or any(torch.promote_types(d, added_in) != d for d in dtypes):
+        return None
+    return first, second
+
+
+def _chain(end: fx.Node) -> _Chain | None:
+    """The way of one gradient to `end`, which nobody else may read at any point of it."""
+    nodes: list[fx.Node] = []
+    collective = 0
+    node = end
+    while _is_of(node, end) and _is_step(node):
+        nodes.append(node)
+        if is_collective(node):
+            collective = len(nodes)
+        (node,) = node.all_input_nodes
+    if not collective:
+        return None
+    nodes = nodes[:collective][::-1]
+    return _Chain(nodes[0].all_input_nodes[0], nodes)
+
+
+def _is_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node does for the same parameter what another does."""
+    return role_of(node) is role_of(other) and parameters_of(node) == parameters_of(other)
+
+
+def _is_step(node: fx.Node) -> bool:
+    """Whether a node has one input and one reader, and makes of a sum the sum of what it makes of
+    the summands."""
+    if (
+        len(node.users) != 1
+        or len(node.all_input_nodes) != 1
+        or not isinstance(value_of(node), torch.Tensor)
+    ):
+        return False
+    if is_collective(node):
+        return collective_name(node) in _REDUCTIONS and argument(node, "reduce_op") in _LINEAR
+    if node.target in _SCALES:
+        return not isinstance(node.args[1], fx.Node)
+    if node.target in _COPIES or is_wait(node):
+        return True
+    return aliased_input(node) is not None and not written_arguments(node)
+
+
+def _call(node: fx.Node) -> object:
+    """The op and what it is told, without what it is told about."""
+
+    def blank(_: fx.Node) -> None:
+        return None
+
+    return node.target, fx.map_arg(node.args, blank), fx.map_arg(node.kwargs, blank)
+
+
+def _fold(add: fx.Node, early: _Chain, late: _Chain) -> None:
+    """Send the sum of both gradients the way of the later one."""
+    reduction = late.nodes[0]
+    with add.graph.inserting_before(reduction):
+        summed = add.graph.call_function(aten.add.Tensor, (early.source, late.source))
+    copy_annotations(reduction, summed)
+    x, y = _tensor(early.source), _tensor(late.source)
+    with detect_fake_mode([x]) or contextlib.nullcontext():
+        summed.meta["val"] = x + y
+    reduction.replace_input_with(late.source, summed)
+    add.replace_all_uses_with(late.nodes[-1])
+    for node in (add, *reversed(early.nodes)):
+        add.graph.erase_node(node)
+
+
+def _tensor(node: fx.Node) -> torch.Tensor:
+    value = value_of(node)
+    assert isinstance(value, torch.Tensor)
+    return value

@@ -1,0 +1,51 @@
+"""Turn in-place index_put_ on temporaries into index_put."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import JointGraph, value_of
+from graph_trainer.core.graph.ops import argument_nodes, storage_roots
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+
+aten = torch.ops.aten
+
+
+@graph_pass(stage=Stage.CLEANUP, summary="Replace in-place index_put_ on temporaries")
+def functionalize_index_put(joint: JointGraph, options: NoOptions) -> None:
+    """Replace `index_put_` by `index_put` where nobody can tell the difference.
+
+    Applies where the written tensor was made in this graph by an op with a storage of its
+    own and nothing else has read it before. Everything that reads the tensor afterwards reads
+    the new one. Inputs and views are left alone: someone else sees their storage.
+
+    Guarantees equal values; afterwards the tensor may be recomputed and moved like any other.
+    Linear in nodes and their readers.
+    """
+    graph = joint.graph
+    targets = [n for n in graph.nodes if n.target is aten.index_put_.default]
+    if not targets:
+        return
+    position = {node: index for index, node in enumerate(graph.nodes)}
+    roots = storage_roots(graph)
+    for node in targets:
+        target = node.args[0]
+        assert isinstance(target, fx.Node)
+        # one write after another on the same temporary: the one before is index_put by now
+        owns = roots[target] == (target, 0) or target.target is aten.index_put.default
+        if target.op != "call_function" or not owns or not _keeps_layout(target):
+            continue
+        if any(position[user] < position[node] for user in target.users):
+            continue
+        if target in argument_nodes(node.args[1:]):
+            continue  # it indexes or fills itself with itself
+        node.target = aten.index_put.default
+        target.replace_all_uses_with(node)
+        node.replace_input_with(node, target)  # all readers but this one
+
+
+def _keeps_layout(target: fx.Node) -> bool:
+    """Whether a copy of the target, which is what index_put makes, is laid out like it."""
+    value = value_of(target)
+    return isinstance(value, torch.Tensor) and torch.empty_like(value).stride() == value.stride()

@@ -1,0 +1,28 @@
+"""Reduce over all axes of a mesh at once."""
+
+from __future__ import annotations
+
+from graph_trainer.core.analysis.partitions import joined
+from graph_trainer.core.graph.joint_graph import JointGraph, Role
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.chained_collectives import fuse_chains
+from graph_trainer.core.torch_private import c10d_functional
+
+
+@graph_pass(
+    stage=Stage.STRUCTURE,
+    summary="Reduce a gradient at once that is split over several axes",
+    default=False,
+)
+def fuse_chained_reduce_scatters(joint: JointGraph, options: NoOptions) -> None:
+    """Reduce once what is reduced over one axis of a mesh and then over another.
+
+    The mirror of `fuse_chained_all_gathers`, with the same conditions, on the reductions of
+    gradients. Not in the default list: the sum is the same but for its order, so values may
+    differ by rounding.
+
+    Linear in nodes and in ranks of the world.
+    """
+    reduce = c10d_functional.reduce_scatter_tensor.default
+    # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
+    fuse_chains(joint, reduce, Role.REDUCE_GRAD, lambda first, second: joined(second, first))

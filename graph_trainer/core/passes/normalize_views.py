@@ -1,0 +1,106 @@
+"""Remove views that change nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import JointGraph, value_of
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+
+aten = torch.ops.aten
+
+_ALIASES = {
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift_fresh.default,
+}
+_VIEWS = {
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.slice.Tensor,
+    aten.squeeze.dim,
+    aten.t.default,
+    aten.transpose.int,
+}
+
+
+@graph_pass(stage=Stage.CLEANUP, summary="Remove no-op views, detaches and double transposes")
+def normalize_views(joint: JointGraph, options: NoOptions) -> None:
+    """Let readers read what a view shows unchanged.
+
+    Removed: detach and alias, views that show exactly their input, and views of a view that
+    show exactly that view's input, as a transpose of a transpose does. A view whose input a
+    pass has laid out so that it cannot be viewed becomes a reshape.
+
+    Relies on fake values in `meta`. Guarantees that storages stay shared as they were: a
+    removed view had its input's storage. Linear in nodes.
+    """
+    graph = joint.graph
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = _same_as(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        elif node.target is aten.view.default and not _can_view(*node.args[:2]):
+            _reshape_instead(node)
+
+
+def _same_as(node: fx.Node) -> fx.Node | None:
+    """The node that already holds what `node` shows, if there is one."""
+    source = _first_argument(node)
+    if source is None:
+        return None
+    if node.target in _ALIASES:
+        return source
+    if node.target not in _VIEWS:
+        return None
+    if shows_the_same(node, source):
+        return source
+    before = _first_argument(source) if source.target in _VIEWS else None
+    return before if before is not None and shows_the_same(node, before) else None
+
+
+def _first_argument(node: fx.Node) -> fx.Node | None:
+    first = node.args[0] if node.args else None
+    return first if isinstance(first, fx.Node) else None
+
+
+def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
+    """Whether two tensors on one storage are the same elements in the same places.
+
+    Shape, strides and offset say so whatever views lie between the two: swapping two
+    dimensions of equal size, for one, exchanges their strides.
+    """
+    x, y = value_of(view), value_of(source)
+    return (
+        isinstance(x, torch.Tensor)
+        and isinstance(y, torch.Tensor)
+        and x.shape == y.shape
+        and x.stride() == y.stride()
+        and x.storage_offset() == y.storage_offset()
+        and x.dtype == y.dtype
+    )
+
+
+def _reshape_instead(view: fx.Node) -> None:
+    source, shape = view.args[:2]
+    view.target = aten.reshape.default
+    # a copy, and laid out as copies are
+    view.meta["val"] = value_of(source).reshape(shape)  # type: ignore[arg-type]
+
+
+def _can_view(source: fx.Node, shape: object) -> bool:
+    """Whether a node's (fake) value can be shown in another shape without a copy."""
+    value = source.meta.get("val")
+    if not isinstance(value, torch.Tensor) or value.is_contiguous():
+        return True
+    try:
+        value.view(shape)  # type: ignore[call-overload]
+    except (RuntimeError, ValueError):
+        return False
+    return True

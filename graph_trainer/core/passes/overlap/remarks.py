@@ -1,0 +1,61 @@
+"""What a schedule moved, and how much communication that hides."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from torch import fx
+
+from graph_trainer.core.analysis.collective_purpose import traffic_of
+from graph_trainer.core.passes.overlap.schedule_graph import View
+from graph_trainer.core.simulation.timeline import Timeline
+
+_LEAST = 5e-6
+"""Seconds of a change that is worth a line."""
+
+
+def remarks_on(view: View, order: Sequence[int], before: Timeline, after: Timeline) -> list[str]:
+    """The sum in one line; behind it a line for every collective for which compute stands still
+    longer or shorter than before. Linear in nodes.
+
+    Arguments:
+        order: the places of the old order, in the new one.
+        before, after: the step played in either order.
+    """
+    traffic = traffic_of(view.issued)
+    old, new = _computed_before(view, range(len(order))), _computed_before(view, order)
+    earlier = {view.nodes[place]: old[place] - new[place] for place in view.group}
+    was, now = _exposed(before), _exposed(after)
+    sums = []
+    for kind in dict.fromkeys(traffic.values()):
+        nodes = [node for node in earlier if traffic[node] is kind]
+        moved = sum(earlier[node] > 0 for node in nodes)
+        seconds = [sum(found[node] for node in nodes) for found in (was, now)]
+        sums.append(
+            f"{kind.value.replace('_', ' ')}: {moved} of {len(nodes)} start earlier, exposed "
+            f"{seconds[0] * 1e3:.1f} ms before and {seconds[1] * 1e3:.1f} ms now"
+        )
+    lines = [
+        f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
+        f"{was[c.node] * 1e3:.3f} ms before and {now[c.node] * 1e3:.3f} ms now"
+        for c in view.issued
+        if c.node in earlier and abs(was[c.node] - now[c.node]) > _LEAST
+    ]
+    return ["; ".join(sums), *lines]
+
+
+def _computed_before(view: View, order: Sequence[int]) -> dict[int, int]:
+    """By place, how many nodes compute before it in this order."""
+    found, passed = {}, 0
+    for place in order:
+        found[place] = passed
+        passed += view.seconds[place] > 0 and place not in view.group
+    return found
+
+
+def _exposed(timeline: Timeline) -> dict[fx.Node, float]:
+    total: dict[fx.Node, float] = defaultdict(float)
+    for each in timeline.exposed:
+        total[each.collective.node] += each.seconds
+    return total

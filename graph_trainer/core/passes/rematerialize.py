@@ -1,0 +1,175 @@
+"""The one pass that duplicates nodes: recompute in backward what is tagged for it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.graph.joint_graph import (
+    JointGraph,
+    Phase,
+    copy_annotations,
+    is_backward,
+    recompute_policy,
+)
+from graph_trainer.core.graph.ops import (
+    LastWrites,
+    aliased_input,
+    is_getitem,
+    is_random,
+    subgraph_of,
+    written_arguments,
+)
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.errors import PassError
+
+
+@graph_pass(
+    stage=Stage.REMATERIALIZE, summary="Recompute tagged nodes in backward, free them after forward"
+)
+def rematerialize(joint: JointGraph, options: NoOptions) -> None:
+    """Give backward its own copy of every node tagged MUST_RECOMPUTE that it reads.
+
+    A copy stands in front of its first backward reader and serves all later ones; what it
+    reads is copied with it as far as that is tagged too. A getitem without a tag follows the
+    op that made the tuple. Random ops are never copied: they count as saved. A higher-order
+    op's subgraphs are copied with it. Copies carry no tag, so running the pass again changes
+    nothing.
+
+    Relies on phases and tags, whoever wrote them. Guarantees equal values.
+
+    Raises:
+        PassError: a tagged node writes in place, or something writes in place what it reads
+            or makes before backward reads it: running it again would give another result.
+
+    Linear in nodes.
+    """
+    graph = joint.graph
+    tagged = {n for n in graph.nodes if _to_be_recomputed(n)}
+    if not tagged:
+        return
+    writes = LastWrites(graph)
+    copier = _Copier(joint)
+    copies = copier.copies
+    for reader in list(graph.nodes):
+        if not is_backward(reader):
+            continue
+        for node in _needed(reader, tagged, copies):
+            _check_may_run_again(node, reader, writes)
+            with graph.inserting_before(reader):
+                copier.copy(node)
+        if any(source in copies for source in reader.all_input_nodes):
+            reader.args = fx.map_arg(reader.args, lambda n: copies.get(n, n))
+            reader.kwargs = fx.map_arg(reader.kwargs, lambda n: copies.get(n, n))
+    _drop_unread_originals(graph, copies)
+
+
+def _to_be_recomputed(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_backward(node) or is_random(node):
+        return False
+    policy = recompute_policy(node)
+    if is_getitem(node):
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        # alone it would keep the whole tuple alive
+        untagged_or_agreed = policy in (None, CheckpointPolicy.MUST_RECOMPUTE)
+        return untagged_or_agreed and _to_be_recomputed(source)
+    return policy is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
+    """The tagged nodes behind a reader that have no copy yet, inputs before readers."""
+    order: list[fx.Node] = []
+    seen: set[fx.Node] = set()
+    stack = [(n, False) for n in reversed(reader.all_input_nodes)]
+    while stack:
+        node, inputs_done = stack.pop()
+        if inputs_done:
+            order.append(node)
+            continue
+        if node not in tagged or node in copies or node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack += [(n, False) for n in reversed(node.all_input_nodes)]
+    return order
+
+
+class _Copier:
+    """Copies nodes to where the graph inserts now, reading the copies made before."""
+
+    def __init__(self, joint: JointGraph) -> None:
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self._joint = joint
+        self._times: Counter[str] = Counter()
+
+    def copy(self, node: fx.Node) -> None:
+        """Copy one node with its annotations, as backward's and without its tag."""
+        made = self._joint.graph.node_copy(node, self._argument)
+        copy_annotations(node, made, phase=Phase.BACKWARD)
+        self.copies[node] = made
+
+    def _argument(self, source: fx.Node) -> fx.Node:
+        module = subgraph_of(source)
+        if module is None:
+            return self.copies.get(source, source)
+        joint, target = self._joint, str(source.target)
+        name = self._free_name(target.replace(".", "_"))
+        joint.graph_module.add_submodule(name, _copy_module(module))
+        attribute = joint.graph.get_attr(name)
+        attribute.meta.update(source.meta)
+        return attribute
+
+    def _free_name(self, stem: str) -> str:
+        while True:
+            name = f"{stem}_recomputed_{self._times[stem]}"
+            self._times[stem] += 1
+            if not hasattr(self._joint.graph_module, name):
+                return name
+
+
+def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
+    """A subgraph of its own, so that a pass on one of the two never changes the other. Tensors
+    that it holds stay shared; graphs within it are copied too."""
+    made = fx.GraphModule(module, copy.deepcopy(module.graph))
+    for name, inner in list(made.named_children()):
+        if isinstance(inner, fx.GraphModule):
+            setattr(made, name, _copy_module(inner))
+    return made
+
+
+def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> None:
+    """Refuse a node that would not give `reader` what it gives now."""
+    what = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
+    if written_arguments(node):
+        raise PassError(
+            f"{what} writes in place; running it twice would write twice: tag it MUST_SAVE"
+        )
+    shared = aliased_input(node)
+    if shared is None and (writer := writes.between(node, reader, node)) is not None:
+        raise PassError(f"{what} '{writer.name}' writes in place what it made: tag it MUST_SAVE")
+    for source in node.all_input_nodes:
+        # a view sees what is written later whenever it is taken
+        if source is shared:
+            continue
+        writer = writes.between(node, reader, source)
+        if writer is not None:
+            raise PassError(
+                f"{what} reads '{source.name}', which '{writer.name}' writes in place after it: "
+                "tag it MUST_SAVE"
+            )
+
+
+def _drop_unread_originals(graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+    """A chain that only backward read has moved there whole. What was copied has no effect of
+    its own, or it had been refused."""
+    for node in reversed(list(graph.nodes)):
+        if node in copies and not node.users:
+            subgraphs = [n for n in node.all_input_nodes if subgraph_of(n) is not None]
+            graph.erase_node(node)
+            for attribute in subgraphs:
+                if not attribute.users:
+                    graph.erase_node(attribute)

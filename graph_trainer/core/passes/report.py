@@ -1,0 +1,177 @@
+"""What each pass did: nodes, collectives, bytes, predicted peak."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.joint_graph import (
+    JointGraph,
+    Phase,
+    compute_nodes,
+    module_of,
+    parameter_of,
+    phase_of,
+    role_of,
+    value_of,
+)
+from graph_trainer.core.graph.ops import collective_name, is_collective
+
+_MIB = 1024**2
+
+HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
+"""What `Report.cells` gives: parameter and other all-gathers by phase, reductions of both
+kinds, MiB that all collectives read on this rank, predicted peak above the inputs, seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport:
+    """The graph after one pass."""
+
+    name: str
+    seconds: float
+    nodes: int
+    collectives: dict[tuple[str, str], int]
+    """Number of collectives by (kind, phase)."""
+    collective_bytes: int
+    """Bytes that the collectives read on this rank."""
+    peak_bytes: int
+    """Predicted peak of what the graph allocates, above parameters and batch."""
+    rolled_back: str = ""
+    """Why what the pass did was taken back; empty where it was not."""
+    remarks: tuple[str, ...] = ()
+    """What the pass says of its work, the sum of it first."""
+
+    def count(self, kind: str, phase: Phase | None = None) -> int:
+        """How many collectives of one kind, in one phase or in all."""
+        return sum(
+            number
+            for (found, where), number in self.collectives.items()
+            if found == kind and (phase is None or where == phase.value)
+        )
+
+
+def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
+    """One report row of the graph as it is now. Linear in nodes."""
+    counts: Counter[tuple[str, str]] = Counter()
+    total = 0
+    nodes = 0
+    for node in compute_nodes(joint.graph):
+        nodes += 1
+        if is_collective(node):
+            phase = phase_of(node)
+            counts[(collective_name(node), phase.value if phase else "")] += 1
+            total += sum(map(num_bytes, collective_inputs(node)))
+    return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
+
+
+def state_of(joint: JointGraph) -> list[object]:
+    """All that an analysis depends on, node by node: equal lists for a graph that a pass left as
+    it was. Linear in nodes, and far cheaper than any analysis."""
+    return [
+        (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
+        + (id(value_of(n)),)
+        for n in joint.graph.nodes
+    ]
+
+
+class Measured:
+    """Report rows of one graph; where nothing changed, the numbers of the row before."""
+
+    def __init__(self) -> None:
+        self._state: list[object] = []
+        self._row: PassReport | None = None
+
+    def row(self, joint: JointGraph, name: str, seconds: float) -> PassReport:
+        """One row of the graph as it is now."""
+        state = state_of(joint)
+        if self._row is None or state != self._state:
+            self._row = measure(joint, name, seconds)
+        self._state = state
+        self._row = replace(self._row, name=name, seconds=seconds)
+        return self._row
+
+
+class Remarked(Protocol):
+    """A row of a pass that may say something of its work."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def remarks(self) -> tuple[str, ...]: ...
+
+
+def standing_remarks(rows: Sequence[Remarked]) -> list[str]:
+    """A line for every pass that says something of its work. Of a pass that has several rows,
+    rolled back or run again behind one that was, only the last is what the graph has."""
+    latest = {row.name: row for row in rows}
+    return [f"{row.name}: {row.remarks[0]}" for row in latest.values() if row.remarks]
+
+
+@dataclass(slots=True)
+class Report:
+    """A row a pass, the first being the graph as captured."""
+
+    rows: list[PassReport]
+
+    @property
+    def last(self) -> PassReport:
+        """The graph as it is compiled."""
+        return self.rows[-1]
+
+    def cells(self) -> list[list[str]]:
+        """The rows as text under HEADINGS; numbers that a pass changed carry the change."""
+        table, before = [], None
+        for row in self.rows:
+            name = f"{row.name}, rolled back" if row.rolled_back else row.name
+            table.append([name, *_cells(row, before)])
+            before = row
+        return table
+
+    def notes(self) -> list[str]:
+        """A line for every pass that was rolled back, and one for every other that has something
+        to say of its work."""
+        return standing_remarks(self.rows) + [
+            f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back
+        ]
+
+    def __str__(self) -> str:
+        table = [list(HEADINGS), *self.cells()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS))]
+        lines = []
+        for name, *numbers in table:
+            right = [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), *right]))
+        return "\n".join([*lines, *self.notes()])
+
+
+def _cells(row: PassReport, before: PassReport | None) -> list[str]:
+    def cell(value: float, old: float | None, digits: int = 0) -> str:
+        text = f"{value:,.{digits}f}"
+        if old is None or round(value - old, digits) == 0:
+            return text
+        return f"{text} {value - old:+,.{digits}f}"
+
+    def gathers(report: PassReport, *phases: Phase) -> int:
+        return sum(report.count("all_gather_into_tensor", phase) for phase in phases)
+
+    def reductions(report: PassReport) -> int:
+        return report.count("reduce_scatter_tensor") + report.count("all_reduce")
+
+    def old(function: object) -> float | None:
+        return None if before is None else function(before)  # type: ignore[operator]
+
+    readings = (
+        (lambda r: r.nodes, 0),
+        (lambda r: gathers(r, Phase.FORWARD, Phase.LOSS), 0),
+        (lambda r: gathers(r, Phase.BACKWARD), 0),
+        (reductions, 0),
+        (lambda r: r.collective_bytes / _MIB, 1),
+        (lambda r: r.peak_bytes / _MIB, 1),
+    )
+    cells = [cell(read(row), old(read), digits) for read, digits in readings]
+    return [*cells, f"{row.seconds:.2f}"]

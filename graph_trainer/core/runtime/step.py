@@ -1,0 +1,180 @@
+"""JointGraph -> a step that a training loop calls with its model and its batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.runtime.backends.base import BoxedFunction, compile_with
+from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.errors import CaptureError
+
+Gradients = dict[str, torch.Tensor]
+
+_Place = tuple[tuple[str, ...], str, str]
+"""Names of the modules on the way, "_parameters" or "_buffers", and the name there."""
+
+
+class Step:
+    """A compiled train step: `loss, gradients = step(model, *args, **kwargs)`.
+
+    Gradients are by parameter FQN, DTensors where the parameter is one, and absent for
+    parameters that the loss does not reach; a graph without backward gives none. Nothing is
+    written to `.grad`; buffers that forward changes are changed in place.
+    """
+
+    def __init__(self, joint: JointGraph, run: BoxedFunction) -> None:
+        self.joint = joint
+        self._run = run
+        self._state_inputs = [i for i in joint.signature.inputs if i.kind is not InputKind.BATCH]
+        self._batch_inputs = [i for i in joint.signature.inputs if i.kind is InputKind.BATCH]
+        self._places: list[list[_Place]] | None = None
+        self._device_types = {i.layout.device.type for i in joint.signature.inputs}
+
+    def __call__(
+        self, model: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Gradients]:
+        """Run the step.
+
+        Raises:
+            CaptureError: the model's tensors or the batch are not those that were captured.
+            CollectiveError: a collective timed out or lost its connection (gloo; see `stall`).
+        """
+        values = self._state_values(model)
+        self._check_mode(model)
+        values += self._batch_values(args, kwargs)
+        try:
+            with self._as_captured():
+                results = iter(self._run(values))
+        except RuntimeError as error:
+            failed = failed_collective(error, self.joint)
+            if failed is None:
+                raise
+            raise failed from error
+        loss: torch.Tensor | None = None
+        gradients: Gradients = {}
+        for spec in self.joint.signature.outputs:
+            parts = [next(results) for _ in range(spec.layout.num_tensors)]
+            tensor = wrap(parts, spec.layout)
+            if spec.kind is OutputKind.LOSS:
+                loss = tensor
+            else:
+                gradients[spec.name] = tensor
+        assert loss is not None
+        return loss, gradients
+
+    def _check_mode(self, model: nn.Module) -> None:
+        captured = self.joint.training
+        training = tuple(module.training for module in model.modules())
+        # another number of modules holds the same tensors; which is which cannot be told
+        if len(captured) == len(training) and captured != training:
+            raise CaptureError(
+                "some of the model's modules were in another mode when the graph was captured "
+                "(train() or eval()); dropout and norms are another graph then: capture again"
+            )
+
+    def _as_captured(self) -> contextlib.AbstractContextManager[object]:
+        """Autocast has written its casts into the graph; it must not cast a second time."""
+        stack = contextlib.ExitStack()
+        for device_type in self._device_types:
+            if device_type != "meta" and torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        return stack
+
+    def _state_values(self, model: nn.Module) -> list[torch.Tensor]:
+        # Walking the names of a large model costs more than all the rest of a call, so where
+        # each tensor hangs is remembered; what hangs there is read and checked every time.
+        if self._places is not None:
+            with contextlib.suppress(KeyError):
+                return self._values_at(self._places, model)
+        self._places = self._find_places(model)
+        return self._values_at(self._places, model)
+
+    def _find_places(self, model: nn.Module) -> list[list[_Place]]:
+        found: dict[str, _Place] = {}
+        for kind, named in (
+            ("_parameters", model.named_parameters(remove_duplicate=False)),
+            ("_buffers", model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, _ in named:
+                *path, last = name.split(".")
+                found[clean_fqn(name)] = (tuple(path), kind, last)
+        for spec in self._state_inputs:
+            for name in (spec.name, *spec.aliases):
+                if name not in found:
+                    raise CaptureError(
+                        f"the model has no {spec.kind.value} '{name}', which the graph was "
+                        "captured with"
+                    )
+        return [[found[n] for n in (spec.name, *spec.aliases)] for spec in self._state_inputs]
+
+    def _values_at(self, places: list[list[_Place]], model: nn.Module) -> list[torch.Tensor]:
+        modules: dict[tuple[str, ...], nn.Module] = {(): model}
+
+        def module_at(path: tuple[str, ...]) -> nn.Module:
+            if path not in modules:
+                modules[path] = module_at(path[:-1])._modules[path[-1]]  # type: ignore[assignment]
+            return modules[path]
+
+        values: list[torch.Tensor] = []
+        for spec, names in zip(self._state_inputs, places, strict=True):
+            tensors = [vars(module_at(path))[kind][last] for path, kind, last in names]
+            for alias, tensor in zip(spec.aliases, tensors[1:], strict=True):
+                if tensor is not tensors[0]:
+                    raise CaptureError(
+                        f"'{alias}' and '{spec.name}' were one tensor when the graph was "
+                        "captured and are two now: capture again"
+                    )
+            values += _parts(spec, tensors[0])
+        return values
+
+    def _batch_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        values: list[torch.Tensor] = []
+        tensors = self.joint.batch.take(args, kwargs)
+        for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
+            values += _parts(spec, tensor)
+        return values
+
+
+def _parts(spec: Input, tensor: torch.Tensor) -> list[torch.Tensor]:
+    if spec.kind is InputKind.PARAMETER and tensor.requires_grad != spec.requires_grad:
+        raise CaptureError(
+            f"parameter '{spec.name}' was {'trainable' if spec.requires_grad else 'frozen'} when "
+            "the graph was captured and is not now: capture again"
+        )
+    if not spec.layout.matches(tensor):
+        raise CaptureError(
+            f"{spec.kind.value} '{spec.name}' is {unwrap(tensor)[1].describe()}; the graph was "
+            f"captured with {spec.layout.describe()}: capture again for this one"
+        )
+    # detached part by part: to detach a DTensor would dispatch it
+    return [part.detach() for part in unwrap(tensor)[0]]
+
+
+def compile(joint: JointGraph, backend: str = "eager") -> Step:
+    """Compile a joint graph.
+
+    Arguments:
+        joint: as captured, or after `run_passes`.
+        backend: "eager" (the graph's own Python) or "inductor".
+
+    Returns:
+        the step, a function of the model and the batch.
+
+    Raises:
+        ConfigError: an unknown backend.
+
+    Example::
+
+        step = gt.compile(joint, backend="eager")
+        loss, gradients = step(model, tokens, labels)
+    """
+    joint.validate()
+    return Step(joint, compile_with(joint, backend))

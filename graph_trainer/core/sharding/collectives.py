@@ -1,0 +1,50 @@
+"""The three collectives that sharded data parallelism needs, as traceable ops.
+
+Each returns a finished tensor: the op and its wait stand next to each other, in eager and in
+the captured graph, and passes move them apart later. Groups of one do nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from graph_trainer.core.torch_private import c10d_functional
+
+
+def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather equal shards of every rank along the first dimension.
+
+    Arguments:
+        shard: [rows, ...], contiguous, the same shape on every rank.
+
+    Returns:
+        [rows * group size, ...] in rank order of the group.
+    """
+    if group.size() == 1:
+        return shard
+    gathered = c10d_functional.all_gather_into_tensor(shard, group.size(), group.group_name)
+    return c10d_functional.wait_tensor(gathered)
+
+
+def reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the group and keep this rank's rows.
+
+    Arguments:
+        full: [rows * group size, ...], contiguous.
+
+    Returns:
+        [rows, ...]
+    """
+    if group.size() == 1:
+        return full
+    # SUM and never AVG: gloo's AVG has been seen wrong; the caller scales.
+    reduced = c10d_functional.reduce_scatter_tensor(full, "sum", group.size(), group.group_name)
+    return c10d_functional.wait_tensor(reduced)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum over the group; a new tensor of the same shape."""
+    if group.size() == 1:
+        return tensor
+    return c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor, "sum", group.group_name))

@@ -1,0 +1,337 @@
+"""SimpleFSDP: a sharded parameter that all-gathers when read and reduces its gradient.
+
+There are no hooks and no flat buffers: reading `module.weight` inside forward runs an
+all-gather that autograd knows, and its backward is the reduction. Run eagerly this is a slow
+but exact FSDP that keeps everything unsharded until backward is done; captured, each of
+these reads is a few plain nodes that passes can move, merge, drop and repeat.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.fx.traceback import annotate
+
+from graph_trainer.core.graph.joint_graph import Role, annotation
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
+from graph_trainer.core.torch_private import StridedShard, concatenate_meshes
+from graph_trainer.errors import ConfigError
+
+Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
+
+_as_shards: ContextVar[bool] = ContextVar("graph_trainer_sharded_parameters", default=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a sharded parameter's two journeys."""
+
+    param_dtype: torch.dtype | None = None
+    """Dtype that parameters are cast to before they are gathered; None keeps theirs."""
+
+    reduce_dtype: torch.dtype | None = None
+    """Dtype that gradients are reduced in; None keeps the gradient's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharding:
+    """How one parameter is unsharded and how its gradient goes home."""
+
+    fqn: str
+    shard_group: dist.ProcessGroup | None
+    """Gathered over and reduce-scattered over; None where every rank holds all rows."""
+    reduce_groups: tuple[dist.ProcessGroup, ...]
+    """All-reduced over, after the reduce-scatter."""
+    rows: int
+    """Rows of the unsharded local tensor."""
+    local_rows: int
+    divisor: float
+    policy: MixedPrecisionPolicy
+    tensor_parallel: tuple[DeviceMesh, tuple[Placement, ...], torch.Size, tuple[int, ...]] | None
+    """Mesh, placements, shape and stride of the DTensor that the model computes with."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Sharding:
+        """A copy of a model communicates over the same process groups, which have no copy."""
+        return self
+
+    def unshard(self, parameter: torch.Tensor) -> torch.Tensor:
+        """The tensor that the module computes with: gathered, in the policy's dtype."""
+        shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        full = _Unshard.apply(shard, self)
+        if self.tensor_parallel is None:
+            return full
+        mesh, placements, shape, stride = self.tensor_parallel
+        # Shape and stride are given because from_local would infer local size times mesh
+        # size, which is wrong wherever tensor parallelism does not divide.
+        return DTensor.from_local(
+            full, mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+
+
+class _Unshard(torch.autograd.Function):
+    """Cast and all-gather a shard; backward reduces the gradient back to the shard."""
+
+    @staticmethod
+    def forward(ctx: Any, shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+        ctx.sharding = sharding
+        ctx.shard_dtype = shard.dtype
+        with annotate(annotation(role=Role.UNSHARD, parameter=sharding.fqn)):
+            full = shard
+            if shard.is_floating_point() and sharding.policy.param_dtype is not None:
+                full = shard.to(sharding.policy.param_dtype)
+            if sharding.shard_group is not None:
+                full = _gather_rows(full, sharding)
+            # autograd wants a tensor of its own where nothing was cast and nothing gathered
+            return full.view_as(full) if full is shard else full
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sharding: _Sharding = ctx.sharding
+        with annotate(annotation(role=Role.REDUCE_GRAD, parameter=sharding.fqn)):
+            if grad.is_floating_point() and sharding.policy.reduce_dtype is not None:
+                grad = grad.to(sharding.policy.reduce_dtype)
+            if sharding.shard_group is not None:
+                grad = _scatter_rows(grad, sharding)
+            for group in sharding.reduce_groups:
+                grad = all_reduce(grad.contiguous(), group)
+            if sharding.divisor != 1:
+                grad = grad / sharding.divisor
+            return grad.to(ctx.shard_dtype), None
+
+
+def _rows_per_rank(sharding: _Sharding) -> int:
+    assert sharding.shard_group is not None
+    return -(-sharding.rows // sharding.shard_group.size())
+
+
+def _gather_rows(shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+    """[local rows, ...] -> [rows, ...]. Ranks past the last full one hold fewer rows or none,
+    so each sends the same padded number, and all padding ends up behind the last row."""
+    assert sharding.shard_group is not None
+    padded = _pad_rows(shard.contiguous(), _rows_per_rank(sharding))
+    full = all_gather(padded, sharding.shard_group)
+    return full if full.shape[0] == sharding.rows else full.narrow(0, 0, sharding.rows)
+
+
+def _scatter_rows(grad: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+    """[rows, ...] -> [local rows, ...], summed over the group."""
+    assert sharding.shard_group is not None
+    per_rank = _rows_per_rank(sharding)
+    padded = _pad_rows(grad.contiguous(), per_rank * sharding.shard_group.size())
+    mine = reduce_scatter(padded, sharding.shard_group)
+    return mine if per_rank == sharding.local_rows else mine.narrow(0, 0, sharding.local_rows)
+
+
+def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    missing = rows - tensor.shape[0]
+    if missing == 0:
+        return tensor
+    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))])
+
+
+@contextlib.contextmanager
+def sharded_parameters() -> Iterator[None]:
+    """Inside, reading `module.weight` gives the sharded parameter itself.
+
+    For code that writes parameters: initialisation, tying, surgery on a model.
+    """
+    token = _as_shards.set(True)
+    try:
+        yield
+    finally:
+        _as_shards.reset(token)
+
+
+def simple_fsdp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    mode: Mode = "fully_shard",
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    gradient_divide_factor: float | None = None,
+) -> nn.Module:
+    """Shard the parameters of `model` in place, and gather them whenever they are read.
+
+    Arguments:
+        model: any module, on a device or on meta; every rank must hold the same values.
+            Parameters that are DTensors already (tensor parallelism) are sharded again by
+            rows. Frozen and tied parameters stay so. Scalars are replicated.
+        mesh: the data-parallel mesh: one dimension for "fully_shard" and "replicate",
+            (replicate, shard) for "hybrid_shard".
+        mode: "fully_shard" (FSDP), "hybrid_shard" (HSDP) or "replicate" (DDP).
+        mp_policy: dtypes to compute and to reduce in.
+        gradient_divide_factor: what summed gradients are divided by. None: the number of
+            data-parallel ranks, so that a mean loss on each rank gives the mean gradient.
+
+    Returns:
+        `model` itself. Its parameters are DTensors on `mesh` (before the mesh of tensor
+        parallelism, where there is one), split by rows like FSDP2's.
+
+    Raises:
+        ConfigError: an unknown mode, a mesh that does not fit it, a model sharded before.
+
+    Example::
+
+        mesh = init_device_mesh("cpu", (8,))
+        model = simple_fsdp(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    """
+    _check_mode(mode, mesh)
+    for name, module in model.named_modules():
+        if isinstance(module, _Sharded):
+            raise ConfigError(
+                f"module '{name}' ({type(module).__name__}) is sharded already; call simple_fsdp "
+                "once, on the root"
+            )
+    policy = mp_policy or MixedPrecisionPolicy()
+    divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
+    sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
+    for fqn, parameter in model.named_parameters():
+        sharded[id(parameter)] = _shard(clean_fqn(fqn), parameter, mesh, mode, policy, divisor)
+    classes: dict[tuple[type, tuple[str, ...]], type] = {}
+    for module in list(model.modules()):
+        own = {name: p for name, p in module._parameters.items() if p is not None}
+        if not own:
+            continue
+        module.graph_trainer_sharding = {  # type: ignore[assignment]
+            name: sharded[id(p)][1] for name, p in own.items()
+        }
+        for name, parameter in own.items():
+            module._parameters[name] = sharded[id(parameter)][0]
+        key = (type(module), tuple(own))
+        if key not in classes:
+            classes[key] = _reading_class(*key)
+        module.__class__ = classes[key]
+    return model
+
+
+class _Sharded:
+    """Marks a module whose parameter reads gather."""
+
+
+def _reading_class(base: type, names: tuple[str, ...]) -> type:
+    """A subclass of `base` whose attributes `names` gather the parameter they name.
+
+    A property of the class stands before nn.Module's lookup in `_parameters`, so forward
+    sees the gathered tensor and named_parameters, state_dict and the optimizer the shard.
+    """
+    reads = {name: property(_reader(name)) for name in names}
+    return type(base.__name__, (_Sharded, base), {**reads, "__module__": base.__module__})
+
+
+def _reader(name: str) -> Any:
+    def read(module: nn.Module) -> torch.Tensor | None:
+        parameter = module._parameters[name]
+        if parameter is None or _as_shards.get():
+            return parameter
+        try:
+            return module.graph_trainer_sharding[name].unshard(parameter)  # type: ignore[index, union-attr]
+        except AttributeError as error:
+            # nn.Module.__getattr__ would swallow it and hand out the shard instead
+            raise RuntimeError(f"gathering parameter '{name}' failed: {error}") from error
+
+    return read
+
+
+def shard_of(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
+    """This rank's part of a whole tensor, laid out like a parameter that `simple_fsdp` made.
+
+    Arguments:
+        whole: plain tensor of the parameter's global shape.
+        parameter: a sharded parameter, or any DTensor with placements Shard and Replicate.
+
+    Returns:
+        a plain tensor of the local shape; no rank talks to another.
+    """
+    mesh, placements = parameter.device_mesh, parameter.placements
+    local = whole
+    # From the innermost mesh dimension out: tensor parallelism splits first, FSDP splits
+    # what that leaves, which is what a strided shard says.
+    for dim in reversed(range(mesh.ndim)):
+        placement = placements[dim]
+        if isinstance(placement, (Shard, StridedShard)):
+            local = _part_of_rank(local, placement.dim, mesh, dim)
+    return local
+
+
+def _check_mode(mode: str, mesh: DeviceMesh) -> None:
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode is '{mode}'; it must be one of {', '.join(get_args(Mode))}")
+    wanted = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != wanted:
+        raise ConfigError(
+            f"mode '{mode}' needs a mesh of {wanted} dimension{'s' if wanted > 1 else ''}"
+            f"{' (replicate, shard)' if wanted > 1 else ''} and got one of {mesh.ndim}: {mesh}"
+        )
+
+
+def _shard(
+    fqn: str,
+    parameter: nn.Parameter,
+    mesh: DeviceMesh,
+    mode: Mode,
+    policy: MixedPrecisionPolicy,
+    divisor: float,
+) -> tuple[nn.Parameter, _Sharding]:
+    """One parameter's shard on this rank, as a DTensor parameter, and how to gather it."""
+    data = parameter.detach()
+    tensor_parallel = None
+    local, full_mesh = data, mesh
+    placements: tuple[Placement, ...] = ()
+    shape, stride = data.shape, data.stride()
+    if isinstance(data, DTensor):
+        if any(isinstance(p, Partial) for p in data.placements):
+            raise ConfigError(f"parameter '{fqn}' is a partial DTensor; it cannot be sharded")
+        tensor_parallel = (data.device_mesh, data.placements, data.shape, data.stride())
+        placements = data.placements
+        local = data.to_local()
+        full_mesh = concatenate_meshes([mesh, data.device_mesh])
+    by_rows = mode != "replicate" and local.ndim > 0
+    shard_dim = mesh.ndim - 1
+    rows = local.shape[0] if local.ndim else 0
+    if by_rows:
+        # a copy, so that the unsharded storage is freed
+        shard = _part_of_rank(local, 0, mesh, shard_dim).contiguous().clone()
+        rows_here = shard.shape[0]
+        split = _ranks_that_split_rows(data)
+        row_placement: Placement = StridedShard(0, split_factor=split) if split > 1 else Shard(0)
+        group = mesh.get_group(shard_dim)
+        others = tuple(mesh.get_group(d) for d in range(shard_dim))
+    else:
+        shard, rows_here, row_placement, group = local.clone(), rows, Replicate(), None
+        others = tuple(mesh.get_group(d) for d in range(mesh.ndim))
+    own = tuple(Replicate() for _ in range(shard_dim)) + (row_placement,)
+    sharding = _Sharding(fqn, group, others, rows, rows_here, divisor, policy, tensor_parallel)
+    dtensor = DTensor.from_local(
+        shard, full_mesh, own + placements, run_check=False, shape=shape, stride=stride
+    )
+    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad), sharding
+
+
+def _part_of_rank(
+    tensor: torch.Tensor, tensor_dim: int, mesh: DeviceMesh, mesh_dim: int
+) -> torch.Tensor:
+    """The first ranks hold ceil(size / ranks), later ones fewer or none, as torch.chunk has it."""
+    size = tensor.shape[tensor_dim]
+    per_rank = -(-size // mesh.size(mesh_dim))
+    start = min(mesh.get_local_rank(mesh_dim) * per_rank, size)
+    return tensor.narrow(tensor_dim, start, min(per_rank, size - start))
+
+
+def _ranks_that_split_rows(data: torch.Tensor) -> int:
+    """Into how many parts tensor parallelism has already cut the rows."""
+    parts = 1
+    if isinstance(data, DTensor):
+        for size, placement in zip(data.device_mesh.shape, data.placements, strict=True):
+            if isinstance(placement, Shard) and placement.dim == 0:
+                parts *= size
+    return parts

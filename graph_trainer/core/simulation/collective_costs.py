@@ -1,0 +1,68 @@
+"""How long a collective takes on a network: latency and bandwidth, by the better of two ways."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from graph_trainer.core.analysis.collectives import Collective
+from graph_trainer.core.simulation.hardware import Hardware
+
+
+def collective_seconds(collective: Collective, hardware: Hardware) -> float:
+    """Seconds from the start of a collective to its end, nothing else on its links.
+
+    An all-gather of n ranks moves (n - 1) / n of its output over every link, a reduce-scatter
+    of its input, an all-reduce both. In a ring of n ranks that takes n - 1 messages one behind
+    the other; recursive doubling takes log2(n), but sends each rank's share across nodes by
+    its own network card alone, where a ring of nodes uses all cards of a node. (Thakur,
+    Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005;
+    the bandwidth terms are those that nccl-tests calls bus bandwidth.)
+    """
+    size = len(collective.ranks)
+    if size == 1:
+        return 0.0
+    moved, rounds = _moved(collective, size)
+    nodes, members, most = placement(collective.ranks, hardware.devices_per_node)
+    if nodes == 1:
+        ring_bandwidth = tree_bandwidth = hardware.node_bytes_per_second
+        ring_latency = (size - 1) * hardware.node_latency_seconds
+        tree_latency = math.ceil(math.log2(size)) * hardware.node_latency_seconds
+    else:
+        ring_bandwidth = min(
+            hardware.node_bytes_per_second if members > 1 else math.inf,
+            members * hardware.network_bytes_per_second,
+        )
+        tree_bandwidth = hardware.network_bytes_per_second
+        inside = (size - nodes) * hardware.node_latency_seconds
+        ring_latency = inside + (nodes - 1) * hardware.network_latency_seconds
+        tree_latency = (
+            math.ceil(math.log2(most)) * hardware.node_latency_seconds
+            + math.ceil(math.log2(nodes)) * hardware.network_latency_seconds
+        )
+
+    def seconds(latency: float, bandwidth: float) -> float:
+        return rounds * latency + moved / (bandwidth * hardware.link_efficiency)
+
+    if "all_to_all" in collective.kind:  # every rank's own card carries what it sends away
+        return hardware.collective_seconds + seconds(ring_latency, tree_bandwidth)
+    fastest = min(seconds(ring_latency, ring_bandwidth), seconds(tree_latency, tree_bandwidth))
+    return hardware.collective_seconds + fastest
+
+
+def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, int]:
+    """How many nodes a group spans, and the fewest and the most of its ranks on one of them.
+
+    Ranks are placed one after the other, as launchers do: 0 to 7 on the first node of eight.
+    """
+    per_node = Counter(rank // devices_per_node for rank in ranks)
+    return len(per_node), min(per_node.values()), max(per_node.values())
+
+
+def _moved(collective: Collective, size: int) -> tuple[float, int]:
+    """Bytes over each rank's link, and how often the ranks go round."""
+    kind, part = collective.kind, (size - 1) / size
+    if "all_reduce" in kind or "allreduce" in kind:
+        return 2 * part * collective.input_bytes, 2
+    return part * max(collective.input_bytes, collective.output_bytes), 1

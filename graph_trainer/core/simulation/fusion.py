@@ -1,0 +1,213 @@
+"""Which nodes a compiler makes one kernel of, and what it then never writes to memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import JointGraph, Phase, phase_of, tensors_of
+from graph_trainer.core.graph.ops import (
+    Storage,
+    aliased_input,
+    argument,
+    aten,
+    is_collective,
+    is_getitem,
+    is_random,
+    is_wait,
+    schema_of,
+    storage_roots,
+    written_arguments,
+)
+
+# Two nodes that are further apart in the graph are not fused: Inductor scores fusions by how
+# near their nodes are, and what is far apart keeps a buffer alive.
+_REACH = 128
+
+_FUSIBLE_REDUCTIONS = {
+    "aten::sum",
+    "aten::mean",
+    "aten::amax",
+    "aten::amin",
+    "aten::var_mean",
+    "aten::var",
+    "aten::_softmax",
+    "aten::_log_softmax",
+    "aten::_softmax_backward_data",
+    "aten::_log_softmax_backward_data",
+    "aten::nll_loss_forward",
+    "aten::nll_loss_backward",
+    "aten::gather",
+}
+_FUSIBLE_COPIES = {
+    "aten::_to_copy",
+    "aten::clone",
+    "aten::cat",
+    "aten::arange",
+    "aten::full",
+    "aten::zeros",
+    "aten::zeros_like",
+    "aten::ones",
+    "aten::ones_like",
+    "aten::scalar_tensor",
+    "aten::silu_backward",
+    "aten::gelu_backward",
+    "aten::embedding",
+    "aten::native_dropout_backward",
+    "aten::view_as_complex",
+    "aten::constant_pad_nd",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Fusion:
+    """Groups of nodes that become one kernel."""
+
+    group: dict[fx.Node, int]
+    """The group of every fusible node; nodes of a group run as one kernel."""
+    kept_inside: set[Storage]
+    """Storages that only their own group reads: they are never allocated."""
+
+
+def no_fusion() -> Fusion:
+    """Every node its own kernel, as an eager backend runs them."""
+    return Fusion({}, set())
+
+
+def fuse(
+    joint: JointGraph,
+    may_fuse: Callable[[fx.Node], bool] = lambda node: True,
+    looks_through: Callable[[fx.Node], bool] = lambda node: False,
+) -> Fusion:
+    """Group elementwise and reducing nodes as a compiler would. Linear in nodes.
+
+    A node joins the groups of all fusible nodes that it reads, and makes them one, when they are
+    of one phase, near one another, and nothing that cannot be fused lies on a path between them:
+    every node has a depth, the number of unfusible nodes on the longest way to it, and a group
+    is of one depth. Groups that wait for each other cannot come about: what a node reads without
+    joining it takes in no more nodes.
+
+    Arguments:
+        may_fuse: nodes that the compiler sees; it leaves the others as they are.
+        looks_through: nodes that neither fuse nor keep others apart, as if they were not there.
+    """
+    graph = joint.graph
+    depth: dict[fx.Node, int] = {}
+    groups = _Groups()
+    source_of: dict[fx.Node, fx.Node] = {}  # behind views
+    place = -1
+    for node in graph.nodes:
+        if looks_through(node):
+            source_of[node] = node
+            depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
+            continue
+        place += 1
+        fusible, view = is_fusible(node) and may_fuse(node), is_free(node)
+        inputs = node.all_input_nodes
+        source_of[node] = source_of[inputs[0]] if view and inputs else node
+        barrier = 0 if fusible or view else 1
+        depth[node] = max((depth[n] for n in inputs), default=0) + barrier
+        if fusible:
+            sources = [source_of[n] for n in inputs]
+            groups.add(node, place, [s for s in sources if depth[s] == depth[node]])
+    group = groups.by_node()
+    return Fusion(group, _kept_inside(graph, storage_roots(graph), group))
+
+
+class _Groups:
+    """Groups of nodes, named by the position of their first node, that grow together."""
+
+    def __init__(self) -> None:
+        self._group: dict[fx.Node, int] = {}
+        self._phase: dict[int, Phase | None] = {}
+        self._merged_into: dict[int, int] = {}
+        self._closed: set[int] = set()
+
+    def add(self, node: fx.Node, place: int, sources: list[fx.Node]) -> None:
+        """Put a node into the groups of those that it reads, where it may, or into its own."""
+        phase = phase_of(node)
+        found = {self._now(self._group[s]) for s in sources if s in self._group}
+        joined = {
+            g for g in found - self._closed if self._phase[g] is phase and place - g <= _REACH
+        }
+        self._closed |= found - joined
+        first = min(joined, default=place)
+        for each in joined - {first}:
+            self._merged_into[each] = first
+        self._group[node] = first
+        self._phase[first] = phase
+
+    def by_node(self) -> dict[fx.Node, int]:
+        """The group of every node, after all."""
+        return {node: self._now(group) for node, group in self._group.items()}
+
+    def _now(self, group: int) -> int:
+        way = []
+        while group in self._merged_into:
+            way.append(group)
+            group = self._merged_into[group]
+        for each in way:
+            self._merged_into[each] = group
+        return group
+
+
+def _kept_inside(
+    graph: fx.Graph, roots: dict[fx.Node, Storage], group: dict[fx.Node, int]
+) -> set[Storage]:
+    inside = {roots[node] for node in group if roots[node] == (node, 0)}
+    for node in graph.nodes:
+        if is_free(node):
+            continue
+        for source in node.all_input_nodes:
+            root = roots[source]
+            if root in inside and group.get(node) != group[root[0]]:
+                inside.discard(root)
+    return inside
+
+
+def is_free(node: fx.Node) -> bool:
+    """Whether a node computes nothing: a view, a wait, one result of several."""
+    if node.op != "call_function":
+        return node.op != "output"
+    if is_getitem(node) or is_wait(node):
+        return True
+    schema = schema_of(node)
+    if schema is None or is_collective(node):
+        return False
+    listed = bool(schema.returns) and schema.returns[0].alias_info is not None
+    return (aliased_input(node) is not None or listed) and not written_arguments(node)
+
+
+def _reduces_outer(node: fx.Node) -> bool:
+    """Whether a node sums over leading dimensions and keeps the last one.
+
+    Such a kernel walks its input the other way round than those that go row by row, a norm and
+    its gradient for one, so it reads everything once more.
+    """
+    dims = argument(node, "dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    source = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
+    if source is None or source.dim() == 0:
+        return False
+    kept = {d % source.dim() for d in dims if isinstance(d, int)}
+    return source.dim() - 1 not in kept
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a compiler can make a node part of a kernel with its neighbours."""
+    schema = schema_of(node)
+    if schema is None or is_free(node) or is_collective(node) or is_random(node):
+        return False
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    if any(t.is_complex() for t in tensors):  # Inductor generates no code for complex numbers
+        return False
+    if _reduces_outer(node):
+        return False
+    if schema.name in _FUSIBLE_REDUCTIONS or schema.name in _FUSIBLE_COPIES:
+        return True
+    assert isinstance(node.target, type(aten.add.Tensor))
+    return torch.Tag.pointwise in node.target.tags

@@ -1,0 +1,194 @@
+"""What a machine can do, as numbers that someone wrote down with their sources."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graph_trainer.errors import ConfigError
+
+_FOLDERS = (
+    Path(__file__).resolve().parents[2] / "configs" / "hardware",  # as a wheel carries it
+    Path(__file__).resolve().parents[3] / "configs" / "hardware",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """One accelerator and the network around it. configs/hardware/*.toml hold some."""
+
+    name: str
+    device: str
+    """ "cuda" or "cpu": what a step is captured for."""
+    memory_gib: float
+    """Memory of one device that programs can allocate, GiB."""
+    memory_reserved_gib: float
+    """What the driver, the context and the communication library take of it, GiB."""
+    memory_bytes_per_second: float
+    peak_flops: dict[str, float]
+    """Dense FLOP/s by dtype name, "bfloat16" for one."""
+    matmul_efficiency: float
+    """What matmuls reach of `peak_flops` at the full power limit."""
+    attention_efficiency: float
+    """What fused attention reaches of `peak_flops` at the full power limit."""
+    memory_efficiency: float
+    """What elementwise and reducing kernels reach of `memory_bytes_per_second`."""
+    launch_seconds: float
+    """The least that a kernel takes, its launch included."""
+    power_watts: float
+    """The power limit that `peak_flops` and the efficiencies belong to."""
+    power_limit_watts: float
+    """The power limit of this machine."""
+    power_idle_watts: float
+    """What a device takes that computes nothing."""
+    devices_per_node: int
+    node_bytes_per_second: float
+    """Link of one device to the others of its node, each direction."""
+    node_latency_seconds: float
+    """One message between two devices of a node."""
+    network_bytes_per_second: float
+    """Network of one device to other nodes, each direction."""
+    network_latency_seconds: float
+    """One message between two nodes."""
+    link_efficiency: float
+    """What collectives reach of the links."""
+    collective_seconds: float
+    """The least that a collective takes, its launch included."""
+    collective_compute_share: float
+    """Part of the device's compute units that a collective occupies while it runs."""
+
+    @property
+    def clock(self) -> float:
+        """Part of the full clock that the power limit leaves to matmuls.
+
+        Dynamic power grows with the clock times the square of the voltage, and the voltage
+        about linearly with the clock: power above idle goes with the clock's third power.
+        """
+        limit = self.power_limit_watts - self.power_idle_watts
+        return min(1.0, (limit / (self.power_watts - self.power_idle_watts)) ** (1 / 3))
+
+    def flops(self, dtype: torch.dtype) -> float:
+        """Peak FLOP/s for a dtype; what the profile does not name counts as float32."""
+        name = str(dtype).removeprefix("torch.")
+        return self.peak_flops.get(name, self.peak_flops["float32"])
+
+    @property
+    def usable_bytes(self) -> int:
+        """Bytes that a training step may allocate."""
+        return int((self.memory_gib - self.memory_reserved_gib) * 1024**3)
+
+
+def known_hardware() -> dict[str, Path]:
+    """The profiles that come with graph_trainer, by name."""
+    folder = next((f for f in _FOLDERS if f.is_dir()), None)
+    return {} if folder is None else {p.stem: p for p in sorted(folder.glob("*.toml"))}
+
+
+def load_hardware(name: str, key: str = "--hardware") -> Hardware:
+    """A profile by its name, or by the path of a TOML file.
+
+    Arguments:
+        key: the flag or key that names it, for messages.
+
+    Raises:
+        ConfigError: there is none, or it has an unknown or missing key or a wrong value.
+    """
+    known = known_hardware()
+    if name in known:
+        return read_hardware(known[name], key)
+    path = Path(name)
+    if path.suffix == ".toml" or path.is_file():
+        return read_hardware(path, key)
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    raise ConfigError(
+        f"{key} {name}: there is no such profile; {hint}Known profiles: {', '.join(known)}; "
+        "a file of your own is named by a path that ends in .toml"
+    )
+
+
+def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
+    """Read and check one profile.
+
+    Raises:
+        ConfigError: with the file, the key and what is wrong.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{key} {path}: cannot be read: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key} {path}: not TOML: {error}") from error
+    names = [f.name for f in fields(Hardware) if f.name != "name"]
+    for entry in table:
+        if entry not in names:
+            near = difflib.get_close_matches(entry, names, n=1)
+            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(names)}"
+            raise ConfigError(f"{key} {path}: unknown key '{entry}': {hint}")
+    missing = [entry for entry in names if entry not in table]
+    if missing:
+        raise ConfigError(
+            f"{key} {path}: {', '.join(missing)} missing; copy a profile of "
+            "configs/hardware and change it"
+        )
+    for entry, value in table.items():
+        _check(f"{key} {path}", entry, value)
+    values: dict[str, Any] = dict(table)
+    if values["power_idle_watts"] >= min(values["power_watts"], values["power_limit_watts"]):
+        raise ConfigError(
+            f"{key} {path}: power_idle_watts = {values['power_idle_watts']} is not below "
+            "power_watts and power_limit_watts"
+        )
+    if values["memory_reserved_gib"] >= values["memory_gib"]:
+        raise ConfigError(
+            f"{key} {path}: memory_reserved_gib = {values['memory_reserved_gib']} leaves "
+            f"nothing of memory_gib = {values['memory_gib']}"
+        )
+    return Hardware(name=path.stem, **values)
+
+
+_DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+
+_MAY_BE_ZERO = {
+    "memory_reserved_gib",
+    "launch_seconds",
+    "power_idle_watts",
+    "node_latency_seconds",
+    "network_latency_seconds",
+    "collective_seconds",
+    "collective_compute_share",
+}
+
+
+def _check(file: str, key: str, value: Any) -> None:
+    where = f"{file}: {key} = {value!r}"
+    if key == "device":
+        if value not in ("cuda", "cpu"):
+            raise ConfigError(f'{where}: write "cuda" or "cpu"')
+    elif key == "peak_flops":
+        if not isinstance(value, dict) or "float32" not in value:
+            raise ConfigError(f"{where}: a table of FLOP/s by dtype, float32 among them")
+        for dtype, number in value.items():
+            if not isinstance(getattr(torch, dtype, None), torch.dtype):
+                near = difflib.get_close_matches(dtype, _DTYPES, n=1, cutoff=0.3)
+                hint = f"; did you mean {near[0]}?" if near else f": {', '.join(_DTYPES)}"
+                raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
+            _check(file, f"peak_flops.{dtype}", number)
+    else:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and isinstance(value, int) and value.bit_length() > 1000:
+            raise ConfigError(f"{file}: {key}: a number that no machine has")
+        least = 0 if key in _MAY_BE_ZERO else 1e-30
+        if not number or not least <= value < float("inf"):
+            raise ConfigError(f"{where}: not a positive number")
+        if key == "collective_compute_share" and value >= 1:
+            raise ConfigError(f"{where}: nothing would be left to compute with; write below 1")
+        if key.endswith("_efficiency") and value > 1:
+            raise ConfigError(f"{where}: a part of the peak, between 0 and 1")
+        if key == "devices_per_node" and value != int(value):
+            raise ConfigError(f"{where}: not a whole number")

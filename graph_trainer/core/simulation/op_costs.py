@@ -1,0 +1,193 @@
+"""How long every node of a graph takes on some hardware, from its FLOPs and its bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from graph_trainer.core.analysis.lifetimes import storage_bytes
+from graph_trainer.core.graph.joint_graph import JointGraph, tensors_of, value_of
+from graph_trainer.core.graph.ops import argument, aten, is_collective, schema_of, storage_roots
+from graph_trainer.core.simulation.fusion import Fusion, is_free, no_fusion
+from graph_trainer.core.simulation.hardware import Hardware
+
+
+class Kind(StrEnum):
+    """What bounds a node's time."""
+
+    MATMUL = "matmul"
+    ATTENTION = "attention"
+    MEMORY = "memory"
+    FREE = "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one node takes on the compute stream."""
+
+    kind: Kind
+    seconds: float
+    flops: int
+    bytes: int
+    """Bytes that it reads from and writes to memory."""
+
+
+_FREE = Cost(Kind.FREE, 0.0, 0, 0)
+
+# torch's counter knows the kernel for GPUs; the one for CPU computes the same.
+_SAME_FLOPS = {
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        aten._scaled_dot_product_flash_attention_backward
+    ),
+}
+
+# These read a few rows of a table, as many as they write.
+_LOOKUPS = {
+    "aten::embedding",
+    "aten::gather",
+    "aten::index",
+    "aten::index_select",
+    "aten::nll_loss_forward",
+}
+
+# These ask their first argument for its shape, or write over it, and read nothing of it.
+_READ_NOT_SELF = {
+    "aten::copy_",
+    "aten::fill_",
+    "aten::full_like",
+    "aten::new_full",
+    "aten::new_ones",
+    "aten::new_zeros",
+    "aten::nll_loss_backward",
+    "aten::ones_like",
+    "aten::rand_like",
+    "aten::randn_like",
+    "aten::zero_",
+    "aten::zeros_like",
+}
+
+# Makes the whole buffer of a gather and writes one rank's part of it: the bucketing of
+# torch._inductor.fx_passes, in graphs from elsewhere.
+_WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
+
+
+def costs(
+    joint: JointGraph, hardware: Hardware, fusion: Fusion | None = None
+) -> dict[fx.Node, Cost]:
+    """The time of every node that is no collective, on one rank. Linear in nodes.
+
+    A node takes what its FLOPs take at the efficiency of its class, or what its bytes take at
+    the memory's, whichever is more, and never less than a launch. In a fused group only what
+    comes from outside is read and only what others read is written, and the group is launched
+    once.
+
+    Arguments:
+        fusion: what the backend fuses; None: nothing, as the eager backend.
+    """
+    fusion = fusion or no_fusion()
+    traffic = _Traffic(joint.graph, fusion)
+    found = {}
+    for node in joint.graph.nodes:
+        if node.op != "call_function" or is_collective(node) or is_free(node):
+            found[node] = _FREE
+            continue
+        moved, launches = traffic.of(node)
+        flops, kind = flops_of(node)
+        seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
+        if flops:
+            dtype = next((t.dtype for n in node.all_input_nodes for t in tensors_of(n)), None)
+            peak = hardware.flops(dtype or torch.float32) * hardware.clock
+            efficiency = (
+                hardware.attention_efficiency
+                if kind is Kind.ATTENTION
+                else hardware.matmul_efficiency
+            )
+            seconds = max(seconds, flops / (peak * efficiency))
+        least = hardware.launch_seconds if launches else 0.0
+        found[node] = Cost(kind, max(seconds, least), flops, moved)
+    return found
+
+
+class _Traffic:
+    """Bytes to and from memory, a node after another."""
+
+    def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
+        self._fusion = fusion
+        self._roots = storage_roots(graph)
+        self._read: dict[int, set[Any]] = {}
+
+    def of(self, node: fx.Node) -> tuple[int, bool]:
+        """Bytes that a node moves, and whether it is the one that is launched."""
+        group = self._fusion.group.get(node)
+        written = _written(node)
+        if group is None:
+            return written + sum(self._read_from(node, n) for n in node.all_input_nodes), True
+        launches = group not in self._read
+        seen = self._read.setdefault(group, set())
+        moved = 0 if self._roots[node] in self._fusion.kept_inside else written
+        for source in node.all_input_nodes:
+            root = self._roots[source]
+            own = root[0] in self._fusion.group and self._fusion.group[root[0]] == group
+            read = 0 if own or root in seen else self._read_from(node, source)
+            if read:
+                seen.add(root)
+                moved += read
+        return moved, launches
+
+    def _read_from(self, node: fx.Node, source: fx.Node) -> int:
+        size = sum(map(_bytes, tensors_of(source)))
+        schema = schema_of(node)
+        if schema is not None and schema.name in _READ_NOT_SELF:
+            return 0 if source is argument(node, "self") else size
+        if schema is not None and schema.name in _LOOKUPS:
+            return min(size, sum(map(_bytes, tensors_of(node))))
+        return size
+
+
+def _written(node: fx.Node) -> int:
+    size = sum(map(_bytes, tensors_of(node)))
+    schema = schema_of(node)
+    if schema is not None and schema.name in _WRITE_ONE_PART:
+        ranks = argument(node, "group_size")
+        assert isinstance(ranks, int)
+        return size // ranks
+    return size
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a view that are really there: a dimension that repeats has them once."""
+    return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
+
+
+def flops_of(node: fx.Node) -> tuple[int, Kind]:
+    """FLOPs of a node by torch's flop counter, 0 for an op that it does not know.
+
+    Causal attention computes half of the scores, which the counter leaves out of account.
+    """
+    schema = schema_of(node)
+    if schema is None:
+        return 0, Kind.MEMORY
+    assert isinstance(node.target, type(aten.add.Tensor))
+    packet = node.target.overloadpacket
+    count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
+    if count is None:
+        return 0, Kind.MEMORY
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    if packet in _SAME_FLOPS:
+        kwargs = {}
+        args = args[:4] if "backward" in schema.name else args[:3]
+    flops = int(count(*args, **kwargs, out_val=value_of(node)))
+    if "attention" not in schema.name:
+        return flops, Kind.MATMUL
+    return (flops // 2 if is_causal(node) else flops), Kind.ATTENTION
+
+
+def is_causal(node: fx.Node) -> bool:
+    """Whether a kernel of attention lets no position see a later one."""
+    return bool(argument(node, "is_causal", argument(node, "custom_mask_type")))

@@ -1,1 +1,0 @@
-"""What a run will need, told without running it: capture on fake ranks, simulation, reports."""

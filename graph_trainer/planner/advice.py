@@ -1,0 +1,156 @@
+"""What to change where a run does not fit: each setting tried, the one that saves most first."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from graph_trainer.core.graph.joint_graph import Phase, layer_of, module_of, phase_of
+from graph_trainer.core.names import without_layer
+from graph_trainer.errors import GraphTrainerError
+from graph_trainer.planner.plan import Advice, OnProgress, Plan, make_plan
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+LoadConfig = Callable[[Sequence[str]], "GraphTrainer.Config"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Estimate:
+    peak_bytes: float
+    tokens_per_second_per_gpu: float
+
+
+def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
+    """Plan the run again with one setting changed at a time.
+
+    A change is estimated from the first two and the first four layers of the model, so that
+    this takes seconds for a model of any depth: memory at every node, and time, grow linearly
+    with layers.
+
+    Arguments:
+        load: the config of the same command line with more flags behind it, checked.
+
+    Returns:
+        the changes that need less memory, the one that needs least first; what cannot be
+        combined with the config is left out.
+    """
+    on_progress("estimating from a few layers")
+    before = estimate(load(()), plan)
+    found = []
+    for flags in changes(plan.config, plan.world_size):
+        on_progress(f"trying {' '.join(flags)}")
+        try:
+            after = estimate(load(flags), plan)
+        except GraphTrainerError:  # this config excludes the change
+            continue
+        needs = int(plan.reserved_bytes * after.peak_bytes / before.peak_bytes)
+        if needs < (1 - _LEAST) * plan.reserved_bytes:
+            faster = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
+            speed = plan.tokens_per_second_per_gpu * faster
+            found.append(Advice(flags, needs, speed, needs <= plan.hardware.usable_bytes))
+    return sorted(found, key=lambda a: a.reserved_bytes)
+
+
+_FEW, _MORE = 2, 4
+_LEAST = 0.005  # what saves less of the whole is no help
+
+_Place = tuple[Phase | None, str, str, str, int]
+"""Phase, which layer, module, op and how many like it came before: the same node at any depth."""
+
+
+def estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
+    """What a config needs and does, from lines through two depths of its model.
+
+    What is alive at a node of the first or the last layer, or outside the layers, grows
+    linearly with the number of layers, and between the first and the last layer it changes
+    evenly. So the peak is the highest of these lines at the model's depth, wherever the peak
+    of the shallow models is.
+    """
+    assert config.model_spec is not None
+    depth = len(getattr(config.model_spec.model, "layers", ()))
+    few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
+    times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
+
+    def line(a: float, b: float) -> float:
+        return a + (b - a) * times
+
+    low, high = _memory_by_place(few), _memory_by_place(more)
+    seconds = line(few.step_seconds, more.step_seconds)
+    return _Estimate(
+        max(line(low[place], high[place]) for place in low.keys() & high.keys()),
+        more.tokens_per_step / more.ranks_per_batch / seconds,
+    )
+
+
+def _memory_by_place(plan: Plan) -> dict[_Place, int]:
+    """Bytes alive at every node outside the layers and of the first and the last layer."""
+    simulation = plan.simulation
+    nodes = list(simulation.joint.graph.nodes)
+    layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
+    names = {min(layers): "first", max(layers): "last"} if layers else {}
+    seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
+    found = {}
+    for node, num in zip(nodes, simulation.memory.total, strict=True):
+        module = module_of(node) or ""
+        layer = layer_of(module)
+        if layer is not None and layer not in names:
+            continue
+        which = "" if layer is None else names[layer]
+        like = (phase_of(node), which, without_layer(module), str(node.target))
+        if node.op == "call_function":
+            found[(*like, seen[like])] = num
+            seen[like] += 1
+    return found
+
+
+def _planned(config: GraphTrainer.Config, plan: Plan, layers: int) -> Plan:
+    """The plan of the first layers of a model; of all where it has no list of layers."""
+    spec = config.model_spec
+    assert spec is not None
+    model = copy.deepcopy(spec.model)
+    if hasattr(model, "layers"):
+        model.layers = model.layers[:layers]
+    shallow = copy.copy(config)
+    shallow.model_spec = replace(spec, model=model)
+    return make_plan(
+        shallow,
+        plan.world_size,
+        plan.hardware,
+        rank=plan.rank,
+        runtime=plan.simulation.runtime,
+        every_pass=False,
+    )
+
+
+def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:
+    """Settings that save memory and are not used to the full yet, as flags."""
+    found: list[tuple[str, ...]] = []
+    training, parallelism = config.training, config.parallelism
+    if parallelism.fsdp_reshard_after_forward != "always":
+        found.append(("--parallelism.fsdp_reshard_after_forward", "always"))
+    kind = type(config.activation_checkpoint).__qualname__ if config.activation_checkpoint else ""
+    if "Full" not in kind:
+        found.append(("--activation_checkpoint.type", "full"))
+    if not kind:
+        found.append(("--activation_checkpoint.type", "selective"))
+    if "Chunked" not in type(config.loss).__qualname__:
+        found.append(("--loss.type", "chunked_cross_entropy"))
+    if training.local_batch_size > 1:
+        found.append(("--training.local_batch_size", str(training.local_batch_size // 2)))
+    if config.compile.backend != "inductor":
+        found.append(("--compile.backend", "inductor"))
+    tensor = parallelism.tensor_parallel_degree * 2
+    if parallelism.data_parallel_shard_degree == -1 and world_size % tensor == 0:
+        found.append(("--parallelism.tensor_parallel_degree", str(tensor)))
+    if parallelism.data_parallel_replicate_degree > 1:
+        found.append(
+            ("--parallelism.data_parallel_replicate_degree", "1")
+            + ("--parallelism.data_parallel_shard_degree", "-1")
+        )
+    found.append(("--training.seq_len", str(training.seq_len // 2)))
+    return found

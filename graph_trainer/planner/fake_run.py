@@ -1,0 +1,114 @@
+"""One rank of a run that is not there: what training would capture on it, on any machine."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.torch_private import clear_sharding_cache
+from graph_trainer.planner.attention import flash_attention_as_on_gpu
+from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
+
+from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
+from torchtitan.distributed import ParallelDims, utils as dist_utils  # isort: skip
+from torchtitan.tools import utils  # isort: skip
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+
+class FakeRun:
+    """Be one rank of `world_size` and build what the trainer builds, on meta.
+
+    The process groups are fake, nothing is materialized and nothing is communicated. A later
+    FakeRun of this process takes the place of an earlier one.
+
+    Arguments:
+        config: a checked config whose degrees multiply to `world_size`.
+        rank: the global rank to be.
+        device: what the step is captured for: "cuda" or "cpu".
+    """
+
+    def __init__(
+        self, config: GraphTrainer.Config, world_size: int, rank: int = 0, device: str = "cuda"
+    ) -> None:
+        assert config.model_spec is not None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        # DTensor remembers results with the meshes, and so the groups, of an earlier rank
+        clear_sharding_cache()
+        dist_utils.init_fake_mode(world_size, rank=rank)
+        self.config = config
+        self.world_size = world_size
+        self.rank = rank
+        self.device = device
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
+        self.parallel_dims = ParallelDims.from_config(config.parallelism, world_size)
+        self.parallel_dims.build_mesh()
+        spec = config.model_spec
+        spec.model.update_from_config(config=config)
+        with (
+            torch.device("meta"),
+            utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]),
+        ):
+            model = spec.model.build()
+        self.num_parameters, self.flops_per_token = spec.model.get_nparams_and_flops(
+            model, config.training.seq_len
+        )
+        """Of the whole model, as torchtitan counts them for its MFU."""
+        self.loss_fn = config.loss.build(compile_config=config.compile)
+        self.model = spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=config.activation_checkpoint,
+            dump_folder=config.dump_folder,
+        ).train()
+        attach_loss(self.loss_fn, self.model)
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """How many different batches a step has."""
+        dims = self.parallel_dims
+        return dims.get_mesh("batch").size() if dims.dp_enabled else 1
+
+    def pass_config(self) -> PassConfig:
+        """The passes that training runs."""
+        return passes_of(self.config, self.parallel_dims, self.device)
+
+    def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
+        """A batch as the data loaders and the trainer make it, on meta."""
+        training = self.config.training
+        shape = (training.local_batch_size, training.seq_len)
+        with torch.device("meta"):
+            inputs, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
+            valid_tokens = torch.empty((), dtype=torch.int64)
+        return (inputs, labels, valid_tokens), {"positions": positions}
+
+    def capture(self) -> JointGraph:
+        """The joint graph that training captures on this rank.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        args, kwargs = self.batch()
+        context: Any = contextlib.nullcontext()
+        if self.device != "cpu":
+            context = flash_attention_as_on_gpu()
+        spmd = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
+        with spmd(), context:
+            return capture(
+                self.model,
+                loss_of_batch(self.loss_fn),
+                args,
+                kwargs,
+                meta_as="cpu" if self.device == "cpu" else "meta",
+            )

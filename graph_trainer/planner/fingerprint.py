@@ -1,0 +1,136 @@
+"""What makes two captured steps the same: what they are given, compute and communicate."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+
+from graph_trainer.core.analysis.collectives import entry_text
+from graph_trainer.core.analysis.rank_classes import RankClasses, Ranks
+from graph_trainer.core.graph.joint_graph import (
+    InputKind,
+    JointGraph,
+    compute_nodes,
+    module_of,
+    tensors_of,
+)
+from graph_trainer.core.ordering.sequences import Issued, issued_by
+from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing that planned and captured step must have alike, at the same place."""
+
+    what: str
+    """Compared as it stands."""
+    where: str
+    """For a person: module and node."""
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.where}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """A step of any rank of a class, groups named by the axes of the mesh they lie along."""
+
+    inputs: tuple[Entry, ...]
+    """Parameters, buffers and batch: names, dtypes and local shapes."""
+    computes: tuple[Entry, ...]
+    """Every op with FLOPs, in order, with its result. Kernels of attention count as one op, or
+    two, causal and full: the machine chooses among them. Views, copies and elementwise ops are
+    left out with them, since each kernel wants its operands laid out in its own way."""
+    issues: tuple[Entry, ...]
+    """Every collective in order: kind, reduction, size, dtype, group, and its wait."""
+
+    @property
+    def digest(self) -> str:
+        """Equal for equal fingerprints."""
+        parts = [[entry.what for entry in part] for part in self.parts().values()]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+    def parts(self) -> dict[str, tuple[Entry, ...]]:
+        """The three lists by the name of what they list."""
+        return {"input": self.inputs, "op": self.computes, "collective": self.issues}
+
+
+def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Fingerprint:
+    """The fingerprint of the graph that a rank captured. Linear in nodes.
+
+    The process groups of the capture must still be there.
+
+    Raises:
+        VerificationError: a collective of which nothing can be said (see `collectives`).
+    """
+    named: dict[Ranks, str] = {}
+
+    def group(ranks: Ranks) -> str:
+        if ranks not in named:
+            named[ranks] = _group_name(ranks, rank, classes)
+        return named[ranks]
+
+    issued = issued_by(joint, classes.num_ranks)
+    return Fingerprint(
+        tuple(_inputs(joint)),
+        tuple(_computes(joint)),
+        tuple(Entry(_issue(each, group(each.entry[1])), each.where) for each in issued),
+    )
+
+
+def first_difference(planned: Fingerprint, captured: Fingerprint) -> str | None:
+    """The first thing that differs, of both; None where nothing does."""
+    pairs = zip(planned.parts().items(), captured.parts().values(), strict=True)
+    for (name, before), after in pairs:
+        for place, (a, b) in enumerate(zip_longest(before, after)):
+            if a is None or b is None or a.what != b.what:
+                return (
+                    f"{name} {place} of {len(after)} (planned {len(before)}): planned "
+                    f"{a or 'nothing more'}; captured {b or 'nothing more'}"
+                )
+    return None
+
+
+def _inputs(joint: JointGraph) -> Iterator[Entry]:
+    for kind in InputKind:
+        for spec, placeholders in joint.inputs_of(kind):
+            shapes = [_tensor(t) for node in placeholders for t in tensors_of(node)]
+            trained = "trained " if spec.requires_grad else ""
+            yield Entry(f"{trained}{kind.value} '{spec.name}' {' '.join(shapes)}", "")
+
+
+def _computes(joint: JointGraph) -> Iterator[Entry]:
+    for node in compute_nodes(joint.graph):
+        flops, kind = flops_of(node)
+        if not flops:
+            continue
+        name = str(node.target)
+        if kind is Kind.ATTENTION:
+            name = "attention backward" if "backward" in name else "attention"
+            name = f"{'causal' if is_causal(node) else 'full'} {name}"
+        yield Entry(
+            f"{name} {_tensor(tensors_of(node)[0])}",
+            f"in module '{module_of(node)}' (node {node.name})",
+        )
+
+
+def _tensor(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+
+
+def _issue(each: Issued, group: str) -> str:
+    after = each.waited_after
+    waited = "never waited for" if after is None else f"waited for when {after} are issued"
+    return f"{entry_text(each.entry, group, each.splits)}, {waited}"
+
+
+def _group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
+    """The same for the parallel groups through the ranks of a class."""
+    axes = classes.axes_of_group(ranks, rank) if rank in ranks else None
+    if axes is None:
+        return f"ranks {list(ranks)}"
+    return " and ".join(f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes) or "self"

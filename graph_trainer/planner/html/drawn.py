@@ -1,0 +1,129 @@
+"""What the page's plots are drawn from: every node, slice and storage, column by column."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from torch import fx
+
+from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.graph.joint_graph import Phase, module_of, phase_of
+from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.planner.html.words import KINDS, WAIT
+from graph_trainer.planner.plan import Plan
+from graph_trainer.planner.slices import WAITS, Slice, nanoseconds, slices, tracks
+from graph_trainer.planner.text import CATEGORIES
+
+
+class _Numbers:
+    """Every text once, and a number for it."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, int] = {}
+
+    def of(self, text: str) -> int:
+        return self.texts.setdefault(text, len(self.texts))
+
+
+def drawn(plan: Plan) -> dict[str, Any]:
+    """The simulation as plain columns. Times are nanoseconds, sizes bytes. Linear in nodes.
+
+    A node is its position in the graph, a text its place in `texts`.
+    """
+    simulation = plan.simulation
+    texts = _Numbers()
+    return {
+        "usable_bytes": plan.hardware.usable_bytes,
+        "step_ns": nanoseconds(simulation.timeline.step_seconds),
+        "peak_position": simulation.memory.peak_position,
+        "categories": [{"key": c.value, "title": CATEGORIES[c]} for c in Category],
+        "kinds": [{"key": key, "title": title} for key, title in KINDS.items()],
+        "nodes": _nodes(simulation, texts),
+        "memory": _memory(simulation),
+        "storages": _storages(simulation, texts),
+        **_slices(simulation, texts),
+        "texts": list(texts.texts),  # Last, when all are known.
+    }
+
+
+def _nodes(simulation: Simulation, texts: _Numbers) -> dict[str, list[Any]]:
+    nodes = list(simulation.joint.graph.nodes)
+    return {
+        "name": [n.name for n in nodes],
+        "module": [texts.of(module_of(n) or "") for n in nodes],
+        "phase": [texts.of(_phase(n)) for n in nodes],
+        "start": [nanoseconds(s) for s in simulation.timeline.starts],
+    }
+
+
+def _phase(node: fx.Node) -> str:
+    phase = phase_of(node)
+    return phase.value if isinstance(phase, Phase) else ""
+
+
+def _memory(simulation: Simulation) -> dict[str, list[int]]:
+    """For every category what each node changes: mostly zeros, which are short."""
+    return {
+        category.value: [after - before for before, after in pairwise([0, *series])]
+        for category, series in simulation.memory.by_category.items()
+    }
+
+
+def _storages(simulation: Simulation, texts: _Numbers) -> dict[str, list[int]]:
+    number = {category: place for place, category in enumerate(Category)}
+    largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
+    alive = [s for s in largest_first if s.bytes]
+    return {
+        "born": [s.born for s in alive],
+        "last": [s.last for s in alive],
+        "bytes": [s.bytes for s in alive],
+        "category": [number[s.category] for s in alive],
+        "owner": [texts.of(s.owner) for s in alive],
+    }
+
+
+def _slices(simulation: Simulation, texts: _Numbers) -> dict[str, Any]:
+    """The lanes, and for each its slices in the order of time."""
+    position = {node: place for place, node in enumerate(simulation.joint.graph.nodes)}
+    kinds = {key: place for place, key in enumerate(KINDS)}
+    lanes: dict[str, list[list[int]]] = {
+        track: [] for track in sorted(tracks(simulation), key=lambda track: track == WAITS)
+    }
+    for each in slices(simulation):
+        collective = each.collective
+        lanes[each.track].append(
+            [
+                position[each.node],
+                each.start,
+                each.end - each.start,
+                kinds[_kind(each)],
+                each.cost.bytes if each.cost else _moved(each),
+                each.cost.flops if each.cost else 0,
+                texts.of((collective.parameter if collective else "") or ""),
+                position[collective.node] if collective else -1,
+                position[each.held_up] if each.held_up else -1,
+            ]
+        )
+    columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")
+    return {
+        "lanes": [
+            {"title": track, "waits": track == WAITS}
+            | {name: [row[i] for row in rows] for i, name in enumerate(columns)}
+            for track, rows in lanes.items()
+        ]
+    }
+
+
+def _kind(each: Slice) -> str:
+    if each.track == WAITS:
+        return WAIT
+    if each.traffic is not None:
+        return each.traffic.value
+    assert each.cost is not None
+    return each.cost.kind.value
+
+
+def _moved(each: Slice) -> int:
+    assert each.collective is not None
+    return max(each.collective.input_bytes, each.collective.output_bytes)

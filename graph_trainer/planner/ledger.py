@@ -1,0 +1,102 @@
+"""The ledger: what every pass changed, on one rank and some hardware."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
+from graph_trainer.core.passes.memory_limit import Agree, alone
+from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
+from graph_trainer.core.passes.report import state_of
+from graph_trainer.core.simulation.simulate import Simulation
+
+
+@dataclass(frozen=True, slots=True)
+class Volume:
+    """A number of collectives and what they move."""
+
+    count: int = 0
+    bytes: int = 0
+    """The larger of what each reads and writes on this rank, summed."""
+
+    def __add__(self, other: Volume) -> Volume:
+        return Volume(self.count + other.count, self.bytes + other.bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerRow:
+    """The graph after one pass; the first row is the graph as captured."""
+
+    name: str
+    nodes: int
+    collectives: dict[tuple[str, str, Traffic], Volume]
+    """By (kind, phase, what for)."""
+    peak_bytes: int
+    """All that is alive at once on this rank, the caller's tensors included."""
+    step_seconds: float
+    """Forward, loss and backward of one microbatch."""
+    exposed_seconds: dict[Traffic, float]
+    seconds: float
+    """What the pass took, here."""
+    rolled_back: str = ""
+    """Why what the pass did was undone; empty where it was not."""
+    remarks: tuple[str, ...] = ()
+    """What the pass says of its work, the sum of it first."""
+
+    def of_kind(self, kind: str) -> Volume:
+        """All collectives of one kind."""
+        return sum((v for (k, _, _), v in self.collectives.items() if k == kind), Volume())
+
+    @property
+    def exposed(self) -> float:
+        """Seconds that compute stands still, in all."""
+        return sum(self.exposed_seconds.values())
+
+
+Simulate = Callable[[JointGraph], Simulation]
+
+
+def ledger(
+    joint: JointGraph,
+    passes: PassConfig,
+    simulate: Simulate,
+    *,
+    on_pass: Callable[[str], None] | None = None,
+    agree: Agree = alone,
+) -> Iterator[tuple[LedgerRow, Simulation]]:
+    """Run the passes on a graph, in place, and simulate it after each that changed anything.
+
+    Returns:
+        an iterator of rows with what was simulated, first the graph as captured.
+    """
+    simulation: Simulation | None = None
+    before: list[object] = []
+    for report in pass_by_pass(joint, passes, on_pass=on_pass, agree=agree):
+        after = state_of(joint)
+        if simulation is None or after != before:
+            simulation = simulate(joint)
+        before = after
+        row = row_of(simulation, report.name, report.seconds)
+        row = replace(row, rolled_back=report.rolled_back, remarks=report.remarks)
+        yield row, simulation
+
+
+def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:
+    """One row of a simulated graph. Linear in collectives."""
+    traffic = traffic_of(simulation.collectives)
+    volumes: dict[tuple[str, str, Traffic], Volume] = {}
+    for c in simulation.collectives:
+        key = (c.kind, c.phase.value if c.phase else "", traffic[c.node])
+        moved = Volume(1, max(c.input_bytes, c.output_bytes))
+        volumes[key] = volumes.get(key, Volume()) + moved
+    return LedgerRow(
+        name,
+        sum(1 for _ in compute_nodes(simulation.joint.graph)),
+        volumes,
+        simulation.memory.peak_bytes,
+        simulation.timeline.step_seconds,
+        simulation.timeline.exposed_seconds(),
+        seconds,
+    )

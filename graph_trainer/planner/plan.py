@@ -1,0 +1,203 @@
+"""From a config to a plan: capture on a fake rank, passes, simulation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, layer_of
+from graph_trainer.core.passes.memory_limit import Agree, alone
+from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
+from graph_trainer.core.passes.pipeline import PassConfig, resolve_passes, run_passes
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
+from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
+from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """One change and what it would do."""
+
+    flags: tuple[str, ...]
+    """What to write on the command line."""
+    reserved_bytes: int
+    """Estimated, as are the others."""
+    tokens_per_second_per_gpu: float
+    fits: bool
+
+    def words(self) -> str:
+        """The flags as one would type them."""
+        return " ".join(self.flags)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one rank of a run will need and do."""
+
+    config: GraphTrainer.Config
+    hardware: Hardware
+    world_size: int
+    rank: int
+    num_parameters: int
+    """Of the whole model."""
+    microbatches: int
+    """How often the graph runs in a step."""
+    tokens_per_step: int
+    """Tokens of a step on this rank's share of the batch."""
+    ranks_per_batch: int
+    """Ranks that compute on the same tokens."""
+    flops_per_token: int
+    """Model FLOPs, as torchtitan counts them."""
+    outside_seconds: float
+    """Clipping and optimizer, behind the graph."""
+    reserved_bytes: int
+    """What the allocator takes from the device, gaps included."""
+    rows: list[LedgerRow]
+    """The first is the graph as captured, the last the graph that runs."""
+    simulation: Simulation
+    """Of the graph that runs."""
+    advice: tuple[Advice, ...] = ()
+    """What would help where it does not fit, the most helpful first; empty where it fits."""
+
+    @property
+    def step_seconds(self) -> float:
+        """A whole train step: all microbatches, clipping and optimizer."""
+        return self.microbatches * self.simulation.timeline.step_seconds + self.outside_seconds
+
+    @property
+    def tokens_per_second_per_gpu(self) -> float:
+        """As torchtitan logs it."""
+        return self.tokens_per_step / self.ranks_per_batch / self.step_seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs per second as a part of the hardware's bfloat16 peak, as torchtitan
+        counts them."""
+        peak = self.hardware.flops(torch.bfloat16)
+        return self.flops_per_token * self.tokens_per_second_per_gpu / peak
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once on this rank."""
+        return self.simulation.memory.peak_bytes
+
+    @property
+    def headroom_bytes(self) -> int:
+        """What is left of the device beside what the allocator takes; negative where the step
+        does not fit."""
+        return self.hardware.usable_bytes - self.reserved_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step fits on the hardware."""
+        return self.headroom_bytes >= 0
+
+
+def make_plan(
+    config: GraphTrainer.Config,
+    world_size: int,
+    hardware: Hardware,
+    *,
+    rank: int = 0,
+    runtime: Runtime = GRAPH_TRAINER,
+    every_pass: bool = True,
+    agree: Agree = alone,
+    on_progress: OnProgress = lambda line: None,
+) -> Plan:
+    """Plan one rank of a run.
+
+    Arguments:
+        config: a checked config whose degrees multiply to `world_size`.
+        runtime: who runs the config.
+        every_pass: simulate after each pass, for the ledger; or the graph that runs alone, of
+            which the only row is then.
+        agree: as `run_passes` takes it; by default a memory limit is this rank's affair.
+        on_progress: called with what is being done.
+
+    Raises:
+        CaptureError: the step cannot be captured.
+        PassError, VerificationError: as `run_passes`.
+    """
+    on_progress("building the model on meta")
+    run = FakeRun(config, world_size, rank, hardware.device)
+    on_progress("capturing the train step")
+    joint = run.capture()
+    mark_saved(joint)
+    passes = as_run_by(runtime, run.pass_config(), joint)
+    held = passes.held_bytes(joint)
+    training = config.training
+    repeats = microbatches(config, run.data_parallel_degree)
+    look = partial(
+        simulate,
+        hardware=hardware,
+        optimizer_bytes=held.optimizer_bytes,
+        accumulated_bytes=held.accumulated_bytes,
+        fused=held.fused,
+        runtime=runtime,
+    )
+    on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
+    if every_pass:
+        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agree=agree))
+    else:
+        last = run_passes(joint, passes, on_pass=on_progress, agree=agree).last
+        only = look(joint)
+        simulated = [(row_of(only, last.name, last.seconds), only)]
+    simulation = simulated[-1][1]
+    return Plan(
+        config=config,
+        hardware=hardware,
+        world_size=world_size,
+        rank=rank,
+        num_parameters=run.num_parameters,
+        microbatches=repeats,
+        tokens_per_step=repeats * training.local_batch_size * training.seq_len,
+        ranks_per_batch=world_size // run.data_parallel_degree,
+        flops_per_token=run.flops_per_token,
+        outside_seconds=outside_seconds(trained_bytes(joint), held.optimizer_bytes, hardware),
+        reserved_bytes=simulation.reserved_bytes(),
+        rows=[row for row, _ in simulated],
+        simulation=simulation,
+    )
+
+
+def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
+    """The passes that make the graph what this runtime does: FSDP2 gathers the next layer's
+    parameters while one layer computes."""
+    listed = {p.name for p in resolve_passes(passes)}
+    if runtime is not TORCHTITAN or overlap_fsdp.name in listed:
+        return passes
+    layers = Counter(
+        layer
+        for spec, _ in joint.inputs_of(InputKind.PARAMETER)
+        if (layer := layer_of(spec.name)) is not None
+    )
+    options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
+    return replace(
+        passes,
+        passes=(*passes.passes, overlap_fsdp.name),
+        disable_passes=[name for name in passes.disable_passes if name != overlap_fsdp.name],
+        options={**passes.options, overlap_fsdp.name: options},
+    )
+
+
+def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:
+    """Seconds of what torchtitan does behind the graph.
+
+    Clipping reads every gradient for the norm and scales it; a fused optimizer reads
+    parameters, gradients and states and writes parameters and states.
+    """
+    moved = 3 * gradient_bytes + 3 * gradient_bytes + 2 * state_bytes
+    return moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)

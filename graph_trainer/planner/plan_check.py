@@ -1,0 +1,251 @@
+"""`train --plan FILE`: a run that is held to a plan, and refused where it is another run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tomli
+
+from graph_trainer.core.passes.pipeline import resolve_passes
+from graph_trainer.errors import ConfigError, VerificationError
+from graph_trainer.planner.fingerprint import Fingerprint, first_difference
+from graph_trainer.planner.report import versions
+from graph_trainer.planner.saved_plan import SavedPlan, read_plan
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.messages import show
+from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.validate import world_size_from_environment
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+FLAG = "--plan"
+_CAUSES_SHOWN = 8
+
+# Sections that a graph is made from; what differs in others is told behind these.
+_MAKE_GRAPHS = (
+    "module",
+    "base",
+    "training",
+    "parallelism",
+    "compile",
+    "activation_checkpoint",
+    "loss",
+)
+_NEVER = ("dump_folder",)
+_OURS = ("graph_trainer", "torchtitan")
+# An entry is a name, or a name and what it is called with.
+_OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTo:
+    """A plan, and how the config of the run differs from the plan's."""
+
+    plan: SavedPlan
+    path: Path
+    config_differs: tuple[str, ...]
+    """ "key: planned value, now value", what graphs are made from first."""
+    versions_differ: tuple[str, ...]
+    """ "package planned version, now version"."""
+
+    def check(self, captured: Fingerprint, rank: int) -> None:
+        """Refuse a step that is not the planned one.
+
+        Arguments:
+            captured: of the rank's graph, its passes run.
+
+        Raises:
+            VerificationError: with the first thing that differs and what may be the cause.
+        """
+        planned = self.plan.of_rank(rank).fingerprint
+        difference = first_difference(planned, captured)
+        if difference is not None:
+            raise VerificationError(
+                f"rank {rank} captured another step than {self.path} has: {difference}. "
+                f"{self._causes()} Train what was planned, or write the plan again with "
+                "`graph-trainer plan --save`, or leave out --plan."
+            )
+
+    def _causes(self) -> str:
+        told = []
+        if self.config_differs:
+            told.append(f"The config differs from the plan's: {_some(self.config_differs)}.")
+        if self.versions_differ:
+            told.append(f"Versions differ: {_some(self.versions_differ)}.")
+        return " ".join(told) or (
+            f"Config and versions are the plan's; it was captured for '{self.plan.device}'."
+        )
+
+    def remarks(self) -> list[str]:
+        """What a user should know of a run that may start."""
+        said = []
+        if self.versions_differ:
+            said.append(f"{self.path} was made by other versions: {_some(self.versions_differ)}")
+        if self.config_differs:
+            said.append(f"the config is not the one of {self.path}: {_some(self.config_differs)}")
+        return said
+
+
+def held_to(
+    words: Sequence[str], *, world_size: int | None = None
+) -> tuple[GraphTrainer.Config, HeldTo | None]:
+    """The checked config of a command line, and the plan that its --plan names.
+
+    Without --config the plan's own config takes the place of the default; flags override it.
+
+    Arguments:
+        world_size: as `load_config` takes it.
+
+    Raises:
+        ConfigError: bad input; or, before any process group is created, a plan for another
+            number of ranks, another list of passes, or a run that captures nothing.
+    """
+    rest, path = take_flag(words)
+    if path is None:
+        return load_config(rest, world_size=world_size), None
+    plan = read_plan(path)
+    ranks = world_size_from_environment() if world_size is None else world_size
+    if ranks not in (None, plan.world_size):
+        raise ConfigError(
+            f"{FLAG} {path}: planned for {plan.world_size} ranks, but {ranks} are started. Start "
+            f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
+        )
+    document = plan.config_table()
+    if not _names_a_config(rest):
+        _check_imports(path, document, rest)
+    default = (f"{FLAG} {path}", document)
+    config = load_config(rest, world_size=plan.world_size, default=default)
+    _check_mode(path, config)
+    _check_passes(path, plan, config)
+    return config, HeldTo(plan, path, *differences_to(plan, config))
+
+
+def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
+    """Take --plan FILE out of a command line.
+
+    Raises:
+        ConfigError: it has no value.
+    """
+    rest: list[str] = []
+    path: Path | None = None
+    given = iter(words)
+    for word in given:
+        flag, equals, value = word.partition("=")
+        if flag != FLAG:
+            rest.append(word)
+            continue
+        value = value if equals else next(given, "")
+        if not value or (not equals and value.startswith("--")):
+            raise ConfigError(
+                f"command line: {FLAG} names no file. Write {FLAG} plan.json, a file that "
+                "`graph-trainer plan --save` wrote."
+            )
+        path = Path(value)
+    return rest, path
+
+
+def pass_names(config: GraphTrainer.Config) -> list[str]:
+    """The passes that a config asks for, in order."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return [
+        p.name for p in resolve_passes(pass_config(config.compile, reshard_after_forward=policy))
+    ]
+
+
+def differences_to(
+    plan: SavedPlan, config: GraphTrainer.Config
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """How this run's config and versions differ from the plan's."""
+    now = tomli.loads(config_to_toml(config))
+    return tuple(config_differences(plan.config_table(), now)), tuple(_other_versions(plan))
+
+
+def config_differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The keys whose values differ, those that graphs are made from first."""
+    before, after = dict(_flat(planned, "")), dict(_flat(now, ""))
+    keys = [
+        key for key in before | after if before.get(key) != after.get(key) and key not in _NEVER
+    ]
+    keys.sort(key=lambda key: key.split(".")[0] not in _MAKE_GRAPHS)
+    return [f"{k}: planned {_shown(before, k)}, now {_shown(after, k)}" for k in keys]
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _shown(table: Mapping[str, Any], key: str) -> str:
+    return show(table[key]) if key in table else "unset"
+
+
+def _some(differences: Sequence[str]) -> str:
+    more = len(differences) - _CAUSES_SHOWN
+    shown = "; ".join(differences[:_CAUSES_SHOWN])
+    return f"{shown}; and {more} more" if more > 0 else shown
+
+
+def _other_versions(plan: SavedPlan) -> Iterator[str]:
+    now = versions()
+    for name in now | plan.versions:
+        before, after = plan.versions.get(name, "unknown"), now.get(name, "unknown")
+        if before != after:
+            yield f"{name} planned {before}, now {after}"
+
+
+def _names_a_config(words: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--config" for word in words)
+
+
+def _check_imports(path: Path, document: Mapping[str, Any], words: Sequence[str]) -> None:
+    """A config may name code to import. A plan is data, so it may name none but ours."""
+    if any(word.partition("=")[0] == "--module" for word in words):
+        document = {k: v for k, v in document.items() if k != "module"}
+    for key, value in _code_named(document, ""):
+        if value.split(".")[0] not in _OURS:
+            raise ConfigError(
+                f"{FLAG} {path}: its config has {key} = {show(value)}, which would be imported, "
+                "and a plan is data. Give the config itself with --config (and --module)."
+            )
+
+
+def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Every text of a config that names code, wherever it stands: the module of the registry,
+    the class of a section, and torchtitan's overrides, which are imported by name."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _code_named(inner, f"{key}.{name}" if key else name)
+    elif isinstance(value, list):
+        for place, inner in enumerate(value):
+            yield from _code_named(inner, f"{key}[{place}]")
+    elif isinstance(value, str):
+        is_class = key.rpartition(".")[2] == "type" and ":" in value
+        if key == "module" or is_class or _OVERRIDE.fullmatch(key):
+            yield key, value
+
+
+def _check_mode(path: Path, config: GraphTrainer.Config) -> None:
+    if config.compile.mode != "aot_fx_trace":
+        raise ConfigError(
+            f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
+            'could be held to a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
+        )
+
+
+def _check_passes(path: Path, plan: SavedPlan, config: GraphTrainer.Config) -> None:
+    names = pass_names(config)
+    if names != list(plan.passes):
+        raise ConfigError(
+            f"{FLAG} {path}: planned with the passes {', '.join(plan.passes) or 'none'}, but "
+            f"compile.passes and compile.disable_passes ask for {', '.join(names) or 'none'}. Set "
+            "them as planned, or write the plan again with `graph-trainer plan --save`."
+        )

@@ -1,0 +1,195 @@
+"""`graph-trainer plan --verify-order`: can the ranks of a run hang? Told without starting them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.ordering.proof import OrderProof, prove_order
+from graph_trainer.core.ordering.sequences import Sequence, issued_by
+from graph_trainer.core.passes.memory_limit import Agree
+from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.torch_private import StridedShard
+from graph_trainer.errors import GraphTrainerError, VerificationError
+from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.fake_run import FakeRun
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+MOST_CLASSES = 27
+"""Three coordinates (first, last, any other) along each of three axes. First and last are only
+told apart while there are no more classes than this; what shapes tell apart always is."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Laid:
+    """Parameters of one shape and layout."""
+
+    shape: Shape
+    shards: tuple[tuple[int, int], ...]
+    """(axis of the mesh, dimension of the tensor), as they are nested: outermost first."""
+
+    def local(self, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
+        """What a rank holds. The innermost axis splits first, as torch.chunk does: the first
+        ranks hold ceil(size / ranks), later ones fewer or none."""
+        local = list(self.shape)
+        for axis, dim in reversed(self.shards):
+            each = -(-local[dim] // sizes[axis])
+            local[dim] = max(0, min(each, local[dim] - place[axis] * each))
+        return tuple(local)
+
+
+def verify_order(
+    config: GraphTrainer.Config,
+    world_size: int,
+    *,
+    all_ranks: bool = False,
+    device: str = "cuda",
+    on_progress: Callable[[str], None] = lambda line: None,
+) -> OrderProof:
+    """Capture the step of every rank that can differ, run its passes, and prove the order of
+    the collectives. No process is started and nothing is communicated.
+
+    Arguments:
+        config: a checked config whose degrees multiply to `world_size`.
+        all_ranks: capture every rank, and not one of each class.
+        device: what the step is captured for: "cuda" or "cpu".
+        on_progress: called with a line before the first capture and after each.
+
+    Raises:
+        VerificationError: the ranks can hang, with two ranks, the group and what differs; or a
+            rank has no graph, with its error.
+    """
+    classes = None if all_ranks else rank_classes(FakeRun(config, world_size, 0, device))
+    ranks = list(classes.representatives()) if classes else list(range(world_size))
+    on_progress(_what(classes, world_size))
+    start = time.perf_counter()
+    done: list[int] = []
+
+    def run(rank: int, agree: Agree) -> tuple[Sequence, Passes]:
+        try:
+            sequence, passes = _capture(config, world_size, rank, device, classes, agree)
+        except GraphTrainerError as error:
+            raise VerificationError(
+                f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
+            ) from error
+        done.append(rank)
+        place, seconds = (len(done) - 1) % len(ranks) + 1, time.perf_counter() - start
+        left = seconds / len(done) * (len(ranks) - place)
+        on_progress(
+            f"rank {rank}, {place} of {len(ranks)}: {len(sequence):,} collectives, "
+            f"{seconds:.0f} s so far, {left:.0f} s left"
+        )
+        return sequence, passes
+
+    return prove_order(as_agreed(ranks, run, on_progress), classes)
+
+
+def rank_classes(run: FakeRun) -> RankClasses:
+    """Which ranks of a run have parameters of the same local shapes.
+
+    Two coordinates along an axis are alike when, whatever the other coordinates, their ranks
+    hold the same shapes of every parameter. The first and the last along each axis are apart,
+    because models ask for them, as long as that makes few classes.
+    """
+    axes = _axes(run)
+    sizes = tuple(axes.values())
+    laid = {_laid(p, tuple(axes)) for p in run.model.parameters()}
+    known: dict[tuple[Shape, ...], int] = {}
+    held: list[dict[int, list[int]]] = [{} for _ in sizes]
+    for place in itertools.product(*map(range, sizes)):
+        shapes = tuple(each.local(sizes, place) for each in laid)
+        kind = known.setdefault(shapes, len(known))
+        for axis, coordinate in enumerate(place):
+            held[axis].setdefault(coordinate, []).append(kind)
+    kinds = [[tuple(of[c]) for c in range(size)] for of, size in zip(held, sizes, strict=True)]
+    for apart in ((0, -1), (0,), ()):
+        labels = tuple(_numbered(of, apart) for of in kinds)
+        if math.prod(len(set(of)) for of in labels) <= MOST_CLASSES:
+            break
+    return RankClasses(tuple(axes), labels)
+
+
+def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int, ...]:
+    alone = {range(len(kinds))[place] for place in apart}
+    seen: dict[object, int] = {}
+    keys = [(kind, place if place in alone else None) for place, kind in enumerate(kinds)]
+    return tuple(seen.setdefault(key, len(seen)) for key in keys)
+
+
+def _axes(run: FakeRun) -> dict[str, int]:
+    """Name and size of the mesh's axes; ranks are counted along the last one first."""
+    dims = run.parallel_dims
+    return {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+
+
+def _laid(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Laid:
+    if not isinstance(parameter, DTensor):
+        return _Laid(tuple(parameter.shape), ())
+    placed: list[tuple[str, Placement]] = list(
+        zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
+    )
+    shards = [(axes.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
+    return _Laid(tuple(parameter.shape), tuple(shards))
+
+
+def _capture(
+    config: GraphTrainer.Config,
+    world_size: int,
+    rank: int,
+    device: str,
+    classes: RankClasses | None,
+    agree: Agree,
+) -> tuple[Sequence, Passes]:
+    """What a rank issues after its passes, and which they were."""
+    run = FakeRun(config, world_size, rank, device)
+    if classes is not None:
+        check_shapes(run, classes)
+    joint = run.capture()
+    run_passes(joint, run.pass_config(), agree=agree)
+    return issued_by(joint, world_size), decided_by(joint)
+
+
+def check_shapes(run: FakeRun, classes: RankClasses) -> None:
+    """Whether a rank holds what its class was made for.
+
+    Raises:
+        VerificationError: it does not, so that shapes say nothing of which ranks are alike.
+    """
+    place = classes.coordinates(run.rank)
+    for name, parameter in run.model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        found = tuple(parameter.to_local().shape)
+        wanted = _laid(parameter, classes.names).local(classes.sizes, place)
+        if found != wanted:
+            raise VerificationError(
+                f"parameter '{name}' has {found} on rank {run.rank} and its placements "
+                f"{parameter.placements} say {wanted}, so ranks cannot be told apart by shapes; "
+                "read the graph of every rank: --all-ranks"
+            )
+
+
+def _what(classes: RankClasses | None, world_size: int) -> str:
+    if classes is None:
+        return f"Capturing the step of all {world_size:,} ranks"
+    by_axis = ", ".join(
+        f"{len(set(labels))} along {name} ({len(labels):,})"
+        for name, labels in zip(classes.names, classes.labels, strict=True)
+        if len(labels) > 1
+    )
+    return (
+        f"Capturing the step of {len(classes.representatives())} of {world_size:,} ranks, one for "
+        f"each class of coordinates: {by_axis or 'one rank'}"
+    )

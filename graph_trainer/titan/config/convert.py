@@ -1,0 +1,75 @@
+"""Turn any torchtitan trainer config into graph_trainer's."""
+
+import copy
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.models.common.attention import (
+    FlexAttention,
+    ScaledDotProductAttention,
+    VarlenAttention,
+)
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.trainer import Trainer
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+
+def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> "GraphTrainer.Config":
+    """A torchtitan trainer config as a graph_trainer config of the same model and run.
+
+    The model is sharded by graph_trainer's `parallelize_decoder`, its attention is
+    scaled dot product attention, the loss is the plain cross-entropy, text and
+    tokenizer are the embedded ones, [compile] is graph_trainer's own with its defaults,
+    and what a captured step excludes (CUDA graphs around the step, SPMD back ends
+    other than partial DTensors) is switched off. Everything else stays.
+
+    Arguments:
+        config: the result of a function in a torchtitan `config_registry`. It stays as
+            it is.
+        changes: fields of GraphTrainer.Config to set on top.
+
+    Example:
+        def qwen3_debugmodel():
+            return to_graph_trainer_config(config_registry.qwen3_debugmodel())
+    """
+    from torchtitan.components.loss import CrossEntropyLoss
+
+    from graph_trainer.titan.data.loader import TextDataLoader
+    from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+    from graph_trainer.titan.trainer import GraphTrainer
+
+    if config.model_spec is None:
+        raise ValueError("the trainer config has no model_spec, so there is no model to convert")
+    values = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    del values["compile"]
+    values |= {
+        "model_spec": _model_spec(config.model_spec),
+        "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
+        "parallelism": dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor"),
+        "tokenizer": ByteBPETokenizer.Config(),
+        "dataloader": TextDataLoader.Config(),
+        "validator": dataclasses.replace(
+            config.validator,
+            dataloader=TextDataLoader.Config(split="validation", infinite=False),
+        ),
+        "loss": CrossEntropyLoss.Config(
+            global_vocab_size=getattr(config.model_spec.model, "vocab_size", None)
+        ),
+    }
+    return GraphTrainer.Config(**(values | changes))
+
+
+def _model_spec(spec: ModelSpec) -> ModelSpec:
+    from graph_trainer.titan.parallelize import parallelize_decoder
+
+    # Copied, because a registry may hand out one object again and again.
+    model = copy.deepcopy(spec.model)
+    for other in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, parent, attribute in list(model.traverse(other)):
+            if isinstance(parent, list) and isinstance(attribute, int):
+                parent[attribute] = ScaledDotProductAttention.Config()
+            elif isinstance(attribute, str):
+                setattr(parent, attribute, ScaledDotProductAttention.Config())
+    return dataclasses.replace(spec, model=model, parallelize_fn=parallelize_decoder)

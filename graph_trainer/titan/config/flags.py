@@ -1,0 +1,223 @@
+"""Command line flags on top of a config, with torchtitan's own flag rules."""
+
+import contextlib
+import dataclasses
+import io
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tyro
+from torchtitan.config import ConfigManager
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config import kinds
+from graph_trainer.titan.config.fields import (
+    field_hints,
+    is_nullable,
+    is_suppressed,
+    section_classes,
+    settable_keys,
+)
+from graph_trainer.titan.config.messages import COMMAND_LINE, did_you_mean_key, show
+from graph_trainer.titan.config.run_config import NOT_TORCH_COMPILE
+
+# torchtitan's spelling of a section's type is a bare word, activation-checkpoint:full.
+_SUBCOMMAND = re.compile(r"(activation[-_]checkpoint):([a-z-]+)")
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The command line, split by what each part decides."""
+
+    module: str | None
+    config: str | None
+    types: dict[str, Any]
+    """Nested table of the `--section.type name` flags."""
+    rest: list[str]
+
+    @property
+    def wants_help(self) -> bool:
+        """Whether the help text is asked for."""
+        return any(a in ("-h", "--help") for a in self.rest)
+
+
+def flag_keys(args: Sequence[str]) -> frozenset[str]:
+    """The keys that a command line's flags set, as `section.key`."""
+    names = (a[2:].partition("=")[0].replace("-", "_") for a in args if a.startswith("--"))
+    # --section.no_key is how a boolean is set to false.
+    return frozenset(k for name in names for k in (name, name.replace(".no_", ".")))
+
+
+def split_flags(argv: Sequence[str]) -> Flags:
+    """Take --module, --config and --<section>.type out of the command line.
+
+    Raises:
+        ConfigError: one of these without a value.
+    """
+    named: dict[str, str] = {}
+    types: dict[str, Any] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if match := _SUBCOMMAND.fullmatch(word):
+            section, kind = (part.replace("-", "_") for part in match.groups())
+            types.setdefault(section, {})["type"] = kind
+            continue
+        is_type = flag.startswith("--") and flag.endswith(".type")
+        if flag not in ("--module", "--config") and not is_type:
+            rest.append(word)
+            continue
+        if not equals:
+            value = next(words, "")
+        if not value or (not equals and value.startswith("--")):
+            example = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag} has no value. Write for example "
+                f"{flag} {example.get(flag, 'none')}."
+            )
+        if is_type:
+            table = types
+            for part in flag[2:].replace("-", "_").split(".")[:-1]:
+                table = table.setdefault(part, {})
+            table["type"] = value
+        else:
+            named[flag[2:]] = value
+    return Flags(named.get("module"), named.get("config"), types, rest)
+
+
+def parse_flags(config: Any, args: list[str], prog: str) -> Any:
+    """A copy of `config` with the flags applied.
+
+    Arguments:
+        prog: the command's name in the help text.
+    Raises:
+        ConfigError: an unknown flag, or a value that it does not take.
+        SystemExit: after --help, with code 0.
+    """
+    registry = tyro.constructors.ConstructorRegistry()
+    ConfigManager.register_tyro_rules(registry)
+    asks_help = any(a in ("-h", "--help") for a in args)
+    printed = io.StringIO()
+    # Help is for the terminal as it is; errors are caught to be told in our own words.
+    redirect: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if not asks_help:
+        redirect = contextlib.ExitStack()
+        redirect.enter_context(contextlib.redirect_stdout(printed))
+        redirect.enter_context(contextlib.redirect_stderr(printed))
+    try:
+        with redirect:
+            parsed, unknown = tyro.cli(
+                type(config),
+                args=args,
+                default=config,
+                registry=registry,
+                prog=prog,
+                description=_description(config, prog),
+                config=(tyro.conf.AvoidSubcommands,),
+                return_unknown_args=True,
+            )
+    except SystemExit as e:
+        if not e.code:
+            print(printed.getvalue(), end="")
+            raise
+        raise ConfigError(_plain_message(printed.getvalue(), args, prog)) from None
+    except Exception as e:  # a config's own check refused the merged values
+        raise ConfigError(
+            f"{COMMAND_LINE}: {' '.join(args)}: refused: {e}. Change one of these flags."
+        ) from e
+    if unknown:
+        raise _unknown_flag(unknown, config, prog)
+    return parsed
+
+
+def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
+    name, equals, value = next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")
+    if not equals:  # the word that follows it, unless that is a flag
+        following = unknown[unknown.index(name) + 1 :][:1]
+        value = next((word for word in following if not word.startswith("-")), "")
+    given = f" {value}" if value else ""
+    remedy = f"`{prog} --help` lists every flag."
+    if not name.startswith("--"):
+        return ConfigError(
+            f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag. {remedy}"
+        )
+    key = name[2:].replace("-", "_")
+    known = list(settable_keys(config))
+    siblings = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
+    guess = did_you_mean_key(key, siblings, known)
+    for name in known:  # as they are typed
+        guess = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.])", f"--{name}", guess)
+    section, _, leaf = key.partition(".")
+    holder = getattr(config, section, None)
+    if section == "compile" and is_suppressed(field_hints(type(holder)).get(leaf)):
+        return ConfigError(f"{COMMAND_LINE}: --{key}: {NOT_TORCH_COMPILE}. {remedy}")
+    if "." in key and getattr(config, section, 0) is None:
+        guess = f"[{section}] is switched off; --{section}.type chooses what it shall be. "
+    return ConfigError(f"{COMMAND_LINE}: --{key}{given}: unknown flag. {guess}{remedy}")
+
+
+def _plain_message(text: str, args: list[str], prog: str) -> str:
+    """What tyro's framed message says is wrong, as one line with our spelling of flags."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [line.strip("│| \t") for line in text.splitlines()]
+    # Without UTF-8 the frame is spaces and dashes, and the title a paragraph of its own.
+    framed = any(line.startswith("╭") for line in lines)
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if line.startswith("╭"):
+            continue
+        if line and not line.strip("─╰╯-"):
+            paragraphs.append([])
+        elif line:
+            paragraphs[-1].append(line)
+    told = [" ".join(p) for p in (paragraphs if framed else paragraphs[1:]) if p]
+    message = told[0] if told else " ".join(lines)
+    message = re.sub(
+        r"--[\w.-]*\w", lambda m: "--" + m.group()[2:].replace("-", "_"), message
+    ).rstrip(".")
+    if section := re.match(r"Error parsing ([a-z_.-]+):", message):
+        # A section's own check, which does not say what it was given.
+        prefix = f"--{section.group(1).replace('-', '_')}."
+        given = [
+            " ".join(args[i : i + 2])
+            for i, a in enumerate(args)
+            if a.replace("-", "_").startswith(prefix.replace("-", "_"))
+        ]
+        message += f" (given {', '.join(given)})" if given else ""
+    return f"{COMMAND_LINE}: {message}. `{prog} --help` says what each flag takes."
+
+
+def _description(config: Any, prog: str) -> str:
+    plan = [
+        "--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end",
+        "               show predicted beside measured; without --config, with its config",
+    ]
+    lines = [
+        "Train a model from one captured graph.",
+        "",
+        "--module NAME  a package of configs (default graph_trainer.llama3)",
+        "--config NAME  one of its configs, or a path to a .toml file (default debugmodel)",
+        *(plan if prog.endswith("train") else []),
+        "",
+        "Flags override the file, the file overrides its base. Lists are written a,b,c. "
+        "The sections below that can be one of several components take --SECTION.type:",
+    ]
+    for section, names in _typed_sections(config):
+        lines.append(f"  --{section}.type {{{','.join(names)}}}")
+    return "\n".join(lines)
+
+
+def _typed_sections(config: Any, prefix: str = "") -> list[tuple[str, list[str]]]:
+    found: list[tuple[str, list[str]]] = []
+    for name, hint in field_hints(type(config)).items():
+        members = section_classes(hint)
+        if names := kinds.short_names(members):
+            off = [kinds.NONE] if is_nullable(hint) else []
+            found.append((prefix + name, [*names, *off]))
+        value = getattr(config, name)
+        if members and dataclasses.is_dataclass(value) and name != "model_spec":
+            found += _typed_sections(value, f"{prefix}{name}.")
+    return found

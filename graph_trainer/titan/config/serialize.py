@@ -1,0 +1,106 @@
+"""A resolved config as TOML that gives back an equal config."""
+
+import dataclasses
+import datetime
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config import kinds
+from graph_trainer.titan.config.fields import (
+    field_hints,
+    is_nullable,
+    is_suppressed,
+    section_classes,
+)
+from graph_trainer.titan.config.merge import UNSET
+
+_HEADER = """\
+# Every value this run was given. Start the same run again with --config and this file.
+"""
+
+
+def config_to_toml(config: Any) -> str:
+    """The whole config as a TOML document.
+
+    Loading the document gives an equal config. The model itself is not written but
+    named, by `module` and `base`; so is whatever TOML has no word for (a function that
+    the registry entry set), which a comment lists.
+
+    Arguments:
+        config: a GraphTrainer.Config as `load_config` returns it.
+    """
+    left_out: list[str] = []
+    table: dict[str, Any] = {k: getattr(config, k) for k in ("module", "base")}
+    table = {k: v for k, v in table.items() if v} | _table(config, "", left_out)
+    header = _HEADER
+    if left_out:
+        header += f"# Not written, they come from `base`: {', '.join(left_out)}\n"
+    return header + "\n" + tomli_w.dumps(table)
+
+
+def save_resolved_config(config: Any, folder: str | Path) -> Path:
+    """Write the config to `folder`/config.toml, which `--config` takes back.
+
+    Arguments:
+        config: a GraphTrainer.Config as `load_config` returns it.
+        folder: the run's output folder; made if it is not there.
+    Returns:
+        The file's path.
+    Raises:
+        ConfigError: the folder cannot be made or written.
+    """
+    path = Path(folder) / "config.toml"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config_to_toml(config), encoding="utf-8")
+    except (OSError, UnicodeEncodeError) as e:
+        raise ConfigError(
+            f"dump_folder = {str(folder)!r}: the resolved config cannot be written there ({e}). "
+            "Set --dump_folder to a folder that can be written."
+        ) from e
+    return path
+
+
+class _Unwritable(Exception):
+    """A value that TOML has no word for."""
+
+
+def _table(config: Any, prefix: str, left_out: list[str]) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    unset: list[str] = []
+    for name, hint in field_hints(type(config)).items():
+        value = getattr(config, name)
+        if is_suppressed(hint):
+            continue
+        sections = section_classes(hint)
+        if sections and value is None:
+            table[name] = {"type": kinds.NONE}
+        elif sections:
+            kind = kinds.kind_of(value, sections)
+            head = {"type": kind} if kind else {}
+            table[name] = head | _table(value, f"{prefix}{name}.", left_out)
+        elif value is None and is_nullable(hint):
+            unset.append(name)
+        else:
+            try:
+                table[name] = _plain(value, f"{prefix}{name}", left_out)
+            except _Unwritable:
+                left_out.append(prefix + name)
+    return ({UNSET: unset} if unset else {}) | table
+
+
+def _plain(value: Any, path: str, left_out: list[str]) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _table(value, f"{path}.", left_out)
+    if isinstance(value, list | tuple):
+        return [_plain(v, path, left_out) for v in value]
+    if isinstance(value, dict):
+        unset = [k for k, v in value.items() if v is None]
+        kept = {k: _plain(v, path, left_out) for k, v in value.items() if v is not None}
+        return ({UNSET: unset} if unset else {}) | kept
+    if isinstance(value, str | bool | int | float | datetime.date | datetime.time):
+        return value
+    raise _Unwritable

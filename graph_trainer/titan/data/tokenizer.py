@@ -1,0 +1,167 @@
+"""A byte-level BPE tokenizer, trained once on a corpus and kept."""
+
+import hashlib
+import heapq
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.components.tokenizer import BaseTokenizer
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.data.cache import CorruptCacheError, cache_dir, load_or_build
+from graph_trainer.titan.data.corpus import Corpus, open_corpus
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Part of the cache key: raise it when the same corpus gives another tokenizer."""
+
+SAMPLE_CHARACTERS = 4_000_000
+"""Training reads about this much of the training split: a second's work."""
+
+MIN_VOCAB_SIZE = 256 + 2
+"""Every byte, the beginning and the end of a document."""
+
+
+class ByteBPETokenizer(BaseTokenizer):
+    """Text to token ids and back, exactly, for any Unicode text.
+
+    Ids below ``bos_id`` are byte sequences. The two last ids, ``bos_id`` and
+    ``eos_id``, are no text: nothing that a document contains can encode to
+    them.
+
+    Arguments:
+        config: the vocabulary's size and the corpus to learn it from.
+        tokenizer_path: what torchtitan's Trainer passes to every tokenizer, its
+            hf_assets_path. This tokenizer needs no file from there.
+
+    Raises:
+        ConfigError: a vocabulary too small for every byte, a dataset that
+            cannot be read, a cache folder that cannot be written.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        vocab_size: int = 2048
+        """Most token ids there may be, the two special ones included; at least 258. The model's
+        vocabulary must be as large or larger."""
+
+        dataset: str = "stdlib"
+        """Corpus to learn from: "stdlib", or "text" for files of your own at dataset_path."""
+
+        dataset_path: str | None = None
+        """For dataset "text": a .txt or .jsonl file, or a folder of them."""
+
+    eos_id: int
+    bos_id: int
+
+    def __init__(self, config: Config, *, tokenizer_path: str | None = None):
+        super().__init__()
+        if config.vocab_size < MIN_VOCAB_SIZE:
+            raise ConfigError(
+                f"tokenizer vocab_size = {config.vocab_size} is too small: 256 bytes and two "
+                f"special tokens need at least {MIN_VOCAB_SIZE}."
+            )
+        corpus = open_corpus(config.dataset, config.dataset_path)
+        key = "-".join(
+            (f"v{FORMAT_VERSION}", tokenizers.__version__, str(config.vocab_size))
+            + (corpus.content_hash,)
+        )
+        trained = load_or_build(
+            cache_dir() / "tokenizers" / f"{key}.json",
+            load=_load,
+            build=partial(_build, corpus, config.vocab_size - 2),
+            what=f"the tokenizer of dataset {config.dataset!r}",
+        )
+        self._tokenizer = trained
+        self.bos_id = trained.get_vocab_size()
+        self.eos_id = self.bos_id + 1
+        self.fingerprint = hashlib.blake2b(trained.to_str().encode(), digest_size=16).hexdigest()
+        """32 hexadecimal digits; equal where every text encodes to equal ids."""
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """Token ids of ``text``, with ``bos_id`` in front and ``eos_id`` behind on request."""
+        return self._framed(self._tokenizer.encode(text).ids, add_bos, add_eos)
+
+    def encode_batch(
+        self, texts: Sequence[str], add_bos: bool = False, add_eos: bool = False
+    ) -> list[list[int]]:
+        """As ``encode`` for each text, on all cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts))
+        return [self._framed(encoding.ids, add_bos, add_eos) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of token ids; ``bos_id`` and ``eos_id`` give none.
+
+        A character that is cut in two by the ends of ``ids`` gives U+FFFD.
+
+        Raises:
+            ValueError: an id outside the vocabulary.
+        """
+        text_ids = []
+        for value in map(int, ids):
+            if not 0 <= value < self.get_vocab_size():
+                raise ValueError(f"token id {value} is not in 0..{self.get_vocab_size() - 1}")
+            if value < self.bos_id:
+                text_ids.append(value)
+        return self._tokenizer.decode(text_ids, skip_special_tokens=False)
+
+    def get_vocab_size(self) -> int:
+        """Number of token ids, at most the config's: a small corpus runs out of merges."""
+        return self.eos_id + 1
+
+    def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
+        return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
+
+
+def _build(corpus: Corpus, vocab_size: int, path: Path) -> None:
+    # No special tokens in here: the library would find them in documents, too.
+    tokenizer = Tokenizer(models.BPE())
+    # Without a prefix space: decode would keep it, and the round trip be lost.
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sample = _sample(corpus)
+    logger.info("training a tokenizer of %d tokens on dataset %r", vocab_size, corpus.name)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    content = tokenizer.to_str()
+    envelope = {"blake2b": _digest(content), "tokenizer": content}
+    path.write_text(json.dumps(envelope), encoding="utf-8")
+
+
+def _sample(corpus: Corpus) -> list[str]:
+    """Training documents of about SAMPLE_CHARACTERS in all: those of the smallest hashes."""
+    heap: list[tuple[int, str]] = []  # the largest hash, negated, on top
+    size = 0
+    for text in corpus.documents("train"):
+        text = text[:SAMPLE_CHARACTERS]
+        heapq.heappush(heap, (-int(_digest(text), 16), text))
+        size += len(text)
+        while size - len(heap[0][1]) >= SAMPLE_CHARACTERS:
+            size -= len(heapq.heappop(heap)[1])
+    return [text for _, text in sorted(heap, reverse=True)]
+
+
+def _load(path: Path) -> Tokenizer:
+    try:
+        envelope = json.loads(path.read_text(encoding="utf-8"))
+        content = envelope["tokenizer"]
+        if envelope["blake2b"] != _digest(content):
+            raise CorruptCacheError("its checksum is wrong")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
+    return Tokenizer.from_str(content)
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()

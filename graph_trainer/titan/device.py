@@ -1,0 +1,90 @@
+"""What torchtitan asks of a device module, for CPU.
+
+torchtitan binds its device type and module when torchtitan.tools.utils is imported, to CUDA
+where it finds no accelerator. `setup` comes before any other torchtitan import and, on a
+machine without one, binds a CPU module that answers everything torchtitan asks.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import psutil
+import torch
+
+from graph_trainer.errors import ConfigError
+
+
+def setup() -> None:
+    """Bind torchtitan to the CPU where there is no accelerator; elsewhere do nothing.
+
+    Raises:
+        ConfigError: torchtitan was imported before and has bound CUDA for good.
+    """
+    if torch.accelerator.is_available():
+        return
+    utils_was_imported = "torchtitan.tools.utils" in sys.modules
+    from torchtitan.tools import utils
+
+    if utils.device_type == "cpu":
+        return
+    bound = [
+        name
+        for name, module in sys.modules.items()
+        if name.startswith("torchtitan.")
+        and module is not utils
+        and getattr(module, "device_type", None) == utils.device_type
+    ]
+    if utils_was_imported and bound:
+        raise ConfigError(
+            f"torchtitan was imported before graph_trainer and {bound[0]} has bound device type "
+            f"'{utils.device_type}', which this machine lacks: import graph_trainer.titan first"
+        )
+    utils.device_type = "cpu"
+    utils.device_module = _cpu_module()
+
+
+def _cpu_module() -> ModuleType:
+    module = ModuleType("graph_trainer_cpu")
+    module.__dict__.update(
+        {name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
+        set_device=lambda device: None,
+        current_device=lambda: 0,
+        # as many as a machine may have ranks: torchtitan checks LOCAL_RANK against it
+        device_count=lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
+        get_device_name=lambda device=None: platform.processor() or platform.machine(),
+        get_device_properties=lambda device=None: SimpleNamespace(
+            total_memory=psutil.virtual_memory().total
+        ),
+        memory_stats=_memory_stats,
+        reset_peak_memory_stats=lambda device=None: None,
+        empty_cache=lambda: None,
+    )
+    return module
+
+
+def _memory_stats(device: Any = None) -> dict[str, int]:
+    """The process's resident memory under the names of CUDA's allocator, in bytes.
+
+    The CPU allocator keeps no statistics; resident memory is what the machine runs out of.
+    Its peak is the process's since it began, which resetting cannot change.
+    """
+    resident = psutil.Process().memory_info().rss
+    peak = max(resident, _peak_resident())
+    return {
+        "active_bytes.all.peak": resident,
+        "reserved_bytes.all.peak": peak,
+        "num_alloc_retries": 0,
+        "num_ooms": 0,
+    }
+
+
+def _peak_resident() -> int:
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024  # kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,69 @@
+"""What of a config a captured step is made of: the trainer runs it and the planner simulates it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.training_state_memory import held_by
+
+if TYPE_CHECKING:
+    from torchtitan.distributed import ParallelDims
+
+    from graph_trainer.titan.trainer import GraphTrainer
+
+
+def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
+    """Hand the loss the output head of the parallelized model where it computes with it."""
+    if isinstance(loss_fn, ChunkedCrossEntropyLoss):
+        loss_fn.attach(model)
+
+
+def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """The function that is captured, of the model and one batch as torchtitan's trainer has it.
+
+    Arguments:
+        loss_fn: torchtitan's loss: (prediction, labels, number of valid tokens) -> (loss, ...).
+
+    Returns:
+        `f(model, inputs, labels, global_valid_tokens, **extra)` -> scalar loss; inputs and
+        labels are int64 [local batch, sequence], global_valid_tokens an int64 scalar.
+    """
+
+    def loss(
+        model: nn.Module,
+        inputs: torch.Tensor,
+        labels: torch.Tensor,
+        global_valid_tokens: torch.Tensor,
+        **extra: Any,
+    ) -> torch.Tensor:
+        prediction = model(inputs, **extra)
+        positions = {"positions": extra["positions"]} if "positions" in extra else {}
+        value, _ = loss_fn(prediction, labels, global_valid_tokens, **positions)
+        return value
+
+    return loss
+
+
+def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims, device: str) -> PassConfig:
+    """Which passes the config asks for, and how.
+
+    Arguments:
+        device: what the step runs on, which the memory limit depends on: "cuda" or "cpu".
+
+    Raises:
+        PassError: a pass that is unknown or out of place.
+    """
+    batches = parallel_dims.get_mesh("batch").size() if parallel_dims.dp_enabled else 1
+    return pass_config(
+        config.compile,
+        reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
+        pipeline_parallel=parallel_dims.pp_enabled,
+        held_bytes=held_by(config, batches, device),
+    )

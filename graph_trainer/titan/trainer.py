@@ -1,0 +1,236 @@
+"""GraphTrainer: torchtitan's trainer, with one captured graph for forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Annotated, Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from graph_trainer.cli.console import show_report
+from graph_trainer.core.capture.capture import LossFn
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.passes.report import Report
+from graph_trainer.core.runtime.collective_failure import outside_the_graph, with_the_others
+from graph_trainer.core.runtime.step import Gradients
+from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.errors import CollectiveError, NotFiniteError
+from graph_trainer.planner.plan_check import HeldTo
+from graph_trainer.planner.planned_run import PlannedRun, timed, watched
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
+from graph_trainer.titan.config.run_config import GraphCompileConfig
+from graph_trainer.titan.config.serialize import save_resolved_config
+from graph_trainer.titan.nonfinite_guard import LossGuard
+from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
+from graph_trainer.titan.titan_compat import process_group_timeouts
+from graph_trainer.titan.validator import with_captured_forward
+
+from torchtitan.components.validate import BaseValidator  # isort: skip
+from torchtitan.tools.logging import logger  # isort: skip
+from torchtitan.trainer import Trainer  # isort: skip
+
+StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
+"""`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
+
+
+class GraphTrainer(Trainer):
+    """A torchtitan Trainer whose forward_backward_step runs the joint graph.
+
+    Everything else is torchtitan's: data, gradient accumulation, clipping, optimizer,
+    schedule, metrics, checkpoints, and validation, whose forward is captured too. With
+    `compile.mode = "eager"` so is the forward and backward, on the same sharded model: the
+    reference for numbers.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Trainer.Config):
+        """torchtitan's config with graph_trainer's own [compile] section."""
+
+        compile: GraphCompileConfig = field(default_factory=GraphCompileConfig)
+
+        module: Annotated[str, tyro.conf.Suppress] = ""
+        """The module whose config_registry `base` is looked up in."""
+
+        base: Annotated[str, tyro.conf.Suppress] = ""
+        """The registry entry this config began as."""
+
+    def __init__(self, config: Config) -> None:
+        checked = copy.copy(config)  # what is saved as config.toml stays as it was given
+        checked.checkpoint = with_checked_checkpoints(config.checkpoint)
+        super().__init__(checked)
+        (model,) = self.model_parts
+        attach_loss(self.loss_fn, model)
+        self._losses = LossGuard()
+        self._microbatches = 0
+        self._captured_step: StepFunction | None = None
+        self._planned: PlannedRun | None = None
+        if config.compile.mode == "aot_fx_trace":
+            self._captured_step = self._make_step(
+                loss_of_batch(self.loss_fn), check=self._check_against_plan
+            )
+            if config.validator.enable:
+                self.validator: BaseValidator = with_captured_forward(
+                    self.validator,
+                    partial(self._make_step, backward=False),
+                    within=self._naming_who_is_missing,
+                )
+        if dist.get_rank() == 0:
+            save_resolved_config(config, config.dump_folder)
+
+    def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
+        """A step that captures itself, as [compile] says."""
+        compile_config = self.config.compile
+        return TrainStep(
+            loss_fn,
+            passes=passes_of(self.config, self.parallel_dims, self.device.type),
+            backend=compile_config.backend,
+            max_graphs=compile_config.max_graphs,
+            on_event=logger.info,
+            on_report=self._show_report,
+            **options,
+        )
+
+    def take_step_with(self, step: StepFunction) -> None:
+        """Run `step` in place of the captured one, on what it would be given."""
+        self._captured_step = step
+
+    def hold_to(self, plan: HeldTo) -> None:
+        """Refuse to train another step than the planned one, and at the end of training show
+        what was predicted beside what was measured. To be called before the first step."""
+        self._planned = PlannedRun(plan, self.device, dist.get_rank(), self.config.compile.backend)
+        if dist.get_rank() == 0:
+            for line in plan.remarks():
+                logger.warning(line)
+
+    def forward_backward_step(
+        self,
+        *,
+        input_dict: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]],
+        labels: torch.Tensor | list[torch.Tensor],
+        global_valid_tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """Loss of one microbatch, its gradients added to `.grad`; as torchtitan's own."""
+        if self._captured_step is None:
+            loss = super().forward_backward_step(
+                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
+            )
+        else:
+            loss = self._run_captured_step(
+                self._captured_step, input_dict, labels, global_valid_tokens
+            )
+        self._guard(loss)
+        return loss
+
+    def _run_captured_step(
+        self, step: StepFunction, input_dict: Any, labels: Any, global_valid_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
+        inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
+        (model,) = self.model_parts
+        with self.train_context(), watched(self._planned):
+            loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
+        accumulate_gradients(model, gradients)
+        if self._planned is not None:
+            self._planned.see_gradients(model.parameters())
+        return loss
+
+    def _guard(self, loss: torch.Tensor) -> None:
+        """Stop before a step is logged whose loss is not finite, or saved with such a gradient."""
+        self._losses.see(self.step, loss)
+        self._microbatches += 1
+        if self._microbatches % self.gradient_accumulation_steps:
+            return
+        checkpointer = self.checkpointer
+        saves = isinstance(checkpointer, CheckedCheckpointManager) and checkpointer.saves_at(
+            self.step, last_step=self.step == self.config.training.steps
+        )
+        if saves:
+            parameters = [p for part in self.model_parts for p in part.parameters()]
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            self._losses.check(self.step, gradients)
+        elif self.metrics_processor.should_log(self.step):
+            self._losses.check(self.step)
+
+    def train_step(self, data_iterator: Iterator[Any]) -> None:
+        """torchtitan's step.
+
+        Raises:
+            NotFiniteError: the loss is not finite, found when a step is logged or saved; or a
+                gradient is not, where the step is about to be saved.
+            TrainingError: a collective failed (gloo), with the step, the collective and the
+                ranks that did not come.
+        """
+        with self._naming_who_is_missing(), timed(self._planned):
+            super().train_step(data_iterator)
+
+    @contextlib.contextmanager
+    def _naming_who_is_missing(self) -> Iterator[None]:
+        """Turn a collective that fails inside into a TrainingError."""
+        try:
+            yield
+        except CollectiveError as error:
+            self._say_who_is_missing(error, error)
+        except RuntimeError as error:
+            failed = outside_the_graph(error)
+            if failed is None:
+                raise
+            self._say_who_is_missing(failed, error)
+
+    def _say_who_is_missing(self, failed: CollectiveError, error: Exception) -> NoReturn:
+        # At once, because the launcher may end this rank while it still asks the others.
+        logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
+        raise with_the_others(failed, self.step) from error
+
+    def train(self) -> None:
+        """torchtitan's loop, and the end of an asynchronous save.
+
+        A save that is under way is waited for where every rank comes here: at the end, when the
+        data run out, and where the loss was refused. Behind a collective that failed others may
+        never come.
+        """
+        with process_group_timeouts():
+            try:
+                super().train()
+            except NotFiniteError:
+                self.checkpointer.maybe_wait_for_saving()
+                raise
+            self.checkpointer.maybe_wait_for_saving()
+        if self._planned is not None:
+            (model,) = self.model_parts
+            self._planned.finish(model.parameters(), self.optimizers, self.config.dump_folder)
+
+    def _check_against_plan(self, joint: JointGraph) -> None:
+        if self._planned is not None:
+            self._planned.check(joint)
+
+    def _show_report(self, joint: JointGraph, report: Report) -> None:
+        if dist.get_rank() == 0:
+            show_report(report)
+
+
+def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
+    """Add gradients by FQN to the parameters' `.grad`, as autograd would: the first one is
+    kept as it is, later ones are added in place."""
+    left = dict(gradients)
+    for name, parameter in model.named_parameters():
+        gradient = left.pop(clean_fqn(name), None)
+        if gradient is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            _local(parameter.grad).add_(_local(gradient))
+    assert not left, f"gradients of parameters that the model does not have: {sorted(left)}"
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,75 @@
+"""What a training run holds on a rank beside the graph: optimizer state and earlier gradients."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from graph_trainer.core.analysis.lifetimes import storage_bytes
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, tensors_of
+from graph_trainer.core.passes.memory_limit import Held, HeldBytes
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.trainer import GraphTrainer
+
+# Tensors of the parameter's size that an optimizer keeps.
+_STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
+
+
+def held_by(config: GraphTrainer.Config, data_parallel_degree: int, device: str) -> HeldBytes:
+    """What this run holds during a step, as a function of the captured graph.
+
+    Arguments:
+        data_parallel_degree: how many different batches a step has.
+        device: what the step runs on: "cuda" or "cpu".
+    """
+    several = microbatches(config, data_parallel_degree) > 1
+
+    def held(joint: JointGraph) -> Held:
+        return Held(
+            optimizer_bytes(joint, config),
+            # validation comes behind a step, whose gradients stay until the next one begins
+            trained_bytes(joint) if several or not joint.signature.backward else 0,
+            fused=config.compile.backend == "inductor",
+            device=device,
+        )
+
+    return held
+
+
+def microbatches(config: GraphTrainer.Config, data_parallel_degree: int) -> int:
+    """How often the graph runs in a step."""
+    training = config.training
+    return max(1, training.global_batch_size // (training.local_batch_size * data_parallel_degree))
+
+
+def optimizer_bytes(joint: JointGraph, config: GraphTrainer.Config) -> int:
+    """Bytes of optimizer state on this rank, from the second step on.
+
+    A parameter belongs to the first group whose pattern is found in its name; one that no
+    group matches is not trained.
+    """
+    groups = [
+        (re.compile(g.pattern), _STATES[g.optimizer_name] + bool(g.optimizer_kwargs.get("amsgrad")))
+        for g in config.optimizer.param_groups
+    ]
+    total = 0
+    for name, num in _trained(joint):
+        states = next((count for pattern, count in groups if pattern.search(name)), 0)
+        total += states * num
+    return total
+
+
+def trained_bytes(joint: JointGraph) -> int:
+    """Bytes of the parameters that are trained, and so of their gradients, on this rank."""
+    return sum(num for _, num in _trained(joint))
+
+
+def _trained(joint: JointGraph) -> Iterator[tuple[str, int]]:
+    """Name and bytes of every parameter that gets a gradient; an optimizer keeps no state of
+    others."""
+    without = set(joint.signature.parameters_without_grad)
+    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
+        if spec.requires_grad and spec.name not in without:
+            yield spec.name, sum(storage_bytes(t) for n in nodes for t in tensors_of(n))

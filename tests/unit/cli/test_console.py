@@ -1,0 +1,36 @@
+"""The report table as a person sees it."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from graph_trainer.cli.console import WIDTH, report_table, show_report
+from graph_trainer.core.passes.report import PassReport, Report
+
+_GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
+_BIG = PassReport("capture", 1.0, 60_000, _GATHERS, 900 * 1024**3, 90 * 1024**3)
+_CHANGED = PassReport("functionalize_index_put", 99.9, 55_555, {}, 0, 10 * 1024**3)
+
+
+def lines(report: Report) -> list[str]:
+    out = io.StringIO()
+    Console(width=WIDTH, file=out).print(report_table(report))
+    return out.getvalue().splitlines()
+
+
+def test_the_largest_graphs_fit_a_hundred_columns() -> None:
+    found = lines(Report([_BIG, _CHANGED]))
+    assert max(map(len, found)) <= WIDTH
+    text = " ".join(found)
+    # nothing is cut, and a change stands beside its number
+    for part in ("functionalize_index_put", "60,000", "55,555", "-4,445", "12,345", "-12,345"):
+        assert part in text
+    assert "…" not in text
+
+
+def test_it_is_printed_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    show_report(Report([_BIG]))
+    assert "What each pass did to the joint graph" in capsys.readouterr().out

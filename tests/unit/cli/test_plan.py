@@ -1,0 +1,131 @@
+"""`graph-trainer plan`: bad input is one message, before anything is captured."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_trainer.cli import main as cli
+from graph_trainer.cli import plan as command
+
+TP = "--parallelism.tensor_parallel_degree"
+SHARD = "--parallelism.data_parallel_shard_degree"
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """Runs the command, which must end with exit code 2 and captures nothing; what it says."""
+    for work in ("make_plan", "verify_order", "compare"):
+        monkeypatch.setattr(command, work, lambda *a, **k: pytest.fail("the work was begun"))
+
+    def run(*words: str) -> str:
+        words = tuple(word.replace("TMP", str(tmp_path)) for word in words)
+        try:
+            code = cli.main(["plan", *words])
+        except SystemExit as ended:  # argparse
+            code = ended.code
+        out, err = capsys.readouterr()
+        assert (code, out) == (2, "") and "Traceback" not in err
+        return err.replace(str(tmp_path), "TMP")
+
+    return run
+
+
+BAD = {
+    "unknown profile": (["--hardware", "h100-smx"], "did you mean 'h100-sxm'? Known profiles:"),
+    "no such profile file": (["--hardware", "TMP/my.toml"], "TMP/my.toml: cannot be read"),
+    "unknown key": (
+        ["--parallelism.tensor_paralel_degree", "2"],
+        "Did you mean --parallelism.tensor_parallel_degree",
+    ),
+    "unknown value": (
+        ["--parallelism.fsdp_reshard_after_forward", "allways"],
+        "'always', 'never'",
+    ),
+    "unknown config": (["--config", "8bb"], "Did you mean 8b?"),
+    "unknown module": (["--module", "graph_trainer.lama3"], "Did you mean graph_trainer.llama3?"),
+    "unknown flag": (["--jason", "plan.json"], "there is no --jason; did you mean --json?"),
+    "shortened flag": (["--hard", "h100-sxm"], "there is no --hard; did you mean --hardware?"),
+    "lone word": (["h100-sxm"], 'unexpected "h100-sxm": every value follows its flag'),
+    "flag without value": (["--hardware"], "--hardware: expected one argument"),
+    "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
+    "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),
+    "batch of other ranks": (  # no number is given: two, the fewest that shard
+        ["--training.local_batch_size", "2", "--training.global_batch_size", "6"],
+        "not a multiple of",
+    ),
+    "order of another's rank": (
+        ["--verify-order", "--rank", "1", "--world-size", "2"],
+        "--verify-order plans nothing: leave it or --rank out",
+    ),
+    "order of another program": (
+        ["--verify-order", "--like", "torchtitan"],
+        "--like torchtitan plans another program",
+    ),
+    "no ranks": (["--world-size", "0"], "'0' is not a number of ranks: write 1 or more"),
+    "fewer than none": (["--world-size", "-2"], "'-2' is not a number of ranks"),
+    "part of a rank": (["--world-size", "1.5"], "'1.5' is not a number of ranks"),
+    "rank too high": (["--world-size", "8", "--rank", "8"], "there are 8 ranks: write 0 to 7"),
+    "rank too high for the degrees": (
+        [TP, "2", SHARD, "1", "--rank", "2"],
+        "--rank 2: there are 2 ranks: write 0 to 1",
+    ),
+    "rank below none": (["--world-size", "8", "--rank", "-1"], "--rank -1: there are 8 ranks"),
+    "rank that is no number": (["--rank", "first"], "--rank: invalid int value: 'first'"),
+    "unknown runtime": (["--like", "torchtitam"], "choose from 'graph_trainer', 'torchtitan'"),
+    "two flags, one file": (["--json", "TMP/x", "--trace", "TMP/x"], "both write TMP/x"),
+    "comparison without values": (["--compare", "training.seq_len"], "write key=value,value"),
+    "comparison and a page": (
+        ["--compare", "training.seq_len=64,128", "--html", "TMP/x"],
+        "--html is of one plan",
+    ),
+    "proof and a comparison": (
+        ["--verify-order", "--compare", "training.seq_len=64,128"],
+        "--verify-order plans nothing: leave it or --compare out",
+    ),
+    "proof and a file": (
+        ["--verify-order", "--json", "TMP/x"],
+        "--verify-order plans nothing: leave it or --json out",
+    ),
+    "all ranks of no proof": (["--all-ranks"], "--all-ranks is for --verify-order"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, said", BAD.values(), ids=BAD)
+def test_bad_input(refused, words, said):
+    assert said in refused(*words)
+
+
+@pytest.mark.parametrize("flag", ["--json", "--trace", "--html", "--save"])
+def test_an_output_without_its_folder(refused, flag):
+    assert "there is no folder TMP/none: make it" in refused(flag, "TMP/none/plan")
+
+
+def test_an_output_that_is_a_folder_or_below_a_file(refused, tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "TMP: is a folder: name a file" in refused("--json", "TMP")
+    assert "there is no folder TMP/file" in refused("--json", "TMP/file/plan")
+
+
+def test_a_bad_key_of_a_hardware_file(refused, tmp_path):
+    (tmp_path / "my.toml").write_text("memory_gb = 80\n")
+    said = refused("--hardware", "TMP/my.toml")
+    assert "TMP/my.toml: unknown key 'memory_gb': did you mean 'memory_gib'?" in said
+
+
+def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
+    """The fixture's work is what would run: without a mistake it does."""
+    asked = {}
+
+    class Reached(Exception):
+        pass
+
+    def make_plan(config, world_size, hardware, **how):
+        asked.update(config=config, world_size=world_size, hardware=hardware.name, **how)
+        raise Reached
+
+    monkeypatch.setattr(command, "make_plan", make_plan)
+    words = ["--world-size", "8", TP, "2", "--hardware", "a100-80g", "--rank", "3"]
+    with pytest.raises(Reached):
+        cli.main(["plan", *words])
+    assert (asked["world_size"], asked["hardware"], asked["rank"]) == (8, "a100-80g", 3)
+    assert asked["config"].parallelism.tensor_parallel_degree == 2

@@ -1,0 +1,297 @@
+"""Predicted memory against what a run of the generated code really allocates and frees."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import fx, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
+from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
+from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world, values_for
+
+
+class _Counting(TorchDispatchMode):
+    """Asks, after every op, which storages that the graph made are still alive."""
+
+    def __init__(self, inputs):
+        super().__init__()
+        self._inputs = {t.untyped_storage()._cdata for t in inputs}
+        self._alive = {}
+        self.live = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._inputs:
+                    self._alive[storage._cdata] = (
+                        torch.multiprocessing.reductions.StorageWeakRef(storage),
+                        storage.nbytes(),
+                    )
+        self.count()
+        return result
+
+    def count(self):
+        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
+        self.live.append(sum(size for _, size in self._alive.values()))
+
+
+def measured(joint):
+    """Live bytes after every op of the generated code, which frees at the last use."""
+    inputs = values_for(joint)
+    module = fx.GraphModule(joint.graph_module, joint.graph)
+    with torch.no_grad(), _Counting(inputs) as counting:
+        kept = module(*inputs)
+        counting.count()
+    assert kept is not None
+    return counting.live
+
+
+def predicted(joint):
+    found = lifetimes(joint).live_bytes
+    return [
+        live
+        for node, live in zip(joint.graph.nodes, found, strict=True)
+        if node.op == "output" or isinstance(node.target, torch._ops.OpOverload)
+    ]
+
+
+# --- random small graphs -------------------------------------------------------------------
+
+STEPS = ("mul", "view", "slice", "add_", "split", "sort", "layer_norm", "expand", "cat", "unsafe")
+
+
+@st.composite
+def programs(draw):
+    """(step, which values it reads) in order; values are counted modulo what there is."""
+    length = draw(st.integers(1, 14))
+    step = st.tuples(st.sampled_from(STEPS), st.integers(0, 30), st.integers(0, 30))
+    returned = st.lists(st.integers(0, 30), min_size=1, max_size=3)
+    return draw(st.lists(step, min_size=length, max_size=length)), draw(returned)
+
+
+def build(program):
+    steps, returned = program
+    b = Builder()
+    values = [b.input("x", 8), b.input("y", 8)]
+
+    for name, one, two in steps:
+        x, y = values[one % len(values)], values[two % len(values)]
+        if name == "mul":
+            values.append(b.call(aten.mul.Tensor, x, y))
+        elif name == "view":
+            square = b.call(aten.view.default, x, [2, 4])
+            values.append(b.call(aten.view.default, square, [8]))
+        elif name == "unsafe":
+            values.append(b.call(aten._unsafe_view.default, x, [8]))
+        elif name == "slice":
+            head = b.call(aten.slice.Tensor, x, 0, 0, 4)
+            values.append(b.call(aten.cat.default, [head, head]))
+        elif name == "add_" and x.op != "placeholder":
+            values.append(b.call(aten.add_.Tensor, x, 1))
+        elif name == "split":
+            parts = b.call(aten.split.Tensor, x, 4)
+            part = b.call(operator.getitem, parts, two % 2)
+            values.append(b.call(aten.cat.default, [part, part]))
+        elif name == "sort":
+            values.append(b.call(operator.getitem, b.call(aten.sort.default, x), 0))
+        elif name == "layer_norm":
+            norm = b.call(aten.native_layer_norm.default, x, [8], None, None, 1e-5)
+            values.append(b.call(operator.getitem, norm, 0))
+            if two % 2:  # its statistics live on
+                mean = b.call(operator.getitem, norm, 1)
+                values.append(b.call(aten.mul.Tensor, x, mean))
+        elif name == "expand":
+            scalar = b.call(aten.sum.default, x)
+            values.append(b.call(aten.mul.Tensor, b.call(aten.expand.default, scalar, [8]), y))
+        elif name == "cat":
+            whole = b.call(aten.cat.default, [x, y])
+            values.append(b.call(aten.slice.Tensor, whole, 0, 8, 16))
+    # what is returned is computed, so that no input is returned
+    kept = [b.call(aten.neg.default, values[i % len(values)]) for i in returned]
+    total = b.call(aten.sum.default, kept[0])
+    for node in kept[1:]:
+        total = b.call(aten.add.Tensor, total, b.call(aten.sum.default, node))
+    return b.joint(total)
+
+
+@settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+@given(programs())
+def test_predicted_memory_is_what_a_run_uses(program):
+    joint = build(program)
+    assert predicted(joint) == measured(joint)
+
+
+# --- cases by hand -------------------------------------------------------------------------
+
+
+def checked(b, total):
+    joint = b.joint(total)
+    assert predicted(joint) == measured(joint)
+    return lifetimes(joint)
+
+
+def test_a_result_that_was_not_asked_for_keeps_its_place():
+    """The gradients of a convolution: no input gradient, so the first result is None."""
+    b = Builder()
+    x, w, g = b.input("x", 1, 2, 4), b.input("w", 2, 2, 1), b.input("g", 1, 2, 4)
+    parts = b.call(
+        aten.convolution_backward.default,
+        *(g, x, w, [2], [1], [0], [1], False, [0], 1, [False, True, True]),
+    )
+    weight, bias = b.call(operator.getitem, parts, 1), b.call(operator.getitem, parts, 2)
+    doubled = b.call(aten.mul.Tensor, weight, 2)
+    total = b.call(
+        aten.add.Tensor, b.call(aten.sum.default, bias), b.call(aten.sum.default, doubled)
+    )
+    found = lifetimes(b.joint(total))
+    assert found.size[(parts, 1)] == 2 * 2 * 4 and found.size[(parts, 2)] == 2 * 4
+    assert (parts, 0) not in found.size
+    order = list(b.graph.nodes)
+    assert found.last_use[(parts, 1)] == order.index(doubled)
+
+
+def test_unread_results_live_as_long_as_the_tuple_that_holds_them():
+    b = Builder()
+    result = b.call(aten.sort.default, b.input("x", 8))
+    b.call(aten.exp.default, b.graph.find_nodes(op="placeholder")[0])
+    values = b.call(operator.getitem, result, 0)
+    found = checked(b, b.call(aten.sum.default, values))
+    assert found.last_use[(result, 1)] == list(b.graph.nodes).index(values)
+
+
+def test_a_view_keeps_the_whole_storage():
+    b = Builder()
+    made = b.call(aten.exp.default, b.input("x", 8))
+    part = b.call(aten.slice.Tensor, made, 0, 0, 1)
+    b.call(aten.exp.default, part)
+    total = b.call(aten.sum.default, part)
+    found = checked(b, total)
+    assert found.last_use[(made, 0)] == list(b.graph.nodes).index(total)
+    assert found.size == {k: v for k, v in found.size.items() if k[0] is not part}
+
+
+def test_inputs_are_not_counted():
+    b = Builder()
+    x = b.input("x", 8)
+    found = checked(b, b.call(aten.sum.default, b.call(aten.view.default, x, [2, 4])))
+    assert found.peak_bytes == 4 and list(found.size.values()) == [4]
+
+
+def test_an_empty_graph_has_no_peak():
+    b = Builder()
+    x = b.input("x")
+    assert lifetimes(b.joint(x)).peak_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "tensor, size",
+    [
+        (torch.empty(3, 4), 48),
+        (torch.empty(4).expand(3, 4), 16),
+        (torch.empty(3, 4)[:, ::2], 44),
+        (torch.empty(0, 4), 0),
+        (torch.empty((), dtype=torch.float64), 8),
+    ],
+)
+def test_storage_bytes(tensor, size):
+    assert storage_bytes(tensor) == size
+
+
+def test_a_captured_step_without_collectives_uses_what_was_predicted():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
+    joint = gt.capture(model, lambda m, x: m(x).square().mean(), [torch.randn(3, 4)])
+    for passes in (["normalize_views"], ["eliminate_dead_code"]):
+        gt.run_passes(joint, gt.PassConfig(passes=passes))
+        assert predicted(joint) == measured(joint)
+
+
+def test_every_gathered_byte_is_counted():
+    joint = captured_decoder()
+    found = lifetimes(joint)
+    gathers = [n for n in joint.graph.nodes if "all_gather" in str(n.target)]
+    assert all(found.size[(n, 0)] == n.meta["val"].numel() * 4 for n in gathers)
+
+
+def test_what_a_collective_reads_lives_until_it_is_waited_for():
+    """The process group holds it, whoever else has dropped it."""
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    sent = b.call(aten.mul.Tensor, x, 2)
+    started = b.call(c10d.all_reduce.default, sent, "sum", "0")
+    other = b.call(aten.add.Tensor, x, 1)
+    reduced = b.call(c10d.wait_tensor.default, started)
+    joint = b.joint(b.call(aten.dot.default, other, reduced))
+    live = dict(zip(joint.graph.nodes, lifetimes(joint).live_bytes, strict=True))
+    assert live[other] == 3 * 32
+
+
+# --- what a backend allocates inside -------------------------------------------------------
+
+
+def test_gloo_copies_what_it_receives_and_what_it_reduces():
+    """In bytes; measured on real ranks by tests/integration/test_predicted_memory.py."""
+    fake_world(2)
+    b = Builder()
+    x, y = b.input("x", 8), b.input("y", 4)
+    out = b.call(aten.empty.memory_format, [16])
+    expected = {
+        b.call(c10d.all_gather_into_tensor.default, x, 2, "0"): 2 * 32,
+        b.call(c10d.all_gather_into_tensor_out.default, x, 2, "0", out=out): 2 * 32,
+        b.call(c10d.all_gather_into_tensor_coalesced.default, [x, y], 2, "0"): 3 * (32 + 16),
+        b.call(c10d.reduce_scatter_tensor.default, x, "sum", 2, "0"): 32,
+        b.call(c10d.reduce_scatter_tensor_coalesced.default, [x, y], "sum", 2, "0"): 32 + 16,
+        b.call(c10d.all_reduce.default, x, "sum", "0"): 0,
+        b.call(c10d.all_reduce_.default, x, "sum", "0"): 0,
+        b.call(c10d.all_reduce_coalesced.default, [x, y], "sum", "0"): 32 + 16,
+        b.call(c10d.all_to_all_single.default, x, [4, 4], [4, 4], "0"): 0,
+        b.call(c10d.broadcast.default, x, 0, "0"): 0,
+    }
+    found = gloo_scratch(b.joint(b.call(aten.sum.default, x)))
+    assert found == {node: num for node, num in expected.items() if num}
+
+
+def test_scratch_lives_while_its_node_runs_and_a_collectives_until_it_is_waited_for():
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    gathered = b.call(c10d.all_gather_into_tensor_coalesced.default, [x, x], 2, "0")
+    part = b.call(operator.getitem, gathered, 1)
+    product = b.call(aten.mul.Tensor, x, x)
+    wait = b.call(c10d.wait_tensor.default, part)
+    total = b.call(aten.sum.default, b.call(aten.cat.default, [wait, product]))
+    joint = b.joint(total)
+    found = lifetimes(joint, scratch={gathered: 1000, product: 7})
+    plain, order = lifetimes(joint), list(joint.graph.nodes)
+    added = {
+        node: a - b
+        for node, a, b in zip(order, found.live_bytes, plain.live_bytes, strict=True)
+        if a != b
+    }
+    assert added == {gathered: 1000, part: 1000, product: 1007, wait: 1000}
+    assert found.last_use[(gathered, SCRATCH)] == order.index(wait)
+
+
+def test_what_nobody_waits_for_is_never_given_back():
+    fake_world(2)
+    b = Builder()
+    x = b.input("x", 8)
+    sent = b.call(aten.mul.Tensor, x, 2)
+    b.call(c10d.all_reduce.default, sent, "sum", "0")
+    total = b.call(aten.sum.default, x)
+    joint = b.joint(total)
+    assert lifetimes(joint).live_bytes[-1] == 4 + 2 * 32

@@ -1,0 +1,182 @@
+"""Memory by category: on graphs made by hand, and what holds on any."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
+from graph_trainer.core.graph.joint_graph import InputKind, Role
+from tests.unit.core.simulation.machines import random_graph, steps
+from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
+
+GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS)
+ROW = 4 * 8
+"""Bytes of eight float32."""
+
+
+def fsdp_step():
+    """One sharded weight: gathered, used, read again by backward, its gradient reduced."""
+    b = Builder()
+    shard, x = b.parameter("w", 8), b.input("x", 16)
+    running = b.buffer("running", 8)
+    named = {"parameter": "w", "module": "layers.0"}
+    cast = b.call(aten._to_copy.default, shard, dtype=torch.bfloat16, role=Role.UNSHARD, **named)
+    gathered = b.call(c10d.all_gather_into_tensor.default, cast, 2, "0", role=Role.UNSHARD, **named)
+    weight = b.call(c10d.wait_tensor.default, gathered, role=Role.UNSHARD, **named)
+    kept = b.call(aten.mul.Tensor, x, weight, module="layers.0")
+    passing = b.call(aten.exp.default, kept)
+    loss = b.call(aten.sum.default, passing)
+    back = b.call(aten.mul.Tensor, kept, weight, phase=BACKWARD)
+    sent = b.call(aten.neg.default, back, phase=BACKWARD)
+    reduced = b.call(
+        c10d.reduce_scatter_tensor.default,
+        sent,
+        "sum",
+        2,
+        "0",
+        phase=BACKWARD,
+        role=Role.REDUCE_GRAD,
+        **named,
+    )
+    waited = b.call(
+        c10d.wait_tensor.default, reduced, phase=BACKWARD, role=Role.REDUCE_GRAD, **named
+    )
+    gradient = b.call(aten.div.Tensor, waited, 2, phase=BACKWARD)
+    nodes = {
+        "running": running,
+        "cast": cast,
+        "gathered": gathered,
+        "kept": kept,
+        "passing": passing,
+        "back": back,
+        "sent": sent,
+        "reduced": reduced,
+        "gradient": gradient,
+    }
+    return b.joint(loss, w=gradient), nodes
+
+
+def test_every_category_on_a_step_made_by_hand():
+    joint, nodes = fsdp_step()
+    found = memory_of(joint, optimizer_bytes=100, accumulated_bytes=7)
+    category = {s.node: s.category for s in found.storages}
+    assert {name: category[n] for name, n in nodes.items() if n in category} == {
+        "cast": Category.COMMUNICATION,  # is sent, and read by nothing else
+        "gathered": Category.UNSHARDED,
+        "kept": Category.ACTIVATIONS,
+        "passing": Category.TEMPORARIES,
+        "back": Category.TEMPORARIES,
+        "sent": Category.COMMUNICATION,
+        "reduced": Category.COMMUNICATION,
+        "gradient": Category.GRADIENTS,
+    }
+    size = {s.node: s.bytes for s in found.storages}
+    assert size[nodes["gathered"]] == 2 * size[nodes["cast"]] == 16 * 2
+    assert size[nodes["kept"]] == 2 * ROW and size[nodes["gradient"]] == ROW
+    for own, num in zip(GIVEN, (ROW, 100, 2 * ROW + ROW), strict=True):
+        assert set(found.by_category[own]) == {num}  # all the time
+    assert min(found.by_category[Category.GRADIENTS]) == 7
+    assert found.by_category[Category.GRADIENTS][-1] == 7 + ROW
+
+
+def test_a_storage_says_whose_it_is():
+    joint, nodes = fsdp_step()
+    owner = {s.node: s.owner for s in memory_of(joint).storages}
+    assert owner[nodes["gathered"]] == "w"
+    assert owner[nodes["kept"]] == "layers.0" and owner[nodes["passing"]] == ""
+
+
+def test_what_is_alive_at_a_node_adds_up_to_what_the_graph_made():
+    joint, _ = fsdp_step()
+    found = memory_of(joint, optimizer_bytes=100)
+    for place, total in enumerate(found.total):
+        alive = found.live_at(place)
+        assert sum(s.bytes for s in alive) + ROW + 100 + 3 * ROW == total
+        assert [s.bytes for s in alive] == sorted((s.bytes for s in alive), reverse=True)
+
+
+def test_what_a_kernel_keeps_inside_is_not_there():
+    joint, nodes = fsdp_step()
+    full = memory_of(joint)
+    less = memory_of(joint, not_allocated={(nodes["passing"], 0)})
+    assert {s.node for s in full.storages} - {s.node for s in less.storages} == {nodes["passing"]}
+    drop = [a - b for a, b in zip(full.total, less.total, strict=True)]
+    assert set(drop) == {0, 2 * ROW}
+
+
+def test_what_is_held_longer_is_there_longer():
+    joint, nodes = fsdp_step()
+    last = len(joint.graph.nodes) - 1
+    held = memory_of(joint, held_longer={(nodes["passing"], 0): last})
+    assert next(s.last for s in held.storages if s.node is nodes["passing"]) == last
+    assert held.total[last] == memory_of(joint).total[last] + 2 * ROW
+
+
+def test_scratch_is_communication_until_the_wait():
+    joint, nodes = fsdp_step()
+    plain = memory_of(joint)
+    found = memory_of(joint, scratch={nodes["gathered"]: 1000})
+    rise = [
+        a - b
+        for a, b in zip(
+            found.by_category[Category.COMMUNICATION],
+            plain.by_category[Category.COMMUNICATION],
+            strict=True,
+        )
+    ]
+    place = list(joint.graph.nodes).index(nodes["gathered"])
+    assert [i for i, more in enumerate(rise) if more == 1000] == [place, place + 1]
+    assert set(rise) == {0, 1000}
+
+
+def test_given_bytes_are_those_of_this_rank():
+    joint, _ = fsdp_step()
+    kinds = (InputKind.PARAMETER, InputKind.BATCH, InputKind.BUFFER)
+    assert [given_bytes(joint, kind) for kind in kinds] == [ROW, 2 * ROW, ROW]
+
+
+def check(joint, **how):
+    found = memory_of(joint, **how)
+    assert len(found.total) == len(joint.graph.nodes)
+    for place, total in enumerate(found.total):
+        parts = {c: found.by_category[c][place] for c in Category}
+        assert sum(parts.values()) == total and min(parts.values()) >= 0
+    assert found.peak_bytes == max(found.total)
+    assert found.total[found.peak_position] == found.peak_bytes
+    assert all(live < found.peak_bytes for live in found.total[: found.peak_position])
+    assert sum(found.peak_by_category().values()) == found.peak_bytes
+    for category in GIVEN:
+        assert len(set(found.by_category[category])) == 1
+    own = lifetimes(joint).live_bytes
+    caller = how.get("accumulated_bytes", 0) + sum(found.by_category[c][0] for c in GIVEN)
+    assert found.total == [caller + live for live in own]
+    return found
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=steps)
+def test_categories_sum_to_the_total_and_the_peak_is_above_every_node(program):
+    check(random_graph(program), optimizer_bytes=11, accumulated_bytes=13)
+
+
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_of_a_captured_step(policy):
+    joint = captured_decoder(layers=2)
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+    found = check(joint, optimizer_bytes=10)
+    assert found.peak_by_category()[Category.PARAMETERS] == given_bytes(joint, InputKind.PARAMETER)
+    for category in (Category.UNSHARDED, Category.ACTIVATIONS, Category.GRADIENTS):
+        assert max(found.by_category[category]) > 0
+
+
+def test_resharding_takes_less_for_unsharded_parameters():
+    peak = {}
+    for policy in ("always", "never"):
+        joint = captured_decoder(layers=4)
+        gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+        peak[policy] = max(memory_of(joint).by_category[Category.UNSHARDED])
+    assert peak["always"] < peak["never"]

@@ -1,0 +1,403 @@
+"""bisect-passes, node by node: the node that is named is the one that made the difference."""
+
+import pytest
+import torch
+
+from graph_trainer.core.bisect.node_diff import first_difference, partners_of
+from graph_trainer.core.graph.joint_graph import Phase, copy_annotations
+from graph_trainer.core.graph.snapshot import copy_graph
+from tests.unit.graphs import Builder, _Simulated, aten, c10d, values_for
+
+
+class ByHand:
+    """What `first_difference` needs of `Runs`, for a graph without a model.
+
+    Memory that is not written yet holds the same in the first two runs, and then something else.
+    """
+
+    def __init__(self):
+        self.count = 0
+
+    def node_by_node(self, joint, observe):
+        garbage = float(self.count // 2)
+        self.count += 1
+
+        class Watched(_Simulated):
+            def call_function(self, target, args, kwargs):
+                if "empty" in str(target):
+                    return torch.full(args[0], garbage)
+                return super().call_function(target, args, kwargs)
+
+            def run_node(self, n):
+                value = super().run_node(n)
+                observe(n, value)
+                return value
+
+        with torch.no_grad():
+            Watched(joint.graph_module).run(*values_for(joint))
+
+
+def find(joint, change, differing=("loss",)):
+    """The first node that differs after `change`."""
+    before = copy_graph(joint)
+    change(joint)
+    joint.validate()
+    return first_difference(ByHand(), before, joint, differing)
+
+
+def replace(joint, node, op, *args, **kwargs):
+    """Let a new node take the place of another, as a pass does."""
+    with joint.graph.inserting_before(node):
+        new = joint.graph.call_function(op, args, kwargs)
+    new.meta["val"] = node.meta["val"]
+    copy_annotations(node, new)
+    node.replace_all_uses_with(new)
+    joint.graph.erase_node(node)
+    return new
+
+
+def chain():
+    """x * 2 -> * w -> relu -> sum."""
+    b = Builder()
+    x, w = b.input("x", 4, 3), b.parameter("w", 3)
+    doubled = b.call(aten.mul.Tensor, x, 2.0, module="layers.0")
+    scaled = b.call(aten.mul.Tensor, doubled, w, module="layers.1")
+    total = b.call(aten.sum.default, b.call(aten.relu.default, scaled))
+    gradient = b.call(aten.sum.dim_IntList, doubled, [0], phase=Phase.BACKWARD)
+    return b.joint(total, w=gradient)
+
+
+def nodes(joint, op):
+    return joint.graph.find_nodes(op="call_function", target=op)
+
+
+def test_a_node_that_is_kept_and_changed():
+    def change(joint):
+        second = nodes(joint, aten.mul.Tensor)[1]
+        second.args = (second.args[0], 1.5)
+
+    found = find(chain(), change)
+    assert (found.name, found.kept, found.seen_at) == ("mul_tensor_1", True, "mul_tensor_1")
+    assert (found.module, found.phase, found.op) == ("layers.1", "forward", "aten.mul.Tensor")
+    assert "1.5" in found.after and "%w" in found.before and "1.5" not in found.before
+    assert found.difference.max_abs > 0
+
+
+def test_a_node_that_takes_the_place_of_another():
+    def change(joint):
+        old = nodes(joint, aten.mul.Tensor)[0]
+        replace(joint, old, aten.mul.Tensor, old.args[0], 2.25)
+
+    found = find(chain(), change)
+    # x is standard normal: its largest element is read back from the amounts
+    largest = values_for(chain())[0].abs().max()
+    assert not found.kept and "2.25" in found.after and "2.0" in found.before
+    assert found.difference.max_abs == pytest.approx(0.25 * float(largest), rel=1e-6)
+    assert found.difference.max_rel == pytest.approx(0.25 / 2.25, rel=1e-6)
+
+
+def test_a_node_put_between_two():
+    def change(joint):
+        (relu,) = nodes(joint, aten.relu.default)
+        with joint.graph.inserting_before(relu):
+            new = joint.graph.call_function(aten.neg.default, (relu.args[0],))
+        new.meta["val"] = relu.meta["val"]
+        copy_annotations(relu, new)
+        relu.args = (new,)
+
+    found = find(chain(), change)
+    assert found.op == "aten.neg.default" and not found.kept and "mul.Tensor" in found.before
+
+
+def test_a_sum_in_another_order():
+    def change(joint):
+        (total,) = nodes(joint, aten.sum.default)
+        source = total.args[0]
+        with joint.graph.inserting_before(total):
+            rows = [joint.graph.call_function(aten.select.int, (source, 0, i)) for i in range(4)]
+            sums = [joint.graph.call_function(aten.sum.default, (row,)) for row in rows]
+        with torch.no_grad():
+            for node in rows:
+                node.meta["val"] = source.meta["val"][0]
+            for node in sums:
+                node.meta["val"] = total.meta["val"]
+        for node in (*rows, *sums):
+            copy_annotations(total, node)
+        with joint.graph.inserting_before(total):
+            first = joint.graph.call_function(aten.add.Tensor, (sums[3], sums[0]))
+            second = joint.graph.call_function(aten.add.Tensor, (first, sums[2]))
+        for node in (first, second):
+            node.meta["val"] = total.meta["val"]
+            copy_annotations(total, node)
+        replace(joint, total, aten.add.Tensor, second, sums[1])
+
+    found = find(chain(), change)
+    assert (
+        found.op == "aten.add.Tensor" and found.before.startswith("%sum_default") and not found.kept
+    )
+    assert 0 < found.difference.max_rel < 1e-5
+
+
+def test_a_new_node_without_a_counterpart_is_named_for_the_kept_one_that_reads_it():
+    b = Builder()
+    x = b.input("x", 4)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x, x])))
+
+    def change(joint):
+        (cat,) = nodes(joint, aten.cat.default)
+        with joint.graph.inserting_before(cat):
+            new = joint.graph.call_function(aten.neg.default, (cat.args[0][0],))
+        new.meta["val"] = cat.args[0][0].meta["val"]
+        copy_annotations(cat, new)
+        cat.args = ([*cat.args[0], new],)
+        cat.meta["val"] = cat.meta["val"].new_empty(12)
+
+    found = find(joint, change)
+    assert (found.op, found.kept, found.before) == ("aten.neg.default", False, "")
+    assert (
+        found.seen_at == "cat_default" and "(12,) float32 instead of (8,)" in found.difference.note
+    )
+
+
+def test_a_new_node_with_a_value_that_there_was_is_not_named_for_its_reader():
+    b = Builder()
+    x = b.input("x", 4)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x])))
+
+    def change(joint):
+        (cat,) = nodes(joint, aten.cat.default)
+        with joint.graph.inserting_before(cat):
+            new = joint.graph.call_function(aten.clone.default, (cat.args[0][0],))
+        new.meta["val"] = cat.args[0][0].meta["val"]
+        copy_annotations(cat, new)
+        cat.args = ([*cat.args[0], new],)
+        cat.meta["val"] = cat.meta["val"].new_empty(8)
+
+    assert find(joint, change).name == "cat_default"
+
+
+def test_what_leads_to_nothing_that_differs_is_not_blamed():
+    def change(joint):
+        relu = nodes(joint, aten.relu.default)[0]
+        summed = nodes(joint, aten.sum.dim_IntList)[0]
+        relu.target = aten.abs.default  # changes the loss
+        summed.args = (summed.args[0], [0], False)
+        first = nodes(joint, aten.mul.Tensor)[0]
+        replace(joint, relu, aten.abs.default, relu.args[0])
+        assert first in summed.all_input_nodes
+
+    assert find(chain(), change, ["loss"]).op == "aten.abs.default"
+
+    def only_gradient(joint):
+        relu = nodes(joint, aten.relu.default)[0]
+        relu.target = aten.abs.default
+        summed = nodes(joint, aten.sum.dim_IntList)[0]
+        replace(joint, summed, aten.mean.dim, summed.args[0], [0])
+
+    assert find(chain(), only_gradient, ["gradient of w"]).op == "aten.mean.dim"
+    assert find(chain(), only_gradient, ["loss"]).op == "aten.abs.default"
+
+
+def test_gradients_that_are_returned_in_each_others_place():
+    b = Builder()
+    x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
+    one, two = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)
+    joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
+
+    def change(joint):
+        loss, first, second = joint.output_values()
+        joint.output_node().args = ((loss, second, first),)
+
+    found = find(joint, change, ["gradient of v", "gradient of w"])
+    assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
+
+
+def test_an_unrelated_change_is_not_blamed_for_gradients_in_each_others_place():
+    b = Builder()
+    x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
+    b.call(aten.relu.default, x)
+    one, two = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)
+    joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
+
+    def change(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        loss, first, second = joint.output_values()
+        joint.output_node().args = ((loss, second, first),)
+
+    assert find(joint, change, ["gradient of v", "gradient of w"]).name == "output"
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_a_buffers_writer_is_blamed_and_no_unrelated_change(through_a_view):
+    b = Builder()
+    x, count = b.input("x", 3), b.buffer("norm.count", 3)
+    b.call(aten.relu.default, x)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    written = b.call(aten.slice.Tensor, count, 0, 0, 3) if through_a_view else count
+    b.call(aten.add_.Tensor, written, scaled)
+    joint = b.joint(b.call(aten.sum.default, x))
+
+    def change(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        nodes(joint, aten.add_.Tensor)[0].target = aten.sub_.Tensor
+
+    assert find(copy_graph(joint), change, ["buffer norm.count"]).name == "add__tensor"
+
+    def earlier(joint):
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(copy_graph(joint), earlier, ["buffer norm.count"]).name == "mul_tensor"
+    assert find(copy_graph(joint), earlier, ["loss"]) is None
+
+
+def test_what_is_written_by_an_op_that_returns_nothing_is_followed():
+    b = Builder()
+    x, count = b.input("x", 3), b.buffer("norm.count", 3)
+    scaled = b.call(aten.mul.Tensor, x, 2.0)
+    b.call(aten._foreach_add_.List, [count], [scaled])
+    joint = b.joint(b.call(aten.sum.default, x))
+
+    def change(joint):
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(joint, change, ["buffer norm.count"]).name == "mul_tensor"
+
+
+def test_memory_written_through_another_node_is_followed():
+    b = Builder()
+    x = b.input("x", 3)
+    scratch, scaled = b.call(aten.mul.Tensor, x, 0.0), b.call(aten.mul.Tensor, x, 2.0)
+    b.call(aten.copy_.default, scratch, scaled)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.exp.default, scratch)))
+
+    def change(joint):
+        scaled = nodes(joint, aten.mul.Tensor)[1]
+        scaled.args = (scaled.args[0], 2.5)
+
+    assert find(joint, change).name == "mul_tensor_1"
+
+
+def test_what_a_kept_reader_makes_up_for_is_not_blamed():
+    """Both factors negated give the same product."""
+    b = Builder()
+    x, y = b.input("x", 16), b.input("y", 16)
+    product = b.call(aten.mul.Tensor, x, y)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.relu.default, product)))
+
+    def negated(joint):
+        (product,) = nodes(joint, aten.mul.Tensor)
+        for source in product.args:
+            with joint.graph.inserting_before(product):
+                new = joint.graph.call_function(aten.neg.default, (source,))
+            new.meta["val"] = source.meta["val"]
+            copy_annotations(product, new)
+            product.replace_input_with(source, new)
+
+    def change(joint):
+        negated(joint)
+        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+
+    assert find(copy_graph(joint), negated) is None
+    assert find(copy_graph(joint), change).name == "relu_default"
+
+
+@pytest.mark.parametrize("in_between", [False, True])
+def test_what_an_inserted_node_makes_up_for_is_not_blamed(in_between):
+    joint = chain()
+
+    def change(joint):
+        scaled = nodes(joint, aten.mul.Tensor)[1]
+        (relu,) = nodes(joint, aten.relu.default)
+        with joint.graph.inserting_before(scaled):
+            twice = joint.graph.call_function(aten.mul.Tensor, (scaled.args[0], 2.0))
+        with joint.graph.inserting_before(relu):
+            half = joint.graph.call_function(aten.mul.Tensor, (scaled, 0.5))
+            last = joint.graph.call_function(aten.neg.default, (half,)) if in_between else half
+        for node in (twice, half, last):
+            node.meta["val"] = scaled.meta["val"]
+            copy_annotations(scaled, node)
+        scaled.args = (twice, scaled.args[1])
+        relu.target, relu.args = aten.abs.default, (last,)
+
+    # the reader is another op now, so nothing says what its new input should be compared with
+    assert find(joint, change).name == "relu_default"
+
+
+def test_what_is_random_in_itself_is_not_compared():
+    b = Builder()
+    x = b.input("x", 64)
+    noise = b.call(aten.rand.default, [64])
+    scaled = b.call(aten.mul.Tensor, noise, 0.0)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.add.Tensor, x, scaled)))
+
+    def change(joint):
+        (scaled,) = nodes(joint, aten.mul.Tensor)
+        scaled.args = (scaled.args[0], 1.0)
+
+    assert find(joint, change).name == "mul_tensor"
+
+
+@pytest.mark.parametrize("reduce", [c10d.all_reduce.default, c10d.all_reduce_.default])
+def test_what_is_not_there_yet_is_not_compared(reduce):
+    """Memory before it is written, and a collective before it is waited for."""
+    b = Builder()
+    x = b.input("x", 4)
+    empty = b.call(aten.empty.memory_format, [4], dtype=torch.float32)
+    b.call(aten.slice.Tensor, empty, 0, 0, 2)
+    filled = b.call(aten.copy_.default, empty, x)
+    reduced = b.call(reduce, b.call(aten.add.Tensor, filled, x), "sum", "0")
+    waited = b.call(c10d.wait_tensor.default, reduced)
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.relu.default, waited)))
+
+    def change(joint):
+        nodes(joint, aten.add.Tensor)[0].target = aten.mul.Tensor
+
+    assert find(copy_graph(joint), lambda joint: None) is None
+    assert find(copy_graph(joint), change).name == "add_tensor"
+
+    def other_input(joint):
+        (reduced,) = nodes(joint, reduce)
+        (copied,) = nodes(joint, aten.copy_.default)
+        reduced.replace_input_with(reduced.args[0], copied)
+
+    assert find(copy_graph(joint), other_input).op.startswith("_c10d_functional.wait_tensor")
+
+
+def test_a_difference_that_does_not_come_again_is_said():
+    class Once(ByHand):
+        """The first run of the graph after, and only that one, gives another loss."""
+
+        def node_by_node(self, joint, observe):
+            another = 1.0 if self.count == 2 else 0.0
+
+            def changed(node, value):
+                if node.name == "sum_default":
+                    value = value + another
+                observe(node, (value[0] + another, *value[1:]) if node.op == "output" else value)
+
+            super().node_by_node(joint, changed)
+
+    joint = chain()
+    found = first_difference(Once(), copy_graph(joint), joint, ["loss"])
+    assert (found.name, found.difference.note) == ("sum_default", "different in one run of two")
+    assert found.difference.max_abs == 0.0
+
+
+def test_a_rank_without_a_difference_names_none():
+    def change(joint):
+        nodes(joint, aten.mul.Tensor)[1].target = aten.add.Tensor
+
+    assert find(chain(), change, ()) is None
+
+
+def test_counterparts_are_found_through_chains_of_new_nodes():
+    joint = chain()
+    before = copy_graph(joint)
+    for old in reversed(list(nodes(joint, aten.mul.Tensor))):
+        replace(joint, old, aten.mul.Tensor, *old.args)
+    kept = {new.name: old.name for new, old in partners_of(before, joint).items()}
+    changed = {new: old for new, old in kept.items() if new != old}
+    assert sorted(changed.values()) == ["mul_tensor", "mul_tensor_1"]

@@ -1,0 +1,321 @@
+"""Bits compared, nodes matched, and the first pass and node that differ."""
+
+import copy
+import json
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+import graph_trainer as gt
+from graph_trainer.cli import bisect as command
+from graph_trainer.cli import main as cli
+from graph_trainer.cli.bisect_table import verdict_table
+from graph_trainer.core.bisect.node_diff import NodeDifference
+from graph_trainer.core.bisect.replay import Runs
+from graph_trainer.core.bisect.search import bisect_passes
+from graph_trainer.core.bisect.tensor_diff import Difference, compare, digest, distance
+from graph_trainer.core.bisect.verdict import Row, Verdict
+from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.passes.pipeline import resolve_passes
+from tests.unit.graphs import aten
+
+NAN, INF = math.nan, math.inf
+
+# --- bits ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        (torch.tensor([NAN, 1.0]), torch.tensor([NAN, 1.0]), True),
+        (torch.tensor(0.0), torch.tensor(-0.0), False),
+        (torch.ones(2, 3), torch.ones(3, 2), False),
+        (torch.ones(2), torch.ones(2, dtype=torch.float64), False),
+        (torch.arange(6).view(2, 3).t(), torch.arange(6).view(2, 3).t().contiguous(), True),
+        (torch.arange(6).view(2, 3), torch.arange(6).view(2, 3).flip(0), False),
+        (torch.ones(0, 3), torch.ones(0, 3), True),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0]).bfloat16(), True),
+        ((torch.ones(1), None), [torch.ones(1), None], True),
+        ((torch.ones(1), 2), (torch.ones(1), 3), False),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
+        (torch.tensor([True, False]), torch.tensor([True, True]), False),
+    ],
+)
+def test_values_are_the_same_when_their_bits_are(a, b, same):
+    assert (digest(a) == digest(b)) is same
+    assert (distance("x", a, b) is None) is same
+
+
+def test_how_far_two_values_are_apart():
+    wanted = torch.tensor([1.0, 2.0, 0.0, -4.0])
+    assert distance("x", wanted, torch.tensor([1.0, 2.5, 0.0, -4.0])) == Difference("x", 0.5, 0.2)
+    assert distance("x", wanted, torch.tensor([1.0, 2.0, 0.5, -5.0])) == Difference("x", 1.0, 1.0)
+    found = distance("x", wanted, torch.tensor([NAN, 2.0, 0.0, -4.0]))
+    assert math.isnan(found.max_abs) and math.isnan(found.max_rel)
+    assert distance("x", torch.tensor([INF, 1.0]), torch.tensor([INF, 2.0])).max_abs == 1.0
+    assert distance("x", wanted, -wanted).max_abs == 8.0
+    assert distance("x", torch.tensor(0.0), torch.tensor(-0.0)) == Difference("x", 0.0, 0.0)
+    parts = distance("x", [wanted, wanted], [wanted + 1, wanted + 3])
+    assert parts.max_abs == 3.0
+
+
+def test_another_shape_or_dtype_is_said():
+    found = distance("x", torch.ones(2, 3), torch.ones(3))
+    assert found.note == "(3,) float32 instead of (2, 3) float32" and math.isnan(found.max_abs)
+    found = distance("x", torch.ones(3), torch.full((3,), 2.0, dtype=torch.float64))
+    assert found.note == "(3,) float64 instead of (3,) float32" and found.max_abs == 1.0
+    assert "1 tensors instead of 2" in distance("x", [torch.ones(1)] * 2, [torch.ones(1)]).note
+
+
+def test_results_are_compared_in_their_order_and_none_is_left_out():
+    one = torch.ones(1)
+    wanted = {"loss": [one], "gradient of a": [one], "gradient of b": [one], "buffer c": [one]}
+    assert compare(wanted, copy.deepcopy(wanted)) == []
+    found = {"extra": [one], "buffer c": [one * 3], "gradient of b": [one], "loss": [one * 2]}
+    differences = compare(wanted, found)
+    assert [d.name for d in differences] == ["loss", "gradient of a", "buffer c", "extra"]
+    assert [d.note for d in differences] == ["", "missing", "", "not there in eager"]
+    assert [d.max_abs for d in differences[::2]] == [1.0, 2.0]
+
+
+# --- the whole search ----------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    """Draws random numbers, keeps statistics and counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)
+        self.dropout, self.calls = nn.Dropout(0.5), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.dropout(torch.tanh(self.norm(self.body(x)) * 3.0) * 5.0))
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+def examined(loss=loss_fn, passes=("default",), model=None):
+    model, lines = model or Net(), []
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(1))
+    verdict = bisect_passes(
+        model, loss, (x,), passes=gt.PassConfig(passes=passes), on_event=lines.append
+    )
+    return verdict, lines
+
+
+def own(function, name="own", stage=Stage.CLEANUP):
+    return Pass(name, stage, "for a test", function)
+
+
+def wrong(joint, options):
+    """The multiplication by 5 becomes one by a little more."""
+    products = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    (node,) = [n for n in products if n.args[1] == 5.0 and n.name == "mul_1"]
+    node.args = (node.args[0], 5.00001)
+
+
+def test_right_passes_are_found_right_and_the_model_stays_as_it_was():
+    model = Net()
+    model.body.weight.grad = torch.ones(6, 4)
+    before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    idle = own(lambda joint, options: None, stage=Stage.SCHEDULE)
+    verdict, lines = examined(passes=["default", idle], model=model)
+    assert verdict.culprit is None and verdict.nodes == []
+    listed = [p.name for p in resolve_passes(gt.PassConfig())]
+    assert [row.name for row in verdict.rows] == ["capture", *listed, idle.name]
+    assert all(row.found == [[]] for row in verdict.rows)
+    assert verdict.compared == 1 + 6 + 3, "loss, gradients, buffers"
+    assert f"{len(listed) + 1} of {len(listed) + 1}" in lines[-1]
+    after = model.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(torch.get_rng_state(), random) and model.calls == 0
+    assert torch.equal(model.body.weight.grad, torch.ones(6, 4)) and model.head.bias.grad is None
+
+
+def test_a_wrong_pass_and_its_node_are_found():
+    after = own(lambda joint, options: pytest.fail("the search goes on"), "after")
+    verdict, _ = examined(passes=["normalize_views", own(wrong), after])
+    assert verdict.culprit == "own"
+    assert [bool(row.ranks) for row in verdict.rows] == [False, False, True]
+    node = verdict.first_node
+    assert (node.name, node.kept) == ("mul_1", True) and "5.00001" in node.after
+    assert node.difference.max_rel == pytest.approx(2e-6, rel=0.1)
+    differences = verdict.rows[-1].found[0]
+    assert differences[0].name == "loss" and 0 < differences[0].max_rel < 1e-4
+
+
+def test_a_pass_that_changes_only_a_buffer_is_found():
+    def forget(joint, options):
+        sums = joint.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
+        (node,) = [n for n in sums if n.args[1] == 1]
+        node.args = (node.args[0], 2)
+
+    verdict, _ = examined(passes=[own(forget)])
+    assert [d.name for d in verdict.rows[-1].found[0]] == ["buffer norm.num_batches_tracked"]
+    assert verdict.first_node.op == "aten.add_.Tensor"
+
+
+def test_a_capture_that_differs_is_at_fault_itself():
+    def two_faced(model, x):
+        return loss_fn(model, x) * (1.0 if get_proxy_mode() is None else 1.5)
+
+    verdict, lines = examined(two_faced)
+    assert verdict.culprit == "capture" and len(verdict.rows) == 1 and verdict.nodes == []
+    assert "capture is at fault" in shown(verdict)
+    assert "capture" in lines[-1] and "differs on 1 of 1 ranks" in lines[-1]
+
+
+def test_a_model_that_does_not_repeat_itself_accuses_no_pass():
+    generator = torch.Generator()
+
+    def another(model, x):
+        return loss_fn(model, x) + torch.rand((), generator=generator)
+
+    with pytest.raises(gt.VerificationError, match="another loss.*debug.deterministic"):
+        examined(another)
+
+
+def test_every_run_begins_with_the_same_random_numbers():
+    model = Net()
+    runs = Runs(model, loss_fn, (torch.ones(8, 4),), {})
+    first = runs.eager()
+    torch.rand(3)
+    assert compare(first, runs.eager()) == []
+    assert compare(first, runs.graph(runs.capture())) == []
+    model.train(False)
+    assert compare(first, runs.eager()) != [], "the comparison sees a difference where there is one"
+
+
+def test_a_failing_pass_is_an_error_not_a_verdict():
+    def failing(joint, options):
+        raise ValueError("lost")
+
+    with pytest.raises(gt.PassError, match="'own'.*lost"):
+        examined(passes=[own(failing)])
+
+
+# --- what is shown and returned ------------------------------------------------------------
+
+
+def shown(verdict):
+    console = Console(width=100, file=None)
+    with console.capture() as captured:
+        console.print(verdict_table(verdict))
+    return captured.get()
+
+
+def found_node(**changes):
+    entries = {
+        "position": 7,
+        "name": "mul_1",
+        "op": "aten.mul.Tensor",
+        "module": "layers.1.attention",
+        "phase": "forward",
+        "after": "%mul_1 : [num_users=1] = " + "call_function[...]" * 12,
+        "before": "",
+        "kept": False,
+        "seen_at": "relu",
+        "difference": Difference("relu", 0.25, NAN, "(3,) float32 instead of (4,) float32"),
+    }
+    return NodeDifference(**(entries | changes))
+
+
+def long_verdict():
+    name = "gradient of layers.100.feed_forward.a_module_with_a_long_name.[0].weight"
+    bad = [Difference(name, 1.5e-7, INF), Difference("loss", NAN, 0.0, "missing")]
+    rows = [
+        Row("capture", 12_345, [[] for _ in range(64)]),
+        Row("functionalize_index_put", 12_345, [[], *([bad] * 63)]),
+    ]
+    return Verdict(rows, 900, [None, *([found_node()] * 63)])
+
+
+def test_the_table_fits_and_says_what_where_and_how_much():
+    text = shown(long_verdict())
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.split())
+    for part in ("12,345", "1.5e-07", "inf", "0, 1"[3:], "(63)", "none of 900", "mul_1"):
+        assert part in words
+    assert "inserted by the pass" in words and "at relu, which reads it" in words
+    assert "'functionalize_index_put' is the first pass that changes the numbers" in words
+    joined = re.sub(r"\s", "", text)
+    assert "[0]" in joined and "(3,)float32insteadof(4,)float32" in joined
+
+
+def test_the_earliest_node_of_any_rank_is_named():
+    late, early = found_node(), found_node(position=2, name="add")
+    verdict = Verdict(long_verdict().rows, 3, [None, late, early])
+    assert verdict.first_node is early
+    assert "ranks 1, 2" in shown(verdict)
+
+
+def test_a_verdict_survives_its_file():
+    verdict = long_verdict()
+    again = Verdict.from_dict(json.loads(json.dumps(verdict.to_dict())))
+    assert repr(again) == repr(verdict)  # NaN is not equal to itself
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Runs the command with ranks that leave this verdict, or none."""
+
+    def launch(verdict, *argv):
+        started = []
+
+        def run(words, environment):
+            started.append((words, environment))
+            if verdict is not None:
+                with open(environment["GRAPH_TRAINER_VERDICT_FILE"], "w") as file:
+                    json.dump(verdict.to_dict(), file)
+            return 1  # torchrun's own status says nothing of the verdict
+
+        monkeypatch.setattr(command, "_run", run)
+        for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
+            monkeypatch.delenv(name, raising=False)
+        return cli.main(["bisect-passes", *argv]), started
+
+    return launch
+
+
+def test_the_exit_code_says_what_was_found(launched, capsys):
+    equal = Verdict(long_verdict().rows[:1], 3, [])
+    assert launched(equal)[0] == 0
+    assert "bitwise equal" in capsys.readouterr().out
+    code, ((words, environment),) = launched(long_verdict(), "--training.seq_len", "32")
+    assert code == 1 and "first pass that changes" in capsys.readouterr().out
+    assert words[-4:] == ["-m", "graph_trainer.cli.bisect_worker", "--training.seq_len", "32"]
+    assert "--nproc_per_node=2" in words and environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert launched(None)[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--training.stepz", "3"], ["--training.steps"]),
+        (["--compile.mode", "eager"], ["compile.mode is 'eager'", "aot_fx_trace"]),
+        (["--compile.passes", "nothing"], ["compile.passes", "nothing"]),
+    ],
+)
+def test_bad_input_starts_no_ranks(flags, words, launched, capsys):
+    code, started = launched(None, *flags)
+    assert code == 2 and not started
+    err = capsys.readouterr().err
+    assert all(word in err for word in words) and "Traceback" not in err
+
+
+def test_help_teaches(launched, capsys):
+    code, started = launched(None, "--help")
+    out = capsys.readouterr().out
+    assert code == 0 and not started and max(map(len, out.splitlines())) <= 100
+    for word in ("Exit code", "NGPU", "--config", "bit by bit"):
+        assert word in out

@@ -1,0 +1,274 @@
+"""What ops do besides computing: writes, aliases, random numbers."""
+
+import operator
+
+import pytest
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.ops import (
+    LastWrites,
+    aliased_input,
+    argument,
+    has_effect,
+    held_storages,
+    is_collective,
+    is_random,
+    is_wait,
+    storage_roots,
+    storages_in,
+    written_arguments,
+)
+from tests.unit.graphs import Builder, aten, c10d
+
+FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+class Graph(Builder):
+    def __init__(self):
+        super().__init__()
+        self.x = self.input("x", 4)
+        self.f = self.call
+
+    def roots(self):
+        return storage_roots(self.graph)
+
+
+def test_arguments_are_found_wherever_they_were_passed():
+    g = Graph()
+    by_place = g.f(aten.slice.Tensor, g.x, 0, 1)
+    by_name = g.f(aten.slice.Tensor, g.x, start=1)
+    assert argument(by_place, "start") == argument(by_name, "start") == 1
+    assert argument(by_name, "dim") == 0 and argument(by_name, "step") == 1
+    assert argument(by_name, "nonsense", "default") == "default"
+    assert argument(g.x, "self") is None
+
+
+# --- random --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dropout, random", [(0.0, False), (0.1, True), (None, False)])
+def test_cpu_flash_attention_is_random_by_its_dropout(dropout, random):
+    g = Graph()
+    q = g.input("q", 1, 2, 4, 8)
+    given = () if dropout is None else (dropout,)
+    node = g.graph.call_function(FLASH, (q, q, q, *given))
+    assert torch.Tag.nondeterministic_seeded in FLASH.tags
+    assert is_random(node) is random
+
+
+def test_dropout_is_random_while_it_trains():
+    g = Graph()
+    assert is_random(g.f(aten.native_dropout.default, g.x, 0.5, True))
+    assert not is_random(g.f(aten.native_dropout.default, g.x, 0.5, False))
+    # it draws, whatever the probability
+    assert is_random(g.f(aten.native_dropout.default, g.x, 0.0, True))
+
+
+def test_a_probability_of_zero_still_moves_the_stream():
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    torch.bernoulli(torch.zeros(4), p=0.0)
+    assert not torch.equal(before, torch.random.get_rng_state())
+    g = Graph()
+    assert is_random(g.f(aten.bernoulli.p, g.x, 0.0))
+
+
+def test_what_is_not_random():
+    g = Graph()
+    assert not any(map(is_random, (g.x, g.f(aten.relu.default, g.x), g.f(aten.t.default, g.x))))
+
+
+# --- writes --------------------------------------------------------------------------------
+
+
+def test_writes_that_schemas_declare():
+    g = Graph()
+    out = g.input("out", 4)
+    assert written_arguments(g.f(aten.add_.Tensor, g.x, 1)) == [g.x]
+    assert written_arguments(g.f(aten.add.out, g.x, g.x, out=out)) == [out]
+    assert written_arguments(g.f(aten._foreach_add_.Scalar, [g.x, out], 1)) == [g.x, out]
+    assert written_arguments(g.f(aten.add.Tensor, g.x, 1)) == []
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_batch_norms_statistics_are_written_while_it_trains(keywords):
+    g = Graph()
+    x, mean, var = g.input("rows", 3, 4), g.input("mean", 4), g.input("var", 4)
+
+    def norm(training):
+        given = (x, None, None, mean, var, training, 0.1, 1e-5)
+        if not keywords:
+            return g.graph.call_function(aten.native_batch_norm.default, given)
+        names = [a.name for a in aten.native_batch_norm.default._schema.arguments]
+        kwargs = dict(zip(names, given, strict=True))
+        return g.graph.call_function(aten.native_batch_norm.default, (), kwargs)
+
+    assert written_arguments(norm(True)) == [mean, var]
+    assert written_arguments(norm(False)) == []
+
+
+def test_synchronised_batch_norm_writes_its_statistics_too():
+    g = Graph()
+    names = [g.input(n, 4) for n in ("m", "i", "running_mean", "running_var", "counts")]
+    node = g.graph.call_function(
+        aten.batch_norm_gather_stats_with_counts.default,
+        (g.x, names[0], names[1], names[2], names[3], 0.1, 1e-5, names[4]),
+    )
+    assert written_arguments(node) == names[2:4]
+
+
+def test_the_statistics_really_are_written():
+    mean = torch.zeros(2)
+    aten.native_batch_norm(torch.ones(3, 2), None, None, mean, torch.ones(2), True, 0.5, 1e-5)
+    assert torch.equal(mean, torch.full((2,), 0.5))
+
+
+def test_collectives_of_the_old_kind_write_what_they_are_given():
+    g = Graph()
+    node = g.graph.call_function(torch.ops.c10d.allreduce_.default, ([g.x], None, None, None))
+    assert is_collective(node) and has_effect(node) and written_arguments(node) == [g.x]
+
+
+def test_last_writes_follow_views_and_places():
+    g = Graph()
+    made = g.f(aten.exp.default, g.x)
+    view = g.f(aten.view.default, made, [2, 2])
+    first = g.f(aten.add_.Tensor, view, 1)
+    middle = g.f(aten.neg.default, g.x)
+    second = g.f(aten.mul_.Tensor, made, 2)
+    end = g.f(aten.sum.default, middle)
+    g.f(aten.add_.Tensor, g.x, 1)
+    writes = LastWrites(g.graph)
+    assert writes.after(made, view) is writes.after(view, made) is second
+    assert writes.between(made, middle, made) is first
+    assert writes.between(first, middle, made) is None
+    assert writes.between(first, second, made) is None  # not before itself
+    assert writes.between(middle, end, view) is second
+    assert writes.after(second, made) is None
+    assert writes.is_written(made) and not writes.is_written(middle)
+    assert writes.written_inputs() == {g.x}
+
+
+# --- storages ------------------------------------------------------------------------------
+
+
+def test_views_writes_and_waits_live_in_the_storage_of_what_they_read():
+    g = Graph()
+    made = g.f(aten.exp.default, g.x)
+    gathered = g.f(c10d.all_reduce.default, made, "sum", "0")
+    chain = [
+        g.f(aten.view.default, made, [2, 2]),
+        g.f(aten._unsafe_view.default, made, [2, 2]),
+        g.f(aten.add_.Tensor, made, 1),
+        g.f(aten.slice.Tensor, made, 0, 1, 3),
+        g.f(aten.detach.default, made),
+    ]
+    wait = g.f(c10d.wait_tensor.default, gathered)
+    roots = g.roots()
+    assert {roots[n] for n in chain} == {(made, 0)}
+    assert roots[wait] == (gathered, 0) and is_wait(wait)
+    assert roots[made] == (made, 0) and roots[g.x] == (g.x, 0)
+
+
+@pytest.mark.parametrize(
+    "op, args",
+    [(aten.split.Tensor, (2,)), (aten.split_with_sizes.default, ([1, 3],)), (aten.unbind.int, ())],
+)
+def test_the_parts_of_a_split_live_in_its_input(op, args):
+    g = Graph()
+    made = g.f(aten.exp.default, g.x)
+    parts = g.f(op, made, *args)
+    part = g.f(operator.getitem, parts, 1)
+    assert aliased_input(parts) is made
+    assert g.roots()[part] == g.roots()[parts] == (made, 0)
+
+
+def test_the_results_of_a_multi_output_op_are_storages_of_their_own():
+    g = Graph()
+    result = g.f(aten.sort.default, g.x)
+    values, indices = (g.f(operator.getitem, result, i) for i in (0, 1))
+    roots = g.roots()
+    assert (roots[values], roots[indices]) == ((result, 0), (result, 1))
+
+
+def test_a_collective_in_place_on_a_list_gives_each_storage_back():
+    g = Graph()
+    one, two = g.f(aten.exp.default, g.x), g.f(aten.neg.default, g.x)
+    reduced = g.f(c10d.all_reduce_coalesced_.default, [one, two], "sum", "0")
+    parts = [g.f(operator.getitem, reduced, i) for i in (0, 1)]
+    assert [g.roots()[p] for p in parts] == [(one, 0), (two, 0)]
+    assert written_arguments(reduced) == [one, two]
+
+
+def test_reshape_and_contiguous_copy_only_where_they_must():
+    g = Graph()
+    made = g.f(aten.exp.default, g.input("square", 2, 3))
+    turned = g.f(aten.t.default, made)
+    cases = {
+        g.f(aten.reshape.default, made, [6]): made,
+        g.f(aten.reshape.default, turned, [6]): None,
+        g.f(aten.reshape.default, turned, [3, 2, 1]): turned,
+        g.f(aten.contiguous.default, made): made,
+        g.f(aten.contiguous.default, turned): None,
+    }
+    assert {n: aliased_input(n) for n in cases} == cases
+
+
+def test_schemas_and_kernels_agree_on_what_shares_a_storage():
+    """Every op above, on real tensors."""
+    x = torch.randn(2, 3)
+    for op, args in [
+        (aten._unsafe_view.default, ([6],)),
+        (aten.split.Tensor, (1,)),
+        (aten.reshape.default, ([6],)),
+        (aten.contiguous.default, ()),
+        (aten.expand.default, ([2, 3],)),
+    ]:
+        g = Graph()
+        node = g.f(op, g.input("square", 2, 3), *args)
+        result = op(x, *args)
+        first = result[0] if isinstance(result, (list, tuple)) else result
+        shared = first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+        assert shared is (aliased_input(node) is not None), op
+
+
+def test_a_graph_of_ordinary_functions_is_no_obstacle():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    node = graph.call_function(operator.add, (x, 1))
+    assert written_arguments(node) == [] and aliased_input(node) is None
+    assert has_effect(node) and not is_random(node)
+
+
+# --- several results -----------------------------------------------------------------------
+
+
+def test_each_out_buffer_is_the_storage_of_its_own_result():
+    g = Graph()
+    values = g.f(aten.empty.memory_format, [4])
+    indices = g.f(aten.empty.memory_format, [4], dtype=torch.int64)
+    result = g.f(aten.sort.values, g.x, values=values, indices=indices)
+    taken = [g.f(operator.getitem, result, i) for i in (0, 1, -1)]
+    roots, held = g.roots(), held_storages(g.graph)
+    assert [roots[t] for t in taken] == [(values, 0), (indices, 0), (indices, 0)]
+    assert list(storages_in(held[result])) == [(values, 0), (indices, 0)]
+
+
+@pytest.mark.parametrize(
+    "op, args",
+    [(aten.unsafe_split.Tensor, (2,)), (aten.unsafe_split_with_sizes.default, ([1, 3],))],
+)
+def test_an_unsafe_split_shares_its_input_as_its_kernel_does(op, args):
+    g = Graph()
+    part = g.f(operator.getitem, g.f(op, g.x, *args), 1)
+    assert g.roots()[part] == (g.x, 0)
+    x = torch.randn(4)
+    assert op(x, *args)[1].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+
+
+def test_to_copies_only_where_it_must():
+    g = Graph()
+    same, wider = (g.f(aten.to.dtype, g.x, d) for d in (torch.float32, torch.float64))
+    forced = g.f(aten.to.dtype, g.x, torch.float32, False, True)
+    assert [aliased_input(n) for n in (same, wider, forced)] == [g.x, None, None]

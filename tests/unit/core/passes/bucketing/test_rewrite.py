@@ -1,0 +1,272 @@
+"""Buckets in graphs by hand: dtypes, groups, chains, circles, writes, offsets."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import (
+    Role,
+    bucket_tag,
+    is_backward,
+    parameters_of,
+    role_of,
+)
+from graph_trainer.core.graph.ops import argument
+from graph_trainer.core.passes.bucketing.assign import members_of
+from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from tests.unit.core.passes.bucketing.bucket_graphs import (
+    STRATEGIES,
+    bucket,
+    collectives_of,
+    counts,
+    finish,
+    gathering,
+)
+from tests.unit.graphs import (
+    BACKWARD,
+    Builder,
+    assert_same,
+    aten,
+    c10d,
+    code,
+    run,
+    values_for,
+)
+
+# --- graphs by hand ------------------------------------------------------------------------
+
+
+class Bytes(fx.Interpreter):
+    """Others send what this rank does with other bits, whatever the dtype."""
+
+    def call_function(self, target, args, kwargs):
+        if "all_gather" in str(target):
+            raw = args[0].view(torch.uint8)
+            return torch.cat([raw ^ rank for rank in range(args[1])]).view(args[0].dtype)
+        return args[0] if "wait_tensor" in str(target) else target(*args, **kwargs)
+
+
+def test_gathers_of_several_dtypes_share_a_bucket():
+    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool)
+    b = Builder()
+    joint = gathering(b, [(f"layers.0.{i}", "g", dtype) for i, dtype in enumerate(dtypes)])
+    values = values_for(joint)
+    before = Bytes(joint.graph_module).run(*values)
+    bucket(joint, strategy="size")
+    assert counts(joint) == (1, 0, 0)
+    assert_same(before, Bytes(joint.graph_module).run(*values))
+
+
+def reducing(chains):
+    """One gradient a chain of groups: all-reduced over each, one behind the other."""
+    b = Builder()
+    x = b.input("x", 4)
+    names = [f"layers.0.p{i}" for i in range(len(chains))]
+    for name, (dtype, *_) in zip(names, chains, strict=True):
+        b.parameter(name, 4, dtype=dtype)
+    loss = b.call(aten.sum.default, x)
+    gradients = {}
+    for scale, (name, (dtype, op, groups)) in enumerate(zip(names, chains, strict=True), 1):
+        grad = b.call(aten.mul.Tensor, x, scale, phase=BACKWARD)
+        grad = b.call(aten._to_copy.default, grad, dtype=dtype, phase=BACKWARD)
+        for group in groups:
+            role = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
+            grad = b.call(c10d.all_reduce.default, grad, op, group, **role)
+            grad = b.call(c10d.wait_tensor.default, grad, **role)
+        gradients[name] = grad
+    return finish(b, loss, gradients)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([torch.float32, torch.float64]),
+            st.sampled_from(["sum", "max"]),
+            st.lists(st.sampled_from("abc"), min_size=1, max_size=4),
+        ),
+        min_size=1,
+        max_size=6,
+    ),
+    st.sampled_from(list(STRATEGIES.values())),
+)
+def test_any_chains_of_reductions(chains, options):
+    joint = reducing(chains)
+    before = run(joint)
+    names = [name for name, _ in joint.gradients()]
+    kind = {n: (str(dtype), op) for n, (dtype, op, _) in zip(names, chains, strict=True)}
+    bucket(joint, **options)
+    assert_same(before, run(joint))
+    issued = []
+    for node in collectives_of(joint, Role.REDUCE_GRAD, True):
+        served = parameters_of(node)
+        assert len({kind[name] for name in served}) == 1
+        assert len(set(served)) == len(served)
+        issued += [(name, argument(node, "group_name")) for name in served]
+    for name, (_, _, groups) in zip(names, chains, strict=True):
+        assert [group for owner, group in issued if owner == name] == groups
+
+
+def test_reductions_one_behind_the_other_merge_step_by_step():
+    chain = (torch.float32, "sum", ["a", "a"])
+    joint = bucket(reducing([chain, chain, chain]), strategy="size")
+    assert counts(joint)[2] == 2
+
+
+def test_a_circle_of_buckets_is_given_up():
+    f32 = torch.float32
+    joint = reducing([(f32, "sum", ["a", "b"]), (f32, "sum", ["b", "a"]), (f32, "sum", ["c"])])
+    assert len(members_of(joint)) == 0
+    text = code(joint)
+    bucket(joint, strategy="size")
+    assert counts(joint)[2] == 5
+    assert code(joint) == text
+
+
+def test_what_is_not_a_parameters_alone_is_not_tagged():
+    b = Builder()
+    p, q = b.parameter("layers.0.p", 3), b.parameter("layers.0.q", 3)
+    both = b.call(aten.add.Tensor, p, q)
+    waits = []
+    for source, name in ((both, "layers.0.p"), (p, "layers.0.p"), (q, "layers.0.q")):
+        role = {"role": Role.UNSHARD, "parameter": name}
+        whole = b.call(c10d.all_gather_into_tensor.default, source, 2, "g", **role)
+        waits.append(b.call(c10d.wait_tensor.default, whole, **role))
+    b.call(aten.mul_.Tensor, waits[2], 2)  # written in place
+    loss = b.call(aten.sum.default, b.call(aten.cat.default, waits))
+    grads = {}
+    for name, other in (("layers.0.p", None), ("layers.0.q", "layers.0.p")):
+        role = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
+        grad = b.call(aten.neg.default, p, phase=BACKWARD)
+        grad = b.call(c10d.all_reduce.default, grad, "sum", "g", **role)
+        grads[name] = b.call(c10d.wait_tensor.default, grad, **role)
+        if other:  # its gradient reads another's
+            grads[other] = b.call(aten.add.Tensor, grads[other], grads[name], phase=BACKWARD)
+    joint = finish(b, loss, grads)
+    tag_buckets.function(joint, None)
+    tagged = [n for n in joint.graph.nodes if bucket_tag(n)]
+    assert [(role_of(n), n.all_input_nodes[0]) for n in tagged if not is_backward(n)] == [
+        (Role.UNSHARD, p)
+    ]
+    # what leads to two gradients is not one parameter's
+    assert [parameters_of(n) for n in tagged if is_backward(n)] == [("layers.0.p",)]
+
+
+def sending(b, name, grad):
+    """A gradient, cast and reduced."""
+    how = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
+    grad = b.call(aten._to_copy.default, grad, dtype=torch.float32, **how)
+    grad = b.call(c10d.reduce_scatter_tensor.default, grad, "sum", 2, "g", **how)
+    return b.call(c10d.wait_tensor.default, grad, **how)
+
+
+def write(b, node, factor):
+    return b.call(aten.mul_.Tensor, node, factor, phase=BACKWARD)
+
+
+def overwritten_between(b, x):
+    """What one member sends is a cast of what is written before the other sends."""
+    first = sending(b, "layers.0.p", x)
+    write(b, x, 5)
+    return first, sending(b, "layers.0.q", b.call(aten.mul.Tensor, x, 3, phase=BACKWARD))
+
+
+def scaled_by_what_is_written(b, x):
+    """A gradient is scaled by a buffer that is written before the other one is reduced."""
+    how = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "layers.0.p"}
+    scale = b.call(aten.sum.default, x, phase=BACKWARD)
+    first = b.call(aten.mul.Tensor, sending(b, "layers.0.p", x), scale, **how)
+    write(b, scale, 3)
+    return first, sending(b, "layers.0.q", b.call(aten.neg.default, x, phase=BACKWARD))
+
+
+def read_at_an_offset(b, x):
+    """A view counts from the beginning of a storage that a bucket would be."""
+    how = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "layers.0.q"}
+    first = sending(b, "layers.0.p", x)
+    second = sending(b, "layers.0.q", b.call(aten.neg.default, x, phase=BACKWARD))
+    return first, b.call(aten.as_strided.default, second, [2, 3], [3, 1], 0, **how)
+
+
+@pytest.mark.parametrize(
+    "gradients", [overwritten_between, scaled_by_what_is_written, read_at_an_offset]
+)
+def test_what_depends_on_its_place_stays_there(gradients):
+    b = Builder()
+    for name in "pq":
+        b.parameter(f"layers.0.{name}", 2, 3)
+    x = b.call(aten.neg.default, b.input("x", 4, 3, dtype=torch.bfloat16), phase=BACKWARD)
+    first, second = gradients(b, x)
+    loss = b.call(aten.sum.default, x)
+    joint = finish(b, loss, {"layers.0.p": first, "layers.0.q": second})
+    before = run(joint)
+    bucket(joint, strategy="size")
+    assert counts(joint)[2] == 2
+    assert_same(before, run(joint))
+
+
+def test_a_parameter_that_is_written_is_gathered_where_it_was():
+    b = Builder()
+    wholes, shards = [], [b.parameter(f"layers.0.{n}", 3) for n in "pqr"]
+    for name, shard in zip("pqr", shards, strict=True):
+        role = {"role": Role.UNSHARD, "parameter": f"layers.0.{name}"}
+        if name == "q":
+            b.call(aten.mul_.Tensor, shard, 7)
+        cast = b.call(aten._to_copy.default, shard, dtype=torch.bfloat16, **role)
+        whole = b.call(c10d.all_gather_into_tensor.default, cast, 2, "g", **role)
+        wholes.append(b.call(c10d.wait_tensor.default, whole, **role))
+    loss = b.call(aten.sum.default, b.call(aten.cat.default, wholes))
+    grads = {
+        f"layers.0.{n}": b.call(aten.clone.default, s, phase=BACKWARD)
+        for n, s in zip("pqr", shards, strict=True)
+    }
+    joint = finish(b, loss, grads)
+    before = run(joint)
+    bucket(joint, strategy="size")
+    assert counts(joint)[0] == 2
+    assert_same(before, run(joint))
+
+
+def test_a_shard_of_nothing_travels_along_and_complex_numbers_apart():
+    b = Builder()
+    dtypes = {"p": torch.float32, "q": torch.bfloat16, "r": torch.complex64, "s": torch.complex64}
+    shards = {n: b.parameter(f"layers.0.{n}", 3, dtype=dtype) for n, dtype in dtypes.items()}
+    shards["empty"] = b.parameter("layers.0.empty", 0)
+    total, gradients = None, {}
+    for name, shard in shards.items():
+        role = {"role": Role.UNSHARD, "parameter": f"layers.0.{name}"}
+        whole = b.call(c10d.all_gather_into_tensor.default, shard, 2, "g", **role)
+        part = b.call(aten.sum.default, b.call(c10d.wait_tensor.default, whole, **role))
+        total = part if total is None else b.call(aten.add.Tensor, total, part)
+        gradients[f"layers.0.{name}"] = b.call(aten.clone.default, shard, phase=BACKWARD)
+    joint = finish(b, total, gradients)
+    values = values_for(joint)
+    before = Bytes(joint.graph_module).run(*values)
+    bucket(joint, strategy="size")
+    found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
+    assert sorted(found) == [
+        ("layers.0.p", "layers.0.q", "layers.0.empty"),
+        ("layers.0.r", "layers.0.s"),
+    ]
+    assert_same(before, Bytes(joint.graph_module).run(*values))
+
+
+def test_one_bucket_of_very_many_members_is_no_square():
+    """Twice the members, about twice the work: counted, since clocks are not tests."""
+    from graph_trainer.core.graph.ops import held_storages, storages_in
+
+    def held(members):
+        b = Builder()
+        names = [(f"layers.0.{i}", "g", torch.float32) for i in range(members)]
+        joint = bucket(gathering(b, names), strategy="size", cap_mib=100.0, max_span=10**6)
+        assert counts(joint) == (1, 0, 0)
+        storages = held_storages(joint.graph)
+        return sum(
+            len(list(storages_in(storages[n])))
+            for m in joint.graph.nodes
+            for n in m.all_input_nodes
+        )
+
+    assert held(40) < 2.1 * held(20)

@@ -1,0 +1,224 @@
+"""Random graphs of training steps to schedule: sharded parameters, gathers, reductions, tensor
+parallelism, writes in place, random numbers, results that several read."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from hypothesis import strategies as st
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import SEPARATOR, JointGraph, Role
+from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
+
+FSDP, REPLICATE, TENSOR = (0, 1), (0, 2), (0, 4)
+
+
+def make_groups() -> dict[tuple[int, ...], str]:
+    """Names of the groups of rank 0 in a world of eight, which stays until the test ends."""
+    fake_world(8)
+    return {ranks: dist.new_group(ranks).group_name for ranks in (FSDP, REPLICATE, TENSOR)}
+
+
+_OPS = (
+    "gather", "gather", "bucket", "use", "use", "reduce", "reduce", "reduce_twice", "reduce_tensor",
+    "reduce_late", "reduce_late", "start", "tensor", "tensor", "wait", "add", "relu", "transpose",
+    "split", "write", "random", "sum",
+)  # fmt: skip
+
+_number = st.integers(0, 99)
+programs = st.tuples(
+    st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    st.lists(st.tuples(st.sampled_from(_OPS), _number, _number), min_size=1, max_size=40),
+    st.integers(0, 40),
+)
+"""Rows of each parameter's shard; what happens, and with which of the values; where backward
+begins."""
+
+late_reductions = st.tuples(
+    st.lists(st.integers(1, 2), min_size=1, max_size=3),
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["gather", "use", "use", "reduce_late", "reduce_late", "start", "tensor", "wait"]
+            ),
+            _number,
+            _number,
+        ),
+        min_size=15,
+        max_size=40,
+    ).map(lambda steps: [("gather", 0, 0), *steps]),
+    st.just(0),
+)
+"""Programs of backward alone, whose reductions start at its end."""
+
+Program = tuple[list[int], list[tuple[str, int, int]], int]
+
+
+class _Step:
+    def __init__(self, rows: list[int], groups: dict[tuple[int, ...], str]) -> None:
+        self.b = Builder()
+        self.groups = groups
+        self.phase = FORWARD
+        self.rows = rows
+        self.shards = [self.b.parameter(f"p{i}", r, 4) for i, r in enumerate(rows)]
+        self.values = [self.b.input("x", 3, 4), self.b.input("y", 2, 4)]
+        self.weights: list[tuple[int, fx.Node]] = []
+        self.under_way: list[fx.Node] = []
+        self.grads: dict[int, fx.Node] = {}
+        self.to_start: list[Callable[[], None]] = []
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.b.call(op, *args, phase=self.phase, **kwargs)
+
+    def value(self, number: int) -> fx.Node:
+        return self.values[number % len(self.values)]
+
+    def gather(self, one: int, two: int) -> None:
+        index = one % len(self.rows)
+        how = {"role": Role.UNSHARD, "parameter": f"p{index}"}
+        shard = self.shards[index]
+        for _ in range(two % 3):
+            shard = self.call(aten.clone.default, shard, **how)
+        op = c10d.all_gather_into_tensor.default
+        full = self.call(op, shard, 2, self.groups[FSDP], **how)
+        self.weights.append((index, self.call(c10d.wait_tensor.default, full, **how)))
+
+    def bucket(self, one: int, two: int) -> None:
+        """Two parameters in one gather."""
+        indices = [one % len(self.rows), two % len(self.rows)]
+        how = {"role": Role.UNSHARD, "parameter": SEPARATOR.join(f"p{i}" for i in indices)}
+        sizes = [self.rows[i] * 4 for i in indices]
+        flat = [
+            self.call(aten.view.default, self.call(aten.clone.default, self.shards[i], **how), [s],
+                      **how)
+            for i, s in zip(indices, sizes, strict=True)
+        ]  # fmt: skip
+        packed = self.call(aten.cat.default, flat, **how)
+        op = c10d.all_gather_into_tensor.default
+        full = self.call(op, packed, 2, self.groups[FSDP], **how)
+        full = self.call(c10d.wait_tensor.default, full, **how)
+        both = self.call(aten.view.default, full, [2, sum(sizes)], **how)
+        parts = self.call(aten.split_with_sizes.default, both, sizes, 1, **how)
+        for place, index in enumerate(indices):
+            part = self.call(operator.getitem, parts, place, **how)
+            part = self.call(aten.clone.default, part, **how)
+            part = self.call(aten.view.default, part, [2 * self.rows[index], 4], **how)
+            self.weights.append((index, part))
+
+    def use(self, one: int, two: int) -> None:
+        if self.weights:
+            _, weight = self.weights[one % len(self.weights)]
+            turned = self.call(aten.t.default, weight)
+            hidden = self.call(aten.mm.default, self.value(two), turned)
+            self.values.append(self.call(aten.mm.default, hidden, weight))
+
+    def reduce(
+        self, one: int, two: int, first: Any = None, then: Any = None, late: bool = False
+    ) -> None:
+        """Scatter a gradient, after or before a sum over another group, now or late."""
+        whole = first is not None  # only the first parameter is as large on every rank of TENSOR
+        weights = [each for each in self.weights if each[0] == 0 or not whole]
+        if not weights:
+            return
+        index, weight = weights[one % len(weights)]
+        value = self.value(two)
+        hidden = self.call(aten.mm.default, weight, self.call(aten.t.default, value))
+        grad = self.call(aten.mm.default, hidden, value)
+        self.to_start.append(lambda: self._start(index, grad, two, first, then))
+        if not late:
+            self.to_start.pop()()
+
+    def start(self, one: int, _: int) -> None:
+        """Start a reduction that is late."""
+        if self.to_start:
+            self.to_start.pop(one % len(self.to_start))()
+
+    def _start(self, index: int, grad: fx.Node, two: int, first: Any, then: Any) -> None:
+        how = {"role": Role.REDUCE_GRAD, "parameter": f"p{index}"}
+        if two % 2:
+            grad = self.call(aten.clone.default, grad, **how)
+        grad = self.summed(grad, first, how)
+        op = c10d.reduce_scatter_tensor.default
+        mine = self.call(op, grad, "sum", 2, self.groups[FSDP], **how)
+        mine = self.call(c10d.wait_tensor.default, mine, **how)
+        mine = self.summed(mine, then, how)
+        mine = self.call(aten.div.Scalar, mine, 2.0, **how)
+        if index in self.grads:  # a tied parameter
+            mine = self.call(aten.add.Tensor, self.grads[index], mine, **how)
+        self.grads[index] = mine
+
+    def summed(self, grad: fx.Node, ranks: Any, how: dict[str, Any]) -> fx.Node:
+        if ranks is None:
+            return grad
+        grad = self.call(c10d.all_reduce.default, grad, "sum", self.groups[ranks], **how)
+        return self.call(c10d.wait_tensor.default, grad, **how)
+
+    def tensor(self, one: int, two: int) -> None:
+        group, value = self.groups[TENSOR], self.value(one)
+        rows = value.meta["val"].shape[0]
+        if two % 3 == 0:
+            start = self.call(c10d.all_reduce.default, value, "sum", group)
+        elif two % 3 == 1 or rows % 2:
+            start = self.call(c10d.all_gather_into_tensor.default, value, 2, group)
+        else:
+            start = self.call(c10d.reduce_scatter_tensor.default, value, "sum", 2, group)
+        self.under_way.append(start)
+        if two % 2:
+            self.wait(two, 0)
+
+    def wait(self, one: int, _: int) -> None:
+        if self.under_way:
+            start = self.under_way.pop(one % len(self.under_way))
+            self.values.append(self.call(c10d.wait_tensor.default, start))
+
+    def other(self, op: str, one: int, two: int) -> None:
+        x = self.value(one)
+        if op == "add":
+            row = self.call(aten.sum.dim_IntList, self.value(two), [0], True)
+            self.values.append(self.call(aten.add.Tensor, x, row))
+        elif op == "transpose":
+            twice = self.call(aten.t.default, self.call(aten.t.default, x))
+            self.values.append(twice)
+        elif op == "split":
+            parts = self.call(aten.split.Tensor, x, 1)
+            self.values.append(self.call(operator.getitem, parts, 0))
+        elif op == "write":
+            self.values.append(self.call(aten.add_.Tensor, x, 1))
+        elif op == "random":
+            self.values.append(self.call(aten.rand_like.default, x))
+        elif op == "sum":
+            self.values.append(self.call(aten.mul.Tensor, x, self.call(aten.sum.default, x)))
+        else:
+            self.values.append(self.call(aten.relu.default, x))
+
+    def joint(self) -> JointGraph:
+        self.phase = BACKWARD
+        while self.under_way:
+            self.wait(0, 0)
+        while self.to_start:
+            self.start(0, 0)
+        loss = self.call(aten.sum.default, self.values[-1])
+        return self.b.joint(loss, **{f"p{i}": grad for i, grad in self.grads.items()})
+
+
+def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
+    """The graph of a program."""
+    rows, steps, backward_from = program
+    step = _Step(rows, groups)
+    for place, (op, one, two) in enumerate(steps):
+        step.phase = BACKWARD if place >= backward_from else FORWARD
+        if op == "reduce_twice":
+            step.reduce(one, two, then=REPLICATE)
+        elif op == "reduce_tensor":
+            step.reduce(one, two, first=TENSOR)
+        elif op == "reduce_late":
+            step.reduce(one, two, late=True)
+        elif op in ("gather", "bucket", "use", "reduce", "start", "tensor", "wait"):
+            getattr(step, op)(one, two)
+        else:
+            step.other(op, one, two)
+    return step.joint()

@@ -1,0 +1,370 @@
+"""Gathers over several axes become one, in the order of ranks that gives the same numbers."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.joint_graph import Role, parameter_of, phase_of, role_of, value_of
+from graph_trainer.core.passes import chained_collectives
+from graph_trainer.core.passes.base import NoOptions
+from graph_trainer.core.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
+from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
+from graph_trainer.core.torch_private import process_groups
+from tests.unit.core.passes.rank_order import (
+    InnerFirst,
+    inner_first,
+    outer_first,
+    run_world,
+    world_of,
+)
+from tests.unit.fake_ranks import become
+from tests.unit.graphs import (
+    BACKWARD,
+    FORWARD,
+    Builder,
+    aten,
+    c10d,
+    code,
+    mean_square,
+    targets,
+    unshards,
+)
+
+GATHER = c10d.all_gather_into_tensor.default
+
+
+def fuse(joint):
+    fuse_chained_all_gathers.function(joint, NoOptions())
+
+
+def gathers(joint):
+    return [n for n in joint.graph.nodes if n.target is GATHER]
+
+
+def same(one, other):
+    pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+CASES = [
+    pytest.param(sizes, make, id=f"{make.__name__}-{'x'.join(map(str, sizes))}")
+    for make, sizes in [
+        (inner_first, (2, 2)),
+        (inner_first, (2, 3, 2)),
+        (outer_first, (2, 2)),
+        (outer_first, (3, 2)),
+        (outer_first, (2, 4)),
+    ]
+]
+
+
+@pytest.mark.parametrize(("sizes", "make"), CASES)
+def test_one_gather_gives_every_rank_what_the_chain_gave(sizes, make):
+    before = world_of(sizes, lambda: make(*sizes))
+    after = world_of(sizes, lambda: make(*sizes), fuse)
+    assert {len(gathers(each.joint)) for each in before} == {len(sizes)}
+    assert {len(gathers(each.joint)) for each in after} == {1}
+    assert same(run_world(before), run_world(after))
+    made = after[0].made
+    assert all(each.made == made for each in after), "every rank makes every group, in one order"
+    everyone = tuple(range(math.prod(sizes)))
+    if make is inner_first:
+        assert not made and after[0].groups[gathers(after[0].joint)[0].args[2]] == everyone
+    else:
+        rows = torch.arange(math.prod(sizes)).view(sizes)
+        assert made == [tuple(rows.t().flatten().tolist())]
+
+
+def test_another_order_of_ranks_gives_other_numbers():
+    """What the tests above compare can tell an order from another."""
+
+    def in_row_order(joint):
+        fuse(joint)
+        (gather,) = gathers(joint)
+        gather.args = (*gather.args[:2], dist.group.WORLD.group_name)
+
+    before = world_of((3, 2), lambda: outer_first(3, 2))
+    after = world_of((3, 2), lambda: outer_first(3, 2), in_row_order)
+    assert not same(run_world(before), run_world(after))
+
+
+def test_in_a_slice_of_a_larger_mesh_every_rank_makes_the_groups_of_all_slices():
+    def make():
+        return outer_first(3, 2, replicate=2)
+
+    before = world_of((2, 3, 2), make)
+    after = world_of((2, 3, 2), make, fuse)
+    slices = [(0, 2, 4, 1, 3, 5), (6, 8, 10, 7, 9, 11)]
+    assert all(each.made == slices for each in after)
+    assert [each.groups[gathers(each.joint)[0].args[2]] for each in after] == [
+        slices[rank // 6] for rank in range(12)
+    ]
+    assert same(run_world(before), run_world(after))
+
+
+def test_a_second_pass_and_a_second_graph_make_no_group_again():
+    become(3, 8)
+    joint = outer_first(4, 2)
+    fuse(joint)
+    text = code(joint)
+    fuse(joint)
+    assert code(joint) == text
+    again = outer_first(4, 2)
+    groups = len(process_groups())
+    with groups_agreed_on(no_new_groups):
+        fuse(again)
+    assert len(gathers(again)) == 1 and len(process_groups()) == groups
+    assert gathers(again)[0].args[1:] == gathers(joint)[0].args[1:]
+
+
+def test_the_gather_that_is_left_keeps_phase_role_and_shape():
+    become(0, 8)
+    joint = inner_first(4, 2, dtype=torch.bfloat16)
+    last = value_of(gathers(joint)[-1])
+    fuse(joint)
+    (gather,) = gathers(joint)
+    assert (phase_of(gather), role_of(gather), parameter_of(gather)) == (
+        FORWARD,
+        Role.UNSHARD,
+        "weight",
+    )
+    assert value_of(gather).shape == last.shape and value_of(gather).dtype == torch.bfloat16
+    assert value_of(gather.args[0]).shape[0] * 8 == last.shape[0]
+    (chain,) = unshard_chains(joint)
+    assert gather in chain.nodes
+
+
+@pytest.mark.parametrize("make", [inner_first, outer_first])
+def test_backward_gathers_again_with_one_gather_too(make):
+    become(1, 8)
+    joint = make(4, 2)
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
+    assert "fuse_chained_all_gathers" in joint.history
+    # x @ w.t() needs the weight for the gradient of x alone, which is no output
+    assert len(unshards(joint)) == len(unshards(joint, FORWARD)) == 1
+
+
+def test_arguments_may_have_names():
+    become(0, 8)
+    joint = outer_first(4, 2)
+    for gather in gathers(joint):
+        source, size, group = gather.args
+        gather.args, gather.kwargs = (source,), {"group_name": group, "group_size": size}
+    fuse(joint)
+    (gather,) = gathers(joint)
+    assert gather.args[1] == 8 and not gather.kwargs
+
+
+# --- left alone ------------------------------------------------------------------------------
+
+
+class Sharded(Builder):
+    """Graphs by hand whose parameter is a DTensor, split by rows over a mesh of 4 x 2 ranks."""
+
+    def __init__(self, rows=24, columns=3):
+        super().__init__()
+        become(0, 8)
+        self.mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("fsdp", "tp"))
+        self.weight = self.parameter("weight", -(-rows // 8), columns)
+        self.name = "weight"
+        with self.mode:
+            tensor = DTensor.from_local(
+                value_of(self.weight),
+                self.mesh,
+                [Shard(0), Shard(0)],
+                run_check=False,
+                shape=(rows, columns),
+                stride=(columns, 1),
+            )
+        layout = unwrap(tensor)[1]
+        self._inputs[-1] = dataclasses.replace(self._inputs[-1], layout=layout)
+        self.outer, self.inner = (self.mesh.get_group(name).group_name for name in ("fsdp", "tp"))
+
+    def do(self, op, *args, role=Role.UNSHARD, **kwargs):
+        return self.call(op, *args, role=role, parameter=role and self.name, **kwargs)
+
+    def gather(self, read, size, group, **kwargs):
+        made = self.do(GATHER, read, size, group, **kwargs)
+        return self.do(c10d.wait_tensor.default, made, **kwargs)
+
+    def finish(self, *values):
+        total = self.call(aten.sum.default, values[0])
+        for value in values[1:]:
+            total = self.call(aten.add.Tensor, total, self.call(aten.sum.default, value))
+        return self.joint(total)
+
+
+def chain(b, between=lambda b, x: x, **second):
+    part = between(b, b.gather(b.weight, 2, b.inner))
+    return part, b.gather(part, 4, b.outer, **second)
+
+
+def test_a_chain_by_hand_is_fused_through_views_that_change_nothing():
+    def twice_transposed(b, x):
+        there = b.do(aten.t.default, x)
+        return b.do(aten.t.default, there)
+
+    b = Sharded()
+    joint = b.finish(chain(b, twice_transposed)[1])
+    fuse(joint)
+    assert targets(joint)[:2] == [GATHER, c10d.wait_tensor.default] and len(gathers(joint)) == 1
+    assert gathers(joint)[0].args[0].op == "placeholder"
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        pytest.param(lambda b, x: b.do(aten.view.default, x, [3, 6]), id="another shape"),
+        pytest.param(lambda b, x: b.do(aten.slice.Tensor, x, 0, 0, 4), id="a part"),
+        pytest.param(lambda b, x: b.do(aten.clone.default, x), id="a copy"),
+        pytest.param(lambda b, x: b.do(aten.mul.Tensor, x, 2), id="a product"),
+        pytest.param(
+            lambda b, x: b.do(aten._to_copy.default, x, dtype=torch.bfloat16), id="a cast"
+        ),
+        pytest.param(lambda b, x: b.do(aten.relu_.default, x), id="a write"),
+    ],
+)
+def test_what_changes_something_in_between_is_left_alone(between):
+    b = Sharded()
+    joint = b.finish(chain(b, between)[1])
+    left_alone(joint)
+
+
+def test_a_transposed_square_is_left_alone():
+    """Its shape says nothing; its strides do."""
+    b = Sharded(rows=8, columns=2)
+    part, whole = chain(b, lambda b, x: b.do(aten.t.default, x))
+    assert value_of(part).shape == (2, 2)
+    left_alone(b.finish(whole))
+
+
+def left_alone(joint):
+    before = code(joint)
+    groups = len(process_groups())
+    fuse(joint)
+    assert code(joint) == before and len(process_groups()) == groups
+
+
+def test_what_another_node_reads_in_between_is_left_alone():
+    b = Sharded()
+    left_alone(b.finish(*chain(b)))
+
+
+def test_a_view_that_another_node_reads_is_left_alone():
+    b = Sharded()
+    part, whole = chain(b, lambda b, x: b.do(aten.view.default, x, [6, 3]))
+    left_alone(b.finish(whole, part))
+
+
+def test_the_first_gather_itself_read_by_another_is_left_alone():
+    b = Sharded()
+    started = b.do(GATHER, b.weight, 2, b.inner)
+    waits = [b.do(c10d.wait_tensor.default, started) for _ in range(2)]
+    left_alone(b.finish(b.gather(waits[0], 4, b.outer), waits[1]))
+
+
+def test_a_shard_that_is_written_between_the_gathers_is_left_alone():
+    b = Sharded()
+    part = b.gather(b.weight, 2, b.inner)
+    written = b.do(aten.mul_.Tensor, b.weight, 2, role=None)
+    left_alone(b.finish(b.gather(part, 4, b.outer), written))
+
+
+def test_two_gathers_over_one_axis_are_left_alone():
+    b = Sharded()
+    left_alone(b.finish(b.gather(b.gather(b.weight, 2, b.inner), 2, b.inner)))
+
+
+def test_a_group_that_is_no_axis_of_the_mesh_is_left_alone():
+    """Ranks 0, 1 and 2 of 8: its sizes make no product with anything."""
+    b = Sharded()
+    some = dist.new_group([0, 1, 2]).group_name
+    left_alone(b.finish(b.gather(b.gather(b.weight, 3, some), 4, b.outer)))
+
+
+def test_uneven_shards_are_left_alone_although_nothing_stands_between_on_this_rank():
+    """6 rows over 4 x 2: the last ranks hold none, and pad between their gathers."""
+    become(0, 8)
+    joint = inner_first(4, 2, rows=6)
+    assert gathers(joint)[1].args[0].args[0] is gathers(joint)[0]
+    left_alone(joint)
+
+
+def test_other_phases_roles_and_plain_parameters_are_left_alone():
+    b = Sharded()
+    left_alone(b.finish(chain(b, phase=BACKWARD)[1]))
+    for role in (None, Role.REDUCE_GRAD):
+        b = Sharded()
+        left_alone(b.finish(chain(b, role=role)[1]))
+    b = Sharded()
+    b.name, b.weight = "plain", b.parameter("plain", 3, 3)
+    left_alone(b.finish(chain(b)[1]))
+
+
+def test_a_mesh_without_some_ranks_of_the_world_is_left_alone():
+    """The ranks outside would have to make the group too, and do not run this graph."""
+    become(0, 8)
+    mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))
+    joint = gt.capture(InnerFirst(mesh, 8), mean_square, (torch.randn(3, 4),))
+    assert len(gathers(joint)) == 2
+    left_alone(joint)
+
+
+def test_a_group_of_another_backend_is_left_alone(monkeypatch):
+    b = Sharded()
+    joint = b.finish(chain(b)[1])
+    backends = {b.inner: "gloo", b.outer: "fake"}
+    monkeypatch.setattr(chained_collectives, "group_backend", backends.__getitem__)
+    left_alone(joint)
+    monkeypatch.undo()
+    fuse(joint)
+    assert len(gathers(joint)) == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def test_a_group_that_nobody_knows_is_an_error():
+    b = Sharded()
+    joint = b.finish(b.gather(b.gather(b.weight, 2, "gone"), 4, b.outer))
+    with pytest.raises(gt.PassError, match=r"all_gather_into_tensor.*'gone'.*where the graph"):
+        fuse(joint)
+
+
+@pytest.mark.parametrize("other", [1 << 60, -(1 << 60)])
+def test_ranks_that_ask_for_other_groups_make_none(other):
+    """Whichever of two ranks has the larger number to agree on, both hear of it."""
+
+    def agree(mine):
+        return max(mine, other if mine > 0 else -other)
+
+    become(0, 8)
+    joint = outer_first(4, 2)
+    before, groups = code(joint), len(process_groups())
+    with groups_agreed_on(agree), pytest.raises(gt.PassError, match="ask for different process"):
+        fuse(joint)
+    assert code(joint) == before and len(process_groups()) == groups
+
+
+def test_ranks_that_ask_for_the_same_groups_make_them():
+    become(0, 8)
+    joint = outer_first(4, 2)
+    asked = []
+    with groups_agreed_on(lambda mine: asked.append(mine) or mine):
+        fuse(joint)
+    assert asked[0] == -asked[1] and len(gathers(joint)) == 1
+
+
+def test_a_rank_on_its_own_makes_no_groups():
+    become(0, 8)
+    joint = outer_first(4, 2)
+    with groups_agreed_on(no_new_groups), pytest.raises(gt.PassError, match="are not there"):
+        fuse(joint)

@@ -1,0 +1,420 @@
+"""compile.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
+
+import dataclasses
+import functools
+import operator
+
+import pytest
+import torch
+from torch import fx, nn
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.memory import memory_of
+from graph_trainer.core.graph.ops import subgraph_of
+from graph_trainer.core.graph.snapshot import copy_graph, put_back
+from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.passes.memory_limit import GIB, Held, gib
+from graph_trainer.core.runtime.step_cache import TrainStep
+from tests.unit.graphs import (
+    Builder,
+    assert_same,
+    aten,
+    captured_decoder,
+    code,
+    hungry,
+    run,
+    values_for,
+)
+
+OVERLAP = ["default", "overlap_fsdp"]
+
+
+NOTHING = Held()
+
+
+@functools.cache
+def _captured(**decoder):
+    return captured_decoder(**decoder)
+
+
+def after(limit=None, passes=OVERLAP, held=NOTHING, agree=lambda mine: mine, **decoder):
+    """The graph after the passes and the report; the limit in bytes."""
+    joint = copy_graph(_captured(**decoder))
+    config = gt.PassConfig(
+        reshard_after_forward="always",
+        passes=passes,
+        memory_limit_gib=limit and limit / GIB,
+        held_bytes=lambda joint: held,
+    )
+    return joint, gt.run_passes(joint, config, agree=agree)
+
+
+def peak(joint):
+    return memory_of(joint).peak_bytes
+
+
+def described(joint):
+    """Everything of a graph that passes read."""
+    return [
+        (n.format_node(), dict(n.meta.get("custom") or {}), n.meta.get("recompute"))
+        for n in joint.graph.nodes
+    ]
+
+
+@pytest.fixture
+def plain():
+    return after(passes=["default"])[0]
+
+
+@pytest.fixture
+def overlapped():
+    return after()[0]
+
+
+@pytest.fixture
+def low(plain):
+    return peak(plain)
+
+
+@pytest.fixture
+def high(overlapped, plain):
+    assert peak(plain) < peak(overlapped) and code(plain) != code(overlapped)
+    return peak(overlapped)
+
+
+def test_an_optional_pass_beyond_the_limit_is_rolled_back(plain, high):
+    joint, report = after(high - 1)
+    assert described(joint) == described(plain) and str(joint) == str(plain)
+    assert joint.history == plain.history
+    joint.validate()
+    assert_same(run(plain), run(joint))
+    row = report.last
+    assert row.name == "overlap_fsdp" and row.peak_bytes == report.rows[-2].peak_bytes
+    for text in (row.rolled_back, str(report)):
+        assert "rolled back" in text and "compile.memory_limit_gib" in text
+    assert [line.split()[0] for line in report.notes()] == ["overlap_fsdp"]
+
+
+def test_at_the_limit_it_is_kept(overlapped, high):
+    joint, report = after(high)
+    assert described(joint) == described(overlapped)
+    assert report.notes() == [] and "rolled back" not in str(report)
+    assert joint.history[-1] == "overlap_fsdp"
+
+
+def test_what_the_run_holds_beside_the_graph_counts(plain, overlapped, high):
+    held = Held(optimizer_bytes=1000, accumulated_bytes=500)
+    assert described(after(high + 1500, held=held)[0]) == described(overlapped)
+    assert described(after(high + 1499, held=held)[0]) == described(plain)
+
+
+def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
+    assert described(after(low)[0]) == described(plain)
+    with pytest.raises(gt.PassError) as caught:
+        after(low - 1, held=Held(optimizer_bytes=0))
+    message = str(caught.value)
+    for words in (
+        f"compile.memory_limit_gib = {(low - 1) / GIB:g}",
+        "activations",
+        "gather fwd",  # the ledger
+        "overlap_fsdp was rolled back",
+        "activation_checkpoint.type",
+        "training.local_batch_size",
+        "parallelism.data_parallel_shard_degree",
+    ):
+        assert words in message
+    # it gathers every parameter twice already
+    assert "fsdp_reshard_after_forward" not in message
+    config = gt.PassConfig(reshard_after_forward="never", memory_limit_gib=(low - 1) / GIB)
+    with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
+        gt.run_passes(copy_graph(_captured()), config)
+
+
+def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
+    """Over the limit before and behind it, or within it afterwards: kept."""
+
+    def diet(joint, options):
+        for node in reversed(joint.graph.nodes):
+            if node.target in (aten.neg.default, aten.ones.default) and not node.users:
+                joint.graph.erase_node(node)
+
+    last = Pass("diet", Stage.SCHEDULE, "for a test", diet, optional=True)
+    passes = ["default", hungry(50_000, optional=False), last]
+    joint, report = after(low, passes=passes)
+    assert described(joint) == described(plain) and report.notes() == []
+    idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
+    last = dataclasses.replace(last, optional=False)
+    joint, report = after(low, passes=[*passes[:2], idle, last])
+    assert joint.history[-2:] == ["idle", "diet"] and report.notes() == []
+
+
+def test_an_optional_pass_makes_room_for_what_comes_behind_it(high):
+    """Within the limit alone and with the passes before it, but not with the one behind."""
+    passes = ["default", "overlap_fsdp", hungry(500, optional=False)]
+    alone, _ = after(passes=["default", passes[-1]])
+    joint, report = after(max(high, peak(alone)), passes=passes)
+    assert described(joint) == described(alone)
+    assert [row.name for row in report.rows[-4:]] == [
+        "overlap_fsdp",
+        "hungry",
+        "overlap_fsdp",
+        "hungry",
+    ]
+    assert len(report.notes()) == 1
+
+
+def named(name, numbers, optional=True):
+    return dataclasses.replace(hungry(numbers, optional=optional), name=name)
+
+
+A, B, C = named("opt_a", 20_000), named("opt_b", 3_000), named("opt_c", 1_000_000)
+MUST, MORE = named("must", 15_000, optional=False), named("more", 30_000, optional=False)
+
+
+def test_the_latest_optional_pass_makes_room_first(plain):
+    """A, B, then MUST within a limit that holds without B."""
+    lists = ([], [A], [A, B], [A, B, MUST], [A, MUST])
+    graphs = [after(passes=["default", *passes])[0] for passes in lists]
+    none, with_a, with_both, everything, without_b = map(peak, graphs)
+    assert with_both < without_b < everything
+
+    joint, report = after(without_b, passes=["default", A, B, MUST])
+    assert described(joint) == described(graphs[-1]) and joint.history == graphs[-1].history
+    assert [row.name for row in report.rows[-5:]] == ["opt_a", "opt_b", "must", "opt_b", "must"]
+    (note,) = report.notes()
+    assert note.startswith("opt_b was rolled back to make room") and "memory_limit_gib" in note
+    assert f"by {with_both - with_a:+,} bytes" in note and f"that is {gib(everything)} GiB" in note
+
+    # a byte less, and A does not fit either
+    joint, report = after(without_b - 1, passes=["default", A, B, MUST])
+    assert joint.history == [*graphs[0].history, "must"]
+    first, second = report.notes()
+    assert first == note.replace(f"{without_b / GIB:g}", f"{(without_b - 1) / GIB:g}")
+    assert second.startswith("opt_a was rolled back to make room")
+    assert f"by {with_a - none:+,} bytes" in second and f"that is {gib(without_b)} GiB" in second
+
+
+def test_only_what_is_mandatory_runs_again_behind_a_pass_that_made_room():
+    """C never fits; behind A stand two that were tried, and mandatory ones in their order."""
+    wanted, _ = after(passes=["default", MUST, MORE])
+    joint, report = after(peak(wanted), passes=["default", A, MUST, C, B, MORE])
+    assert described(joint) == described(wanted) and joint.history == wanted.history
+    assert [line.split()[0] for line in report.notes()] == ["opt_c", "opt_b", "opt_a"]
+    order = ["opt_a", "must", "opt_c", "opt_b", "more", "opt_b", "more", "opt_a", "must", "more"]
+    assert [row.name for row in report.rows[-10:]] == order
+
+
+def test_what_was_rolled_back_or_ran_again_says_nothing_of_its_earlier_work():
+    def talking(graph_pass):
+        def talk(joint, options):
+            graph_pass.function(joint, options)
+            joint.remarks.append(f"{graph_pass.name}, after {joint.history[-1]}")
+
+        return dataclasses.replace(graph_pass, function=talk)
+
+    a, b, must = talking(A), talking(B), talking(MUST)
+    wanted, quiet = after(passes=["default", a, must])
+    assert quiet.notes()[1:] == ["must: must, after opt_a"]
+    _, report = after(peak(wanted), passes=["default", a, b, must])
+    assert [row.name for row in report.rows if row.remarks] == ["opt_a", "opt_b", "must", "must"]
+    assert report.notes()[:-1] == quiet.notes()
+    assert report.notes()[-1].startswith("opt_b was rolled back to make room")
+
+
+def test_optional_passes_alone_make_room_too(plain, low):
+    """With nothing mandatory behind them: over the limit from the start and refused, each noted."""
+    idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda joint, options: None, optional=True)
+    passes = ["default", idle, dataclasses.replace(idle, name="idler")]
+    with pytest.raises(gt.PassError) as caught:
+        after(low - 1, passes=passes)
+    message = str(caught.value)
+    for name in ("idle", "idler"):
+        assert f"{name} was rolled back, as the step is over the limit with it" in message
+    assert "make room" not in message, "there is nothing to make room for"
+
+
+def test_only_optional_passes_are_rolled_back(plain, low):
+    with pytest.raises(gt.PassError, match="memory_limit_gib"):
+        after(low, passes=["default", hungry(50_000, optional=False)])
+    optional = hungry(50_000)
+    assert described(after(low, passes=["default", optional])[0]) == described(plain)
+
+
+# --- ranks ---------------------------------------------------------------------------------
+
+RANKS = 5
+
+
+def uneven(rank):
+    return {"world": RANKS, "rank": rank, "dim": 6, "hidden": 7}
+
+
+def test_ranks_with_uneven_shards_decide_the_same():
+    peaks = [peak(after(**uneven(rank))[0]) for rank in range(RANKS)]
+    without = [peak(after(**uneven(rank), passes=["default"])[0]) for rank in range(RANKS)]
+    assert min(peaks) < max(peaks)
+    limit = max(peaks) - 1
+    assert min(peaks) <= limit, "some ranks are within the limit"
+    assert max(without) <= limit
+
+    def names(rank, agree):
+        return after(limit, **uneven(rank), agree=agree)[0].history
+
+    alone = [names(rank, lambda mine: mine)[-1] for rank in range(RANKS)]
+    assert len(set(alone)) == 2, "alone they would not agree"
+
+    def largest(rank):
+        """What the ranks would say to each other, one answer a call."""
+        answers = iter([max(without), max(without), max(peaks), max(without)])
+        return lambda mine: next(answers)
+
+    together = [names(rank, largest(rank)) for rank in range(RANKS)]
+    assert all("overlap_fsdp" not in history for history in together)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.tanh(self.body(x)).square().mean()
+
+
+def loss(model, x):
+    return model(x)
+
+
+def test_a_step_captured_again_keeps_to_what_the_first_graph_did():
+    """A rank that meets another shape is alone: it cannot ask whether others roll back."""
+
+    def need(rows, *passes):
+        joint = gt.capture(Net(), loss, (torch.ones(rows, 4),))
+        gt.run_passes(joint, gt.PassConfig(passes=["default", *passes]))
+        return peak(joint)
+
+    extra, model = hungry(100), Net()
+    small, large = need(2, extra), need(40, extra)
+    assert need(40) < large
+
+    step = TrainStep(loss, passes=config(extra, small))
+    step(model, torch.ones(2, 4))
+    (joint,) = step.joint_graphs()
+    assert joint.history[-1] == "hungry"
+    with pytest.raises(gt.PassError, match="memory_limit_gib"):
+        step(model, torch.ones(40, 4))  # with `hungry`, as on the other ranks
+
+    step = TrainStep(loss, passes=config(extra, max(need(40), small - 1, large - 1)))
+    step(model, torch.ones(40, 4))
+    step(model, torch.ones(2, 4))  # would fit with `hungry`, which other ranks go without
+    assert ["hungry" in joint.history for joint in step.joint_graphs()] == [False, False]
+
+
+def config(extra, limit):
+    return gt.PassConfig(passes=["default", extra], memory_limit_gib=limit / GIB)
+
+
+# --- copies --------------------------------------------------------------------------------
+
+
+def test_a_copy_does_not_change_with_its_original(plain):
+    joint = copy_graph(_captured())
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
+    copy, before = copy_graph(joint), described(joint)
+    assert described(copy) == before and str(copy) == str(joint)
+    assert [n.name for n in copy.graph.nodes] == [n.name for n in joint.graph.nodes]
+    copy.validate()
+    gt.run_passes(joint, gt.PassConfig(passes=["overlap_fsdp", hungry(10)]))
+    for node in joint.graph.nodes:
+        if node.op == "call_function":
+            node.meta["custom"]["module"] = "elsewhere"
+    assert described(joint) != before and described(copy) == before
+    assert copy.history != joint.history
+    put_back(joint, copy)
+    assert described(joint) == before and joint.history[-1] == "bucket_collectives"
+    joint.validate()
+    assert_same(run(joint), run(plain))
+
+
+def with_attributes():
+    """relu(x) * const * scales.factor, negated by a subgraph."""
+    b = Builder()
+    inner = fx.Graph()
+    x = b.call(aten.relu.default, b.input("x", 8))
+    value = inner.placeholder("value")
+    inner.output((inner.call_function(aten.neg.default, (value,)),))
+    body = b.call_higher_order(called, fx.GraphModule(nn.Module(), inner), x, val=x)
+    result = b.call(operator.getitem, body, 0)
+    b.root.register_buffer("const", torch.ones(8))
+    b.root.scales = nn.Module()
+    b.root.scales.register_buffer("factor", torch.full((8,), 0.5))
+    for name in ("const", "scales.factor"):
+        constant = b.graph.get_attr(name)
+        constant.meta["val"] = x.meta["val"]
+        result = b.call(aten.mul.Tensor, result, constant)
+    return b.joint(b.call(aten.sum.default, result))
+
+
+def called(module, *args):
+    """A higher-order op, as far as fx can tell."""
+    return module(*args)
+
+
+def replaced(module):
+    module.const = torch.full((8,), 10.0)
+    module.scales = nn.Module()
+    module.scales.register_buffer("factor", torch.zeros(8))
+
+
+def replaced_inside(module):
+    module.scales.factor = torch.zeros(8)
+
+
+def deleted(module):
+    del module.const, module.scales
+
+
+def another_body(module):
+    graph = fx.Graph()
+    value = graph.placeholder("value")
+    graph.output((graph.call_function(aten.exp.default, (value,)),))
+    module.body = fx.GraphModule(nn.Module(), graph)
+
+
+def added(module):
+    module.register_buffer("extra", torch.ones(8))
+
+
+@pytest.mark.parametrize("change", [replaced, replaced_inside, deleted, another_body, added])
+def test_what_a_pass_did_to_attributes_is_put_back(change):
+    joint = with_attributes()
+    joint.graph_module.meta["said by"] = "the caller"
+    before, text = run(joint), str(joint)
+    copy = copy_graph(joint)
+    change(joint.graph_module)
+    put_back(joint, copy)
+    assert_same(before, run(joint))
+    assert str(joint) == text and not hasattr(joint.graph_module, "extra")
+    assert joint.graph_module.meta["said by"] == "the caller"
+    assert all(subgraph_of(n) is not None for n in joint.graph.nodes if n.target == "body")
+    # and so in the code that backends compile
+    assert_same(before[:1], [o.clone() for o in joint.graph_module(*values_for(joint))])
+
+
+def test_a_rolled_back_pass_leaves_no_attribute_behind():
+    def spoil(joint, options):
+        hungry(10_000).function(joint, options)
+        replaced(joint.graph_module)
+        added(joint.graph_module)
+
+    joint = with_attributes()
+    before, limit = run(joint), peak(joint) / GIB
+    spoiling = Pass("spoil", Stage.SCHEDULE, "for a test", spoil, optional=True)
+    report = gt.run_passes(joint, gt.PassConfig(passes=[spoiling], memory_limit_gib=limit))
+    assert len(report.notes()) == 1 and not hasattr(joint.graph_module, "extra")
+    assert_same(before, run(joint))
+
+
+def test_no_limit_costs_no_exchange():
+    after(agree=lambda mine: pytest.fail("asked"))

@@ -1,0 +1,270 @@
+"""Which passes run, in which order, what is checked, and what a failure says."""
+
+import pytest
+import torch
+
+import graph_trainer as gt
+from graph_trainer.core.graph.joint_graph import is_backward
+from graph_trainer.core.passes.base import NoOptions, Pass, Stage
+from graph_trainer.core.passes.pipeline import pass_by_pass, registered_passes, resolve_passes
+from graph_trainer.core.passes.report import HEADINGS, measure
+from graph_trainer.core.passes.tag_fsdp_unshards import TagFsdpUnshardsOptions
+from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, captured_decoder, code, unshards
+
+NAMES = [
+    "normalize_views",
+    "functionalize_index_put",
+    "eliminate_dead_code",
+    "deduplicate_unshards",
+    "eliminate_round_trips",
+    "fuse_chained_all_gathers",
+    "tag_fsdp_unshards",
+    "rematerialize",
+    "tag_buckets",
+    "bucket_collectives",
+]
+
+
+def custom(function, stage=Stage.CLEANUP, name="custom", options_type=NoOptions):
+    return Pass(name, stage, "for a test", function, options_type)
+
+
+def small():
+    b = Builder()
+    x = b.input("x", 4)
+    return b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, x, 2)))
+
+
+def refused(*words, **config):
+    with pytest.raises(gt.PassError) as caught:
+        gt.run_passes(small(), gt.PassConfig(**config))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_passes_and_the_default_list_are_in_stage_order():
+    assert [p.name for p in resolve_passes(gt.PassConfig())] == NAMES
+    assert [p.name for p in registered_passes().values() if p.default] == NAMES
+    stages = [p.stage for p in registered_passes().values()]
+    assert stages == sorted(stages)
+    assert all(p.summary and p.function.__doc__ for p in registered_passes().values())
+
+
+def test_an_unknown_name_shows_the_nearest_and_all():
+    refused("'rematerialise'", "did you mean 'rematerialize'?", *NAMES, passes=["rematerialise"])
+    refused("'quite_else'", "Known passes", passes=["quite_else"])
+    refused("disable_passes", "did you mean 'rematerialize'?", disable_passes=["rematerialyze"])
+
+
+def test_a_pass_listed_twice_is_refused():
+    refused("'rematerialize'", "twice", passes=["default", "rematerialize"])
+
+
+def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
+    beside = [n for n, p in registered_passes().items() if not p.default]
+    assert len(beside) > 2
+    for name in beside:
+        selected = [p.name for p in resolve_passes(gt.PassConfig(passes=["default", name]))]
+        assert [n for n in selected if n != name] == NAMES
+        assert selected == [n for n in registered_passes() if n in selected]
+        assert selected == [p.name for p in resolve_passes(gt.PassConfig(passes=[name, "default"]))]
+
+
+def test_a_list_out_of_order_names_both_passes():
+    names = ["rematerialize", "eliminate_dead_code"]
+    refused("'eliminate_dead_code'", "CLEANUP", "'rematerialize'", "REMATERIALIZE", passes=names)
+
+
+@pytest.mark.parametrize("key", ["passes", "disable_passes"])
+def test_a_text_where_a_list_belongs_is_refused(key):
+    refused("lists of names", "'rematerialize'", **{key: "rematerialize"})
+
+
+def test_what_is_neither_name_nor_pass_is_refused():
+    refused("neither a name nor a Pass", passes=[lambda joint, options: None])
+
+
+def test_disabled_passes_do_not_run():
+    joint = captured_decoder()
+    gt.run_passes(joint, gt.PassConfig(disable_passes=["rematerialize", "eliminate_dead_code"]))
+    assert joint.history == [n for n in NAMES if n not in ("rematerialize", "eliminate_dead_code")]
+
+
+def test_a_pass_of_ones_own_runs_and_can_be_disabled_by_name():
+    ran = []
+    mine = custom(lambda joint, options: ran.append(options), Stage.SCHEDULE)
+    joint = small()
+    gt.run_passes(joint, gt.PassConfig(passes=["default", mine]))
+    assert ran == [NoOptions()] and joint.history[-1] == "custom"
+    config = gt.PassConfig(passes=["default", mine], disable_passes=["custom"])
+    assert [p.name for p in resolve_passes(config)] == NAMES
+
+
+def test_the_decorator_names_a_pass_after_its_function():
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="says what it does")
+    def my_pass(joint, options):
+        pass
+
+    assert (my_pass.name, my_pass.stage, my_pass.summary) == (
+        "my_pass",
+        Stage.TAG,
+        "says what it does",
+    )
+
+
+# --- options -------------------------------------------------------------------------------
+
+
+def test_options_of_the_wrong_type_are_refused():
+    refused(
+        "'tag_fsdp_unshards'",
+        "NoOptions",
+        "TagFsdpUnshardsOptions",
+        options={"tag_fsdp_unshards": NoOptions()},
+    )
+
+
+def test_options_for_a_pass_that_does_not_run_are_refused():
+    refused("'rematerialise'", options={"rematerialise": NoOptions()})
+
+
+def test_the_shorthand_reaches_the_pass():
+    joint = captured_decoder()
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="never"))
+    assert unshards(joint) == unshards(joint, FORWARD)
+
+
+def test_options_reach_the_pass():
+    joint = captured_decoder()
+    options = {"tag_fsdp_unshards": TagFsdpUnshardsOptions(reshard_after_forward="never")}
+    gt.run_passes(joint, gt.PassConfig(options=options))
+    assert unshards(joint) == unshards(joint, FORWARD)
+
+
+def test_a_shorthand_that_would_get_lost_is_refused():
+    given = {"tag_fsdp_unshards": TagFsdpUnshardsOptions(reshard_after_forward="never")}
+    refused("'always'", "one of the two", reshard_after_forward="always", options=given)
+    refused(
+        "'always'",
+        "'tag_fsdp_unshards'",
+        reshard_after_forward="always",
+        disable_passes=["tag_fsdp_unshards"],
+    )
+    refused("'sometimes'", "default", reshard_after_forward="sometimes")
+
+
+# --- checks after every pass ---------------------------------------------------------------
+
+
+def failing(error):
+    def function(joint, options):
+        raise error
+
+    return custom(function, Stage.SCHEDULE, "failing")
+
+
+@pytest.mark.parametrize("error", [KeyError("lost"), gt.PassError("lost")])
+def test_a_failing_pass_is_named_with_those_before_it(error):
+    joint = small()
+    config = gt.PassConfig(passes=["normalize_views", "eliminate_dead_code", failing(error)])
+    with pytest.raises(gt.PassError) as caught:
+        gt.run_passes(joint, config)
+    for word in ("'failing'", "normalize_views, eliminate_dead_code", "lost"):
+        assert word in str(caught.value)
+    assert caught.value.__cause__ is error
+
+
+def test_our_own_errors_keep_their_type():
+    with pytest.raises(gt.VerificationError, match="failing.*no other pass.*lost"):
+        gt.run_passes(small(), gt.PassConfig(passes=[failing(gt.VerificationError("lost"))]))
+
+
+def test_a_pass_that_leaves_an_invalid_graph_is_named():
+    def unmarked(joint, options):
+        (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+        node.meta.pop("custom")
+
+    with pytest.raises(gt.VerificationError, match="'custom' .*invalid graph.*no phase"):
+        gt.run_passes(small(), gt.PassConfig(passes=[custom(unmarked)]))
+
+
+def lying(joint, options):
+    (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    node.meta["val"] = node.meta["val"].new_empty(2, 2)
+
+
+def breaking(joint, options):
+    (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
+    node.target = aten.mm.default
+    node.args = (node.args[0], node.args[0])
+
+
+@pytest.mark.parametrize(
+    "planted, words", [(lying, r"\(4,\).*metadata says.*\(2, 2\)"), (breaking, "cannot run")]
+)
+def test_verify_passes_finds_what_metadata_hides(planted, words):
+    config = gt.PassConfig(passes=[custom(planted)])
+    gt.run_passes(small(), config)
+    config = gt.PassConfig(passes=[custom(planted)], verify_passes=True)
+    with pytest.raises(gt.VerificationError, match=f"(?s)'custom'.*'mul.*{words}"):
+        gt.run_passes(small(), config)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_verify_passes_agrees_with_a_captured_step(dtype):
+    policy = gt.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for rank in (0, 3):
+        joint = captured_decoder(rank=rank, dim=6, fsdp={"mp_policy": policy})
+        gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", verify_passes=True))
+
+
+def test_a_graph_does_not_go_back_to_an_earlier_stage():
+    joint = captured_decoder()
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
+    before = code(joint)
+    with pytest.raises(gt.PassError, match="'deduplicate_unshards'.*'tag_buckets'"):
+        gt.run_passes(joint, gt.PassConfig(passes=["deduplicate_unshards"]))
+    assert code(joint) == before
+    gt.run_passes(joint, gt.PassConfig(passes=[custom(lambda *_: None, Stage.SCHEDULE)]))
+
+
+# --- report --------------------------------------------------------------------------------
+
+
+def test_the_report_has_a_row_a_pass_that_says_what_it_did():
+    joint = captured_decoder()
+    seen = []
+    config = gt.PassConfig(reshard_after_forward="always")
+    report = gt.run_passes(joint, config, on_pass=seen.append)
+    assert seen == NAMES and [row.name for row in report.rows] == ["capture", *NAMES]
+    first, last = report.rows[0], report.last
+    again = len([n for n in joint.graph.nodes if is_backward(n) and n.target is GATHER])
+    assert last.count("all_gather_into_tensor", BACKWARD) == again > 0
+    assert first.count("all_gather_into_tensor") + again == last.count("all_gather_into_tensor")
+    assert last.collective_bytes > first.collective_bytes and last.peak_bytes > 0
+    by_name = {row.name: row for row in report.rows}
+    assert by_name["normalize_views"].nodes < first.nodes
+    assert by_name["tag_fsdp_unshards"].nodes == by_name["deduplicate_unshards"].nodes
+
+
+def test_the_report_reads_as_a_table():
+    joint = captured_decoder()
+    report = gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
+    header, *rows = str(report).splitlines()
+    assert all(heading in header for heading in HEADINGS)
+    assert len({len(row) for row in (header, *rows)}) == 1
+    gathered = report.last.count("all_gather_into_tensor") - report.rows[0].count(
+        "all_gather_into_tensor"
+    )
+    (rematerialize,) = [row for row in rows if row.startswith("rematerialize")]
+    assert f"{gathered} {gathered:+}" in rematerialize
+
+
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+def test_a_row_of_an_unchanged_graph_is_that_of_the_graph():
+    """What is taken over from the row before is what measuring would give."""
+    joint = captured_decoder()
+    for row in pass_by_pass(joint, gt.PassConfig(reshard_after_forward="always")):
+        assert row == measure(joint, row.name, row.seconds)

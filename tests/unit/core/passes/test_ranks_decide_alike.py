@@ -1,0 +1,158 @@
+"""Ranks that hold unlike sizes: whatever sizes or simulation decide, all decide alike."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import graph_trainer as gt
+from graph_trainer.core.ordering.exchange import check_sequences
+from graph_trainer.core.ordering.sequences import issued_by
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.agreement import as_agreed, decided_by
+from tests.unit.core.simulation.machines import machine
+from tests.unit.fake_ranks import become
+
+KIB = 1 / 1024
+
+
+class Split(nn.Module):
+    """A weight that tensor parallelism splits by rows, perhaps unevenly."""
+
+    def __init__(self, mesh, rows):
+        super().__init__()
+        whole = torch.randn(rows, 8)
+        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+
+    def forward(self, x):
+        return x @ self.weight.to_local().t()
+
+
+def split_over_tp(rows):
+    """Three such weights over two ranks, FSDP over the other two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Split(mesh["tp"], rows)) for _ in "abc"))
+
+    def loss(model, x):
+        return sum(part(x).square().sum() for part in model)
+
+    gt.simple_fsdp(model, mesh["fsdp"])
+    return gt.capture(model, loss, (torch.randn(4, 8),))
+
+
+def padded():
+    """Seven rows over three ranks: the last has fewer, and other nodes."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 7))
+    gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
+    return gt.capture(model, lambda m, x: m(x).square().sum(), (torch.randn(4, 8),))
+
+
+def hybrid():
+    """Groups of three along one axis, of which one is within a machine of eight and one is not."""
+    mesh = init_device_mesh("cpu", (4, 3), mesh_dim_names=("replicate", "shard"))
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(2)))
+    gt.simple_fsdp(model, mesh, "hybrid_shard")
+    return gt.capture(model, lambda m, x: m(x).square().sum(), (torch.randn(4, 256),))
+
+
+def decided(ranks, world, make, **config):
+    """The graphs of some ranks of a world once all of them have agreed."""
+    seen = {}
+
+    def run(rank, agree):
+        become(rank, world)
+        torch.manual_seed(0)
+        seen[rank] = make()
+        gt.run_passes(seen[rank], gt.PassConfig(**config), agree=agree)
+        return issued_by(seen[rank], world), decided_by(seen[rank])
+
+    found = as_agreed(ranks, run, lambda line: None)
+    return [found[rank] for rank in ranks], list(seen.values())
+
+
+def sequences(ranks, make, **config):
+    """What every rank issues then, and their graphs."""
+    return decided(range(ranks), ranks, make, **config)
+
+
+def buckets(strategy="size", **options):
+    return {"bucket_collectives": BucketCollectivesOptions(strategy=strategy, **options)}
+
+
+@pytest.mark.parametrize("cap_kib", [0.4, 0.6, 100.0])
+def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_kib):
+    for rows in (5, 6):
+        make = functools.partial(split_over_tp, rows)
+        found, graphs = sequences(4, make, options=buckets(cap_mib=cap_kib * KIB))
+        check_sequences(found)
+        told = {line for joint in graphs for line in joint.remarks}
+        assert bool(told) is (rows == 5 and cap_kib < 1)
+
+
+class Pairs(nn.Module):
+    """Products split by rows and by columns in turn, summed over the ranks of an axis."""
+
+    def __init__(self, tp, dim, rows):
+        super().__init__()
+
+        def split(placement, *shape):
+            whole = torch.randn(*shape)
+            return nn.Parameter(distribute_tensor(whole, tp, [placement], src_data_rank=None))
+
+        self.tp = tp
+        self.up = nn.ParameterList(split(Shard(0), rows, dim) for _ in range(4))
+        self.down = nn.ParameterList(split(Shard(1), dim, rows) for _ in range(4))
+
+    def forward(self, x):
+        x = DTensor.from_local(x, self.tp, [Replicate()])
+        for up, down in zip(self.up, self.down, strict=True):
+            y = nn.functional.linear(nn.functional.linear(x, up).relu(), down)
+            x = x + y.redistribute(self.tp, [Replicate()])
+        return x.to_local()
+
+
+def pairs(rows):
+    """Such a model under FSDP over the other axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = gt.simple_fsdp(Pairs(mesh["tp"], 64, rows), mesh["fsdp"])
+    return gt.capture(model, lambda m, x: m(x).square().mean(), (torch.randn(64, 64),))
+
+
+def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
+    """Nine rows over two ranks: costs differ, and with them what hides behind what."""
+    hardware = machine(
+        collective_seconds=1e-6,
+        peak_flops={"float32": 1e12, "bfloat16": 4e12},
+        memory_bytes_per_second=1e12,
+    )
+    config = {"passes": ["default", "schedule_overlap"], "hardware": hardware}
+    for rows, unlike in ((9, True), (8, False)):
+        found, graphs = sequences(4, functools.partial(pairs, rows), **config)
+        check_sequences(found)
+        told = [line for joint in graphs for line in joint.remarks if "nothing moved" in line]
+        assert bool(told) is unlike
+
+
+@pytest.mark.parametrize("max_span", [1, 3, 5, 8, 13, 21, 34])
+def test_padding_does_not_move_the_borders_of_buckets(max_span):
+    found, graphs = sequences(3, padded, options=buckets(max_span=max_span))
+    check_sequences(found)
+    assert not any(joint.remarks for joint in graphs), "they need not even ask"
+
+
+def test_auto_asks_the_slowest_links_of_an_axis():
+    config = {"options": buckets("auto"), "hardware": load_hardware("h100-sxm")}
+
+    def caps(graphs):
+        return [tuple(j.decisions["bucket_collectives"].caps.values()) for j in graphs]
+
+    kinds = (0, 2, 6, 8)
+    alone = [caps(decided([rank], 12, hybrid, **config)[1])[0] for rank in kinds]
+    assert len(set(alone)) > 1, "alone they would not agree"
+    assert len(set(caps(decided(kinds, 12, hybrid, **config)[1]))) == 1

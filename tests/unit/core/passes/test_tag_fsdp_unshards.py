@@ -1,0 +1,157 @@
+"""Which chains are kept and which are gathered again, by policy."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.graph.joint_graph import (
+    FSDP_AC_GRAPH_ID,
+    recompute_policy,
+    set_recompute_policy,
+)
+from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
+from graph_trainer.core.passes.tag_fsdp_unshards import TagFsdpUnshardsOptions, tag_fsdp_unshards
+from tests.unit.graphs import Decoder, aten, c10d, captured, captured_decoder, check_pass
+
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
+
+LAYERS = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("norm", "up", "down")}
+LAST = {"norm.weight", "head.weight"}
+
+
+def tag(joint, policy="default", **options):
+    """Tag, and say what each chain that backward reads was given: one tag a chain."""
+    deduplicate_unshards.function(joint, None)
+    options = TagFsdpUnshardsOptions(reshard_after_forward=policy, **options)
+    check_pass(tag_fsdp_unshards, joint, options)
+    found = {}
+    for chain in unshard_chains(joint):
+        policies = {recompute_policy(n) for n in chain.nodes}
+        assert len(policies) == 1, f"{chain.parameter}: only part of the chain is tagged"
+        found[chain.parameter] = policies.pop()
+    return found
+
+
+def gathered_again(joint, policy="default", **options):
+    return {name for name, found in tag(joint, policy, **options).items() if found is RECOMPUTE}
+
+
+def test_always_gathers_everything_again_that_backward_reads():
+    assert gathered_again(captured_decoder(), "always") == LAYERS | LAST
+
+
+def test_never_keeps_everything():
+    found = tag(captured_decoder(), "never")
+    assert {name for name, policy in found.items() if policy is SAVE} == LAYERS | LAST
+
+
+def test_default_keeps_the_last_bucket():
+    assert gathered_again(captured_decoder()) == LAYERS
+
+
+def test_default_keeps_a_tied_embedding_with_the_head():
+    found = tag(captured_decoder(tied=True))
+    assert {name for name, policy in found.items() if policy is SAVE} == {
+        "norm.weight",
+        "embedding.weight",
+    }
+
+
+def test_pipeline_parallelism_keeps_everything_under_default_only():
+    assert gathered_again(captured_decoder(), pipeline_parallel=True) == set()
+    assert gathered_again(captured_decoder(), "always", pipeline_parallel=True) == LAYERS | LAST
+
+
+def test_a_model_without_blocks_keeps_the_module_it_reads_last():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encode = nn.Linear(4, 4)
+            self.decode = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.decode(torch.relu(self.encode(x)))
+
+    x = torch.randn(2, 4, requires_grad=True)
+    found = tag(captured(Plain(), x))
+    assert found["decode.weight"] is SAVE
+    # x is no parameter: backward does not read encode, nor any bias
+    assert {name for name, policy in found.items() if policy is not None} == {"decode.weight"}
+
+
+def test_a_sequential_keeps_its_last_module():
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+    assert gathered_again(captured(model, torch.randn(2, 4))) == {"1.weight", "2.weight"}
+
+
+def test_what_backward_does_not_read_is_left_alone():
+    found = tag(captured_decoder(), "always")
+    assert found["embedding.weight"] is None
+
+
+def test_a_frozen_parameter_is_gathered_again_where_backward_reads_it():
+    model = Decoder()
+    model.layers["1"].up.weight.requires_grad_(False)
+    joint = captured(model, torch.zeros(2, 3, dtype=torch.int64))
+    assert "layers.1.up.weight" in gathered_again(joint)
+
+
+def test_the_whole_chain_is_tagged_with_casts_padding_and_transposes():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+    policy = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    joint = captured(model, torch.randn(2, 5).bfloat16(), rank=2, mp_policy=policy)
+    tag(joint, "always")
+    (chain,) = [c for c in unshard_chains(joint) if c.parameter == "1.weight"]
+    ops = [n.target for n in chain.nodes]
+    for op in (aten._to_copy, aten.cat, aten.slice, aten.t):
+        assert any(getattr(found, "overloadpacket", None) is op for found in ops), op
+    assert c10d.wait_tensor.default in ops
+    assert {recompute_policy(n) for n in chain.nodes} == {RECOMPUTE}
+
+
+@pytest.mark.parametrize("mine", [SAVE, RECOMPUTE])
+@pytest.mark.parametrize("policy", ["always", "never"])
+def test_a_decision_of_the_users_wins(policy, mine):
+    joint = captured_decoder()
+    chain = unshard_chains(joint)[2]
+    set_recompute_policy(chain.nodes[0], mine, ac_graph_id=7)
+    options = TagFsdpUnshardsOptions(reshard_after_forward=policy)
+    tag_fsdp_unshards.function(joint, options)
+    assert recompute_policy(chain.nodes[0]) is mine
+    assert chain.nodes[0].meta["ac_graph_id"] == 7
+
+
+@pytest.mark.parametrize(
+    "preference", [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE]
+)
+def test_a_preference_is_overwritten(preference):
+    joint = captured_decoder()
+    for chain in unshard_chains(joint):
+        for node in chain.nodes:
+            set_recompute_policy(node, preference, ac_graph_id=7)
+    assert gathered_again(joint) == LAYERS
+
+
+def test_tags_have_a_checkpoint_region_of_their_own():
+    joint = captured_decoder()
+    tag(joint)
+    ids = {n.meta["ac_graph_id"] for n in joint.graph.nodes if recompute_policy(n) is not None}
+    assert ids == {FSDP_AC_GRAPH_ID} and min(ids) > 2**32
+
+
+def test_checkpointing_changes_no_decision():
+    assert gathered_again(captured_decoder(checkpointed=True)) == LAYERS
+
+
+def test_a_graph_without_fsdp_is_left_alone():
+    joint = gt.capture(nn.Linear(4, 4), lambda m, x: m(x).sum(), [torch.randn(2, 4)])
+    assert not check_pass(tag_fsdp_unshards, joint)
+
+
+def test_an_unknown_policy_names_the_nearest():
+    with pytest.raises(gt.PassError, match="'allways'.*did you mean 'always'"):
+        TagFsdpUnshardsOptions(reshard_after_forward="allways")

@@ -1,0 +1,323 @@
+"""gt.compile: what the step frees, what it refuses, and that nothing but plain ops runs in it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.runtime.backends.base import compile_with
+from graph_trainer.core.runtime.step import Step
+from tests.unit.fake_ranks import become
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+
+
+def net(width: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(4, width),
+        nn.LayerNorm(width),
+        nn.Tanh(),
+        nn.Linear(width, width),
+        nn.Linear(width, 1),
+    )
+
+
+def squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.mse_loss(model(x), y)
+
+
+def batch(rows: int = 3) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
+
+
+def captured(model: nn.Module, args: Batch, *, backward: bool = True) -> JointGraph:
+    joint = gt.capture(model, squares, args, backward=backward)
+    gt.run_passes(joint)
+    return joint
+
+
+class Ops(TorchDispatchMode):
+    """Every op that runs, and the types of its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+        self.tensors: set[type] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        result = func(*args, **(kwargs or {}))
+        flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        self.tensors |= {type(t) for t in flat if isinstance(t, torch.Tensor)}
+        return result
+
+
+# --- the eager backend --------------------------------------------------------------------------
+
+
+def measured_peak(run: Any, values: list[torch.Tensor]) -> int:
+    """The most bytes above what was allocated before, by the events of the profiler."""
+    gc.collect()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        outputs = run(values)
+    del outputs
+    events = sorted(
+        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    )
+    peak = current = 0
+    for event in events:
+        current += event.nbytes()
+        peak = max(peak, current)
+    return peak
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
+    """What really is allocated is what the order of nodes says, to a few percent."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
+    model.append(nn.Linear(64, 1)).insert(0, nn.Linear(4, 64))
+    args = batch(4096)
+    joint = captured(model, args, backward=backward)
+    predicted = lifetimes(joint).peak_bytes
+    run = compile_with(joint, "eager")
+    values = [t.detach() for t in (*model.parameters(), *args)]
+    run(list(values))  # caches of kernels
+    found = measured_peak(run, list(values))
+    kept = sum(
+        t.numel() * 4 for n in joint.graph.nodes if isinstance(t := n.meta.get("val"), torch.Tensor)
+    )
+    assert kept > 2 * predicted, "a backend that frees nothing would be seen"
+    assert found == pytest.approx(predicted, rel=0.03)
+
+
+def test_inputs_are_boxed() -> None:
+    """The caller gives its tensors away: what only the step holds is freed inside it."""
+    become(0, 1)
+    model, args = net(), batch()
+    joint = captured(model, args)
+    run = compile_with(joint, "eager")
+    values = [t.detach().clone() for t in (*model.parameters(), *args)]
+    watched = weakref.ref(values[-1])
+    alive: list[bool] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            alive.append(watched() is not None)
+            return result
+
+    with Watch():
+        run(values)
+    assert values == []
+    assert alive[0] and not alive[-1]
+
+
+def test_compiling_leaves_the_joint_graph_as_it_was() -> None:
+    model, args = net(), batch()
+    joint = captured(model, args)
+    code, module = joint.graph_module.code, joint.graph_module
+    first = gt.compile(joint)
+    gt.compile(joint)
+    assert joint.graph.owning_module is module
+    joint.graph_module.recompile()
+    assert joint.graph_module.code == code
+    assert torch.equal(first(model, *args)[0], squares(model, *args))
+
+
+def test_no_subclass_and_no_autograd_inside() -> None:
+    become(1, 3)
+    model = gt.simple_fsdp(net(), init_device_mesh("cpu", (3,)))
+    args = batch()
+    joint = captured(model, args)
+    step = gt.compile(joint)
+    with Ops() as seen:
+        loss, gradients = step(model, *args)
+    expected = [n.target for n in joint.graph.nodes if n.op == "call_function"]
+    expected = [op for op in expected if isinstance(op, torch._ops.OpOverload)]
+    # each input is detached before, and nothing else is dispatched: no DTensor
+    assert [op for op in seen.ops if op is not torch.ops.aten.detach.default] == [
+        op for op in expected if op is not torch.ops.aten.detach.default
+    ]
+    assert seen.tensors <= {torch.Tensor, nn.Parameter}
+    for tensor in (loss, *gradients.values()):
+        assert not tensor.requires_grad
+        assert tensor.grad_fn is None
+    assert all(type(g) is DTensor for g in gradients.values())
+    for name, parameter in model.named_parameters():
+        assert gradients[name].placements == parameter.placements
+        assert gradients[name].shape == parameter.shape
+        assert parameter.grad is None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_backend_gets_plain_tensors_that_require_no_gradient(sharded: bool) -> None:
+    model, (x, y) = net(), batch()
+    if sharded:
+        become(1, 3)
+        gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
+    joint = captured(model, (x, y))
+    given: list[torch.Tensor] = []
+    run = compile_with(joint, "eager")
+
+    def recording(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given.extend(values)
+        return run(values)
+
+    Step(joint, recording)(model, x, y)
+    assert {type(t) for t in given} == {torch.Tensor}
+    assert not any(t.requires_grad for t in given)
+
+
+def test_the_eager_backend_builds_no_autograd_graph_of_its_own() -> None:
+    model, args = net(), batch()
+    run = compile_with(captured(model, args), "eager")
+    assert not any(t.requires_grad for t in run([*model.parameters(), *args]))
+
+
+def test_autocast_does_not_cast_a_second_time() -> None:
+    model, args = net(), batch()
+
+    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            result = model(x)
+        # a product in float32 of what bfloat16 cannot hold
+        return F.mse_loss((result.float() + 0.1234567) @ torch.ones(1, 1), y)
+
+    step = gt.compile(gt.capture(model, loss, args))
+    expected, gradients = step(model, *args)
+    assert torch.equal(expected, loss(model, *args))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again, gradients_again = step(model, *args)
+    assert torch.equal(again, expected)
+    assert all(torch.equal(gradients[n], gradients_again[n]) for n in gradients)
+
+
+# --- the model that is passed -------------------------------------------------------------------
+
+
+def test_another_model_of_the_same_layout_and_replaced_modules() -> None:
+    model, args = net(), batch()
+    step = gt.compile(captured(model, args))
+    step(model, *args)
+    other = net()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    assert torch.equal(step(other, *args)[0], squares(other, *args))
+    model[3] = nn.Linear(8, 8)
+    model[4].weight = nn.Parameter(torch.ones(1, 8))
+    assert torch.equal(step(model, *args)[0], squares(model, *args))
+    wrapped = nn.ModuleDict({"_orig_mod": model})
+    loss, _ = step(wrapped, *args)
+    assert torch.equal(loss, squares(model, *args)), "found under a wrapper's name too"
+    assert torch.equal(step(model, *args)[0], loss), "and without it again"
+
+
+def test_a_model_that_no_longer_fits_is_refused_by_name() -> None:
+    args = batch()
+    step = gt.compile(captured(net(), args))
+    wider, without, double = net(9), net(), net().double()
+    del without[4]
+    for model, message in [
+        (wider, r"parameter '0\.weight' is Tensor \(9, 4\).*captured with Tensor \(8, 4\)"),
+        (without, r"no parameter '4\.weight'"),
+        (double, r"parameter '0\.weight'.*float64"),
+    ]:
+        with pytest.raises(gt.CaptureError, match=message):
+            step(model, *args)
+
+
+def test_sharded_where_it_was_not_is_refused() -> None:
+    become(0, 2)
+    args = batch()
+    step = gt.compile(captured(net(), args))
+    model = gt.simple_fsdp(net(), init_device_mesh("cpu", (2,)))
+    with pytest.raises(gt.CaptureError, match=r"'0\.weight' is DTensor"):
+        step(model, *args)
+
+
+def test_parameters_that_are_no_longer_tied_are_refused() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(4, 4)
+            self.b = nn.Linear(4, 4)
+            self.b.weight = self.a.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b(self.a(x)).sum(1, keepdim=True)
+
+    model, args = Tied(), batch()
+    step = gt.compile(captured(model, args))
+    step(model, *args)
+    model.b.weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(gt.CaptureError, match=r"'b\.weight' and 'a\.weight' were one tensor"):
+        step(model, *args)
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+def test_an_unknown_backend_names_the_nearest() -> None:
+    joint = captured(net(), batch())
+    with pytest.raises(gt.ConfigError, match="'inductr'; did you mean 'inductor'"):
+        gt.compile(joint, backend="inductr")
+
+
+def test_an_invalid_graph_is_refused() -> None:
+    joint = captured(net(), batch())
+    output = joint.graph.output_node()
+    output.args = (output.args[0][:-1],)  # type: ignore[index]
+    with pytest.raises(gt.VerificationError):
+        gt.compile(joint)
+
+
+def test_inductor_on_one_process() -> None:
+    """Buffers, gradients and loss within float32 rounding of reordered sums."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.linear(x)).sum(1, keepdim=True)
+
+    model, args = Normed(), batch(16)
+    joint = captured(model, args)
+    code = joint.graph_module.code
+    step = gt.compile(joint, backend="inductor")
+    joint.graph_module.recompile()
+    assert joint.graph_module.code == code, "compiling leaves the joint graph as it was"
+    before = {n: b.clone() for n, b in model.named_buffers()}
+    loss, gradients = step(model, *args)
+    found = {n: b.clone() for n, b in model.named_buffers()}
+    for name, buffer in model.named_buffers():
+        buffer.copy_(before[name])
+    expected = squares(model, *args)
+    expected.backward()
+    assert not loss.requires_grad
+    torch.testing.assert_close(loss, expected)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
+    assert any(not torch.equal(found[n], before[n]) for n in before)
+    for name, buffer in model.named_buffers():
+        torch.testing.assert_close(found[name], buffer)

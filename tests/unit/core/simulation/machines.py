@@ -1,0 +1,95 @@
+"""Hardware in round numbers, and random graphs to play on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import JointGraph, Phase
+from graph_trainer.core.simulation.hardware import Hardware
+from tests.unit.graphs import Builder, aten, c10d
+
+GROUPS = {"a": (0, 1), "b": (0, 2)}
+"""The process groups of random graphs, by name."""
+
+
+def machine(**changes: Any) -> Hardware:
+    """A machine on which everything takes a round number of seconds, and no launch any."""
+    values: dict[str, Any] = {
+        "name": "round",
+        "device": "cuda",
+        "memory_gib": 1.0,
+        "memory_reserved_gib": 0.0,
+        "memory_bytes_per_second": 1e9,
+        "peak_flops": {"float32": 1e9, "bfloat16": 4e9},
+        "matmul_efficiency": 0.5,
+        "attention_efficiency": 0.25,
+        "memory_efficiency": 1.0,
+        "launch_seconds": 0.0,
+        "power_watts": 100,
+        "power_limit_watts": 100,
+        "power_idle_watts": 10,
+        "devices_per_node": 8,
+        "node_bytes_per_second": 100e9,
+        "node_latency_seconds": 1e-6,
+        "network_bytes_per_second": 10e9,
+        "network_latency_seconds": 5e-6,
+        "link_efficiency": 1.0,
+        "collective_seconds": 0.0,
+        "collective_compute_share": 0.0,
+    }
+    return Hardware(**(values | changes))
+
+
+def same_seconds(seconds: float, **changes: Any) -> Hardware:
+    """A machine on which every collective takes `seconds`."""
+    return machine(
+        collective_seconds=seconds,
+        node_latency_seconds=0.0,
+        network_latency_seconds=0.0,
+        node_bytes_per_second=1e300,
+        network_bytes_per_second=1e300,
+        **changes,
+    )
+
+
+_OPS = ("add", "mul", "relu", "transpose", "mm", "sum", "start", "wait")
+
+_numbers = st.integers(0, 99)
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(_OPS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(Phase)
+    ),
+    min_size=1,
+    max_size=25,
+)
+"""What `random_graph` makes nodes of."""
+
+
+def random_graph(program: list[tuple[str, int, int, Phase]]) -> JointGraph:
+    """Elementwise ops, views, matmuls and collectives that are waited for sooner or later."""
+    b = Builder()
+    values = [b.input("x", 4, 4), b.input("y", 4, 4)]
+    under_way: list[fx.Node] = []
+    for op, one, two, phase in program:
+        x, y = values[one % len(values)], values[two % len(values)]
+        if op == "start":
+            group = "ab"[two % 2]
+            under_way.append(b.call(c10d.all_reduce.default, x, "sum", group, phase=phase))
+        elif op == "wait":
+            if under_way:
+                started = under_way.pop(one % len(under_way))
+                values.append(b.call(c10d.wait_tensor.default, started, phase=phase))
+        elif op == "sum":
+            row = b.call(aten.sum.dim_IntList, x, [1], True, phase=phase)
+            values.append(b.call(aten.expand.default, row, [4, 4], phase=phase))
+        elif op in ("relu", "transpose"):
+            called = aten.relu.default if op == "relu" else aten.t.default
+            values.append(b.call(called, x, phase=phase))
+        else:
+            called = {"add": aten.add.Tensor, "mul": aten.mul.Tensor, "mm": aten.mm.default}[op]
+            values.append(b.call(called, x, y, phase=phase))
+    values += [b.call(c10d.wait_tensor.default, n) for n in under_way]
+    return b.joint(b.call(aten.sum.default, values[-1]))

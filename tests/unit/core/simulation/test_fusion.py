@@ -1,0 +1,185 @@
+"""Which nodes become one kernel."""
+
+from __future__ import annotations
+
+import graphlib
+
+import torch
+from hypothesis import HealthCheck, example, given, settings
+
+from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.core.simulation import fusion
+from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible, no_fusion
+from tests.unit.core.simulation.machines import random_graph, steps
+from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, captured_decoder
+
+
+def chain(b, x, *ops):
+    nodes = []
+    for op in ops:
+        nodes.append(b.call(op, nodes[-1] if nodes else x))
+    return nodes
+
+
+def matmul(b, x):
+    return b.call(aten.mm.default, x, x)
+
+
+def groups_of(found, nodes):
+    return [found.group.get(node) for node in nodes]
+
+
+def test_a_chain_is_one_kernel_and_its_inside_is_never_allocated():
+    b = Builder()
+    nodes = chain(b, b.input("x", 4, 4), aten.relu.default, aten.t.default, aten.exp.default,
+                  aten.neg.default)  # fmt: skip
+    found = fuse(b.joint(b.call(aten.sum.default, matmul(b, nodes[-1]))))
+    relu, view, exp, neg = nodes
+    assert len({found.group[relu], found.group[exp], found.group[neg]}) == 1
+    assert view not in found.group
+    assert {(relu, 0), (exp, 0)} <= found.kept_inside and (neg, 0) not in found.kept_inside
+
+
+def test_what_leaves_the_group_is_allocated():
+    b = Builder()
+    w = b.parameter("w", 4, 4)
+    sent, kept, returned = chain(b, w, aten.relu.default, aten.exp.default, aten.neg.default)
+    total = b.call(aten.add.Tensor, b.call(aten.add.Tensor, sent, kept), returned)
+    b.call(c10d.all_reduce.default, sent, "sum", "0")
+    found = fuse(b.joint(b.call(aten.sum.default, total), w=returned))
+    assert len(set(groups_of(found, [sent, kept, returned]))) == 1
+    assert (kept, 0) in found.kept_inside
+    assert not {(sent, 0), (returned, 0)} & found.kept_inside
+
+
+def test_branches_that_meet_are_one_kernel():
+    b = Builder()
+    x, y = b.input("x", 4, 4), b.input("y", 4, 4)
+    left, right = b.call(aten.relu.default, x), b.call(aten.exp.default, y)
+    both = b.call(aten.add.Tensor, left, right)
+    found = fuse(b.joint(b.call(aten.sum.default, matmul(b, both))))
+    assert len(set(groups_of(found, [left, right, both]))) == 1
+    assert found.kept_inside >= {(left, 0), (right, 0)}
+
+
+def test_nothing_is_fused_across_a_matmul_or_a_collective():
+    b = Builder()
+    before = b.call(aten.relu.default, b.input("x", 4, 4))
+    through = matmul(b, before)
+    behind = b.call(aten.add.Tensor, before, through)
+    waited = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, behind, "sum", "0"))
+    last = b.call(aten.mul.Tensor, waited, behind)
+    found = fuse(b.joint(b.call(aten.sum.default, matmul(b, last))))
+    assert len(set(groups_of(found, [before, behind, last]))) == 3
+    assert through not in found.group and waited not in found.group
+    assert not {(before, 0), (behind, 0), (through, 0)} & found.kept_inside
+
+
+def test_phases_and_far_nodes_are_apart(monkeypatch):
+    b = Builder()
+    first = b.call(aten.relu.default, b.input("x", 4, 4), phase=FORWARD)
+    near = b.call(aten.exp.default, first, phase=FORWARD)
+    other_phase = b.call(aten.neg.default, near, phase=BACKWARD)
+    joint = b.joint(b.call(aten.sum.default, other_phase, phase=BACKWARD))
+    found = fuse(joint)
+    assert found.group[first] == found.group[near] != found.group[other_phase]
+    monkeypatch.setattr(fusion, "_REACH", 0)
+    found = fuse(joint)
+    assert len(set(groups_of(found, [first, near, other_phase]))) == 3
+
+
+def test_only_what_the_compiler_sees():
+    joint = captured_decoder()
+    assert fuse(joint).group and not fuse(joint, lambda node: False).group
+    assert no_fusion().group == {} and no_fusion().kept_inside == set()
+
+
+def test_random_numbers_and_views_are_no_part_of_a_kernel():
+    b = Builder()
+    x = b.input("x", 4, 4)
+    drawn = b.call(aten.rrelu.default, x, 0.1, 0.3, True)  # pointwise but for that
+    view = b.call(aten.t.default, x)
+    assert not is_fusible(drawn) and not is_fusible(view) and is_free(view) and not is_free(drawn)
+    cast = b.call(aten._to_copy.default, x, dtype=torch.bfloat16)
+    assert is_fusible(cast) and not is_fusible(matmul(b, x))
+
+
+ZIGZAG = [  # two branches that read one another's nodes by turns
+    ("relu", 0, 0, FORWARD),
+    ("relu", 1, 0, FORWARD),
+    ("add", 2, 3, FORWARD),
+    ("add", 3, 4, FORWARD),
+]
+THERE_AND_BACK = [  # a node of another phase between two of one
+    ("relu", 0, 0, FORWARD),
+    ("relu", 2, 0, BACKWARD),
+    ("add", 2, 3, FORWARD),
+]
+
+
+def behind_views(joint):
+    """For every node what it reads, through views: those are inside the kernels that take them."""
+    behind = {}
+    for node in joint.graph.nodes:
+        inputs = node.all_input_nodes
+        behind[node] = {s for n in inputs for s in (behind[n] if is_view(n) else [n])}
+    return behind
+
+
+def is_view(node):
+    return node.op == "call_function" and is_free(node)
+
+
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@example(program=ZIGZAG)
+@example(program=THERE_AND_BACK)
+@given(program=steps)
+def test_kernels_never_wait_for_each_other(program):
+    joint = random_graph(program)
+    group, behind = fuse(joint).group, behind_views(joint)
+    kernels = graphlib.TopologicalSorter()
+    for node in joint.graph.nodes:
+        own = group.get(node, node)
+        kernels.add(own, *({group.get(n, n) for n in behind[node]} - {own}))
+    assert len(list(kernels.static_order())) >= 1  # raises CycleError
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=steps)
+def test_what_is_kept_inside_is_read_by_its_own_kernel_alone(program):
+    joint = random_graph(program)
+    found = fuse(joint)
+    for node, sources in behind_views(joint).items():
+        for source in () if is_free(node) else sources:
+            if (source, 0) in found.kept_inside:
+                assert found.group[source] == found.group[node]
+    assert set(found.group) == {n for n in compute_nodes(joint.graph) if is_fusible(n)}
+
+
+def test_work_grows_with_nodes(monkeypatch):
+    """How often a node's kind is asked for: as often in a long graph, a node, as in a short."""
+    asked = []
+
+    def counting(node):
+        asked.append(node)
+        return is_fusible(node)
+
+    monkeypatch.setattr(fusion, "is_fusible", counting)
+    per_node = []
+    for length in (50, 400):
+        b = Builder()
+        x = b.input("x", 4, 4)
+        for _ in range(length):
+            x = b.call(aten.relu.default, x)
+        asked.clear()
+        fuse(b.joint(b.call(aten.sum.default, x)))
+        per_node.append(len(asked) / length)
+    assert per_node[1] <= per_node[0] <= 2
+
+
+def test_a_reduction_of_a_number_is_fused_like_any_other():
+    builder = Builder()
+    x = builder.input("x")
+    total = builder.call(aten.sum.dim_IntList, builder.call(aten.neg.default, x), [0])
+    joint = builder.joint(total)
+    assert len(set(fuse(joint).group.values())) == 1

@@ -1,0 +1,172 @@
+"""Hardware profiles: those that come along, one's own, and what is wrong with bad ones."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import graph_trainer as gt
+from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
+from tests.unit.core.simulation.machines import machine
+
+SHIPPED = sorted(known_hardware())
+
+
+def test_the_profiles_that_come_along():
+    assert SHIPPED == ["a100-80g", "b200", "cpu", "h100-grand-teton", "h100-sxm", "h200-sxm"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_profile_is_read_and_its_parts_fit_together(name):
+    hardware = load_hardware(name)
+    assert hardware.name == name
+    assert 0 < hardware.usable_bytes < hardware.memory_gib * 1024**3
+    assert hardware.flops(torch.bfloat16) >= hardware.flops(torch.float32)
+    assert hardware.network_bytes_per_second <= hardware.node_bytes_per_second
+    assert hardware.node_latency_seconds <= hardware.network_latency_seconds
+    assert 0.5 < hardware.clock <= 1
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_constant_says_where_it_comes_from(name):
+    lines = known_hardware()[name].read_text().splitlines()
+    constants = [place for place, line in enumerate(lines) if re.match(r"[a-z_0-9]+ = ", line)]
+    assert len(constants) > 15
+    for place in constants[1:]:  # the first is the kind of device
+        own = lines[place].partition(" # ")[2]
+        above = lines[place - 1] if lines[place - 1].startswith("# ") else ""
+        assert own or above, lines[place]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_source_that_is_referred_to_is_given(name):
+    text = known_hardware()[name].read_text()
+    for tag in set(re.findall(r"\[([a-z0-9-]+)\b[^\]=]*\]", text)) - {"peak_flops"}:
+        assert re.search(rf"^# \[{tag}\] ", text, re.M), tag
+
+
+def test_the_capped_machine_is_slower_only_at_what_the_clock_bounds():
+    capped, full = load_hardware("h100-grand-teton"), load_hardware("h100-sxm")
+    assert capped.flops(torch.bfloat16) == full.flops(torch.bfloat16)
+    assert capped.clock < full.clock == 1
+
+
+def test_dynamic_power_goes_with_the_third_power_of_the_clock():
+    clocks = [machine(power_limit_watts=limit).clock for limit in (20, 40, 60, 90, 100, 150)]
+    assert clocks == sorted(clocks) and clocks[-1] == clocks[-2] == 1.0
+    for limit, clock in zip((20, 40, 60, 90), clocks, strict=False):
+        assert 10 + clock**3 * (100 - 10) == pytest.approx(limit)
+
+
+def test_a_dtype_that_the_profile_does_not_name_counts_as_float32():
+    hardware = machine()
+    assert hardware.flops(torch.bfloat16) == 4e9
+    assert hardware.flops(torch.float64) == hardware.flops(torch.float32) == 1e9
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Writes a profile of one's own: the text of a shipped one, lines replaced or left out."""
+
+    def write(key: str | None = None, value: str | None = None, add: str = ""):
+        text = known_hardware()["h100-sxm"].read_text()
+        if key is not None:
+            line = "" if value is None else f"{key} = {value}"
+            text, count = re.subn(rf"^{key} = .*$", line, text, flags=re.M)
+            assert count == 1
+        path = tmp_path / "mine.toml"
+        path.write_text(add + text)
+        return path
+
+    return write
+
+
+def test_a_profile_of_ones_own_is_named_by_its_path(own):
+    hardware = load_hardware(str(own("memory_gib", "40")))
+    assert (hardware.name, hardware.memory_gib) == ("mine", 40)
+
+
+BAD_VALUES = {
+    "text for a number": ("memory_gib", '"80"', "'80'"),
+    "a boolean for a number": ("memory_gib", "true", "True"),
+    "nothing": ("memory_gib", "0", "positive"),
+    "less than nothing": ("node_latency_seconds", "-1e-6", "-1e-06"),
+    "no number": ("memory_bytes_per_second", "nan", "nan"),
+    "without end": ("memory_bytes_per_second", "inf", "inf"),
+    "more than the peak": ("matmul_efficiency", "1.1", "between 0 and 1"),
+    "part of a device": ("devices_per_node", "2.5", "whole"),
+    "an unknown device": ("device", '"tpu"', '"cuda" or "cpu"'),
+    "a peak that is no number": ("bfloat16", '"fast"', "peak_flops.bfloat16"),
+    "no float32": ("float32", None, "float32"),
+    "more set aside than there is": ("memory_reserved_gib", "200", "leaves nothing"),
+    "a number without end": ("memory_gib", "1" + "0" * 400, "no machine has"),
+    "idle above the limit": ("power_idle_watts", "700", "not below"),
+    "a limit below idle": ("power_limit_watts", "50", "not below"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
+def test_a_bad_value_is_named_with_file_and_key(own, bad):
+    key, value, words = bad
+    path = own(key, value)
+    with pytest.raises(gt.ConfigError) as caught:
+        load_hardware(str(path))
+    for part in (str(path), key, words):
+        assert part in str(caught.value)
+
+
+def test_zero_is_allowed_where_something_can_take_no_time(own):
+    assert load_hardware(str(own("launch_seconds", "0"))).launch_seconds == 0
+
+
+def test_an_unknown_key_is_shown_with_the_nearest(own):
+    with pytest.raises(gt.ConfigError, match=r"'memory_gb': did you mean 'memory_gib'\?"):
+        load_hardware(str(own(add="memory_gb = 80\n")))
+    with pytest.raises(gt.ConfigError, match="'zzz': known keys: device, memory_gib"):
+        load_hardware(str(own(add="zzz = 80\n")))
+
+
+def test_a_missing_key_is_named(own):
+    with pytest.raises(gt.ConfigError, match=r"mine\.toml: link_efficiency missing"):
+        load_hardware(str(own("link_efficiency")))
+
+
+def test_peaks_are_a_table(own):
+    text = own().read_text().partition("[peak_flops]")[0]
+    path = own().with_name("other.toml")
+    path.write_text("peak_flops = 1e12\n" + text)
+    with pytest.raises(gt.ConfigError, match=r"peak_flops = 1.* a table of FLOP/s by dtype"):
+        load_hardware(str(path))
+
+
+def test_a_peak_of_no_dtype_is_refused(own):
+    path = own().with_name("typo.toml")
+    path.write_text(own().read_text().replace("bfloat16 =", "bf16 ="))
+    with pytest.raises(gt.ConfigError, match="'bf16' is no dtype of torch's; did you mean"):
+        load_hardware(str(path))
+
+
+def test_a_file_that_is_no_profile(tmp_path):
+    for name, content in (("a.toml", b"memory = = 1"), ("b.toml", b"\xff\xfe\x00")):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(gt.ConfigError, match=rf"{name}: not TOML"):
+            load_hardware(str(tmp_path / name))
+
+
+def test_a_file_that_is_not_there_or_a_folder(tmp_path):
+    with pytest.raises(gt.ConfigError, match="cannot be read: No such file"):
+        load_hardware(str(tmp_path / "none.toml"))
+    (tmp_path / "folder.toml").mkdir()
+    with pytest.raises(gt.ConfigError, match="cannot be read: Is a directory"):
+        load_hardware(str(tmp_path / "folder.toml"))
+
+
+def test_an_unknown_profile_is_shown_with_the_nearest_and_all():
+    with pytest.raises(gt.ConfigError) as caught:
+        load_hardware("h100-sxn")
+    assert "did you mean 'h100-sxm'?" in str(caught.value)
+    assert all(name in str(caught.value) for name in SHIPPED)
+    with pytest.raises(gt.ConfigError, match="there is no such profile; Known profiles: a100"):
+        load_hardware("zzzzzz")

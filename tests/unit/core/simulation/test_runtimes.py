@@ -1,0 +1,58 @@
+"""What plain torchtitan does otherwise than the joint graph, each cause by itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from graph_trainer.core.graph.joint_graph import layer_of, module_of
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.simulation.timeline import COMPUTE
+from tests.unit.graphs import BACKWARD, Builder, aten, captured_decoder
+
+H100 = load_hardware("h100-sxm")
+
+
+def test_only_nodes_of_layers_are_compiled():
+    joint = captured_decoder(layers=2)
+    ours = GRAPH_TRAINER.fusion(joint, compiles=True).group
+    theirs = TORCHTITAN.fusion(joint, compiles=True).group
+    assert set(theirs) < set(ours)
+    assert all(layer_of(module_of(node)) is not None for node in theirs)
+    assert not GRAPH_TRAINER.fusion(joint, compiles=False).group
+
+
+def test_what_a_checkpoint_saved_is_held_until_backward_is_through_its_layer():
+    builder = Builder()
+    x = builder.input("x", 8, 8)
+    w = builder.parameter("layers.0.w", 8, 8)
+    product = builder.call(aten.mm.default, x, w, module="layers.0")
+    builder.call(aten.detach.default, product, module="layers.0")
+    loss = builder.call(aten.sum.default, product)
+    other = builder.call(aten.mm.default, x, w, module="layers.0", phase=BACKWARD)
+    builder.call(aten.neg.default, x, phase=BACKWARD, module="norm")
+    joint = builder.joint(loss, layers__0__w=other)
+    assert TORCHTITAN.held_longer(joint) == {}
+    mark_saved(joint)
+    (held,) = TORCHTITAN.held_longer(joint).items()
+    assert held == ((product, 0), list(joint.graph.nodes).index(other))
+    assert GRAPH_TRAINER.held_longer(joint) == {}
+    ours, theirs = (simulate(joint, H100, runtime=r).memory for r in (GRAPH_TRAINER, TORCHTITAN))
+    place = list(joint.graph.nodes).index(other)
+    assert theirs.total[place] - ours.total[place] == 8 * 8 * 4
+
+
+def test_copies_take_time_on_both_streams_and_only_in_torchtitan():
+    joint = captured_decoder(layers=2)
+    ours, theirs = (simulate(joint, H100, runtime=r).timeline for r in (GRAPH_TRAINER, TORCHTITAN))
+    assert theirs.busy[COMPUTE] > ours.busy[COMPUTE]
+    (group,) = ours.busy.keys() - {COMPUTE}
+    assert theirs.busy[group] > ours.busy[group]
+    assert theirs.step_seconds > ours.step_seconds
+
+
+@pytest.mark.parametrize("runtime", [GRAPH_TRAINER, TORCHTITAN], ids=lambda r: r.name)
+def test_what_a_gpu_needs_is_no_less_than_what_is_alive(runtime):
+    simulation = simulate(captured_decoder(layers=2), H100, runtime=runtime, optimizer_bytes=64)
+    assert simulation.reserved_bytes() >= simulation.memory.peak_bytes

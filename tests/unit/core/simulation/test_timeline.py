@@ -1,0 +1,219 @@
+"""A step played on streams."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from graph_trainer.core.analysis.collective_purpose import Traffic
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.simulation.op_costs import Cost, Kind, costs
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
+from graph_trainer.core.simulation.timeline import (
+    COMPUTE,
+    describe_ranks,
+    play,
+    stream_names,
+    stretched,
+)
+from tests.unit.core.simulation.machines import GROUPS, machine, random_graph, same_seconds, steps
+from tests.unit.graphs import Builder, aten, c10d, collective
+
+
+class Steps(Builder):
+    """A graph of compute nodes of a second each, and collectives on named groups."""
+
+    def __init__(self):
+        super().__init__()
+        self.x = self.input("x", 4)
+
+    def compute(self, source=None):
+        return self.call(aten.relu.default, source or self.x)
+
+    def start(self, group="a", **how):
+        return self.call(c10d.all_reduce.default, self.x, "sum", group, **how)
+
+    def wait(self, started):
+        return self.call(c10d.wait_tensor.default, started)
+
+    def played(self, *, collective_seconds=0.0, hardware=None, **how):
+        joint = self.joint(self.call(aten.sum.default, self.x))
+        free = Cost(Kind.FREE, 0.0, 0, 0)
+        second = Cost(Kind.MEMORY, 1.0, 0, 0)
+        cost = {n: second if n.target is aten.relu.default else free for n in joint.graph.nodes}
+        found = collectives(joint, GROUPS.__getitem__)
+        return play(joint, found, cost, hardware or same_seconds(collective_seconds), **how)
+
+
+A, B = (describe_ranks(GROUPS[name]) for name in "ab")
+
+
+def test_hidden_communication_costs_nothing():
+    b = Steps()
+    started = b.start()
+    for _ in range(3):
+        b.compute()
+    b.wait(started)
+    b.compute()
+    found = b.played(collective_seconds=3.0)
+    assert found.step_seconds == found.busy[COMPUTE] == 4.0
+    assert found.busy[A] == 3.0 and found.exposed == [] and found.exposed_seconds() == {}
+
+
+def test_a_wait_blocks_until_its_collective_is_done():
+    b = Steps()
+    b.compute()
+    started = b.start(role=Role.UNSHARD, parameter="w")
+    b.compute()
+    wait = b.wait(started)
+    held_up = b.compute()
+    found = b.played(collective_seconds=2.5)
+    (exposed,) = found.exposed
+    assert (exposed.wait, exposed.held_up, exposed.seconds) == (wait, held_up, 1.5)
+    assert exposed.collective.node is started
+    assert found.exposed_seconds() == {Traffic.UNSHARD: 1.5}
+    assert found.step_seconds == 4.5 == found.busy[COMPUTE] + 1.5
+    starts = {event.node: event.start for event in found.events}
+    assert starts[started] == 1.0 and starts[held_up] == 3.5
+
+
+def test_a_wait_at_the_end_holds_nothing_up():
+    b = Steps()
+    wait = b.wait(b.start())
+    found = b.played(collective_seconds=2.0)
+    (exposed,) = found.exposed
+    assert (exposed.wait, exposed.held_up, exposed.seconds) == (wait, None, 2.0)
+    assert found.step_seconds == 2.0
+
+
+def test_waits_in_a_row_hold_up_the_same_node():
+    b = Steps()
+    started = [b.start(), b.start()]
+    waits = [b.wait(s) for s in started]
+    b.call(aten.t.default, waits[0])  # a view does not compute
+    held_up = b.compute(waits[1])
+    found = b.played(collective_seconds=2.0)
+    assert [(e.wait, e.held_up, e.seconds) for e in found.exposed] == [
+        (waits[0], held_up, 2.0),
+        (waits[1], held_up, 2.0),
+    ]
+
+
+def test_the_copies_of_a_bucket_are_not_what_a_wait_holds_up():
+    b = Steps()
+    wait = b.wait(b.start(role=Role.UNSHARD, parameter="v, w"))
+    b.call(aten.relu.default, wait, role=Role.UNSHARD, parameter="v")
+    held_up = b.compute()
+    found = b.played(collective_seconds=2.0)
+    assert [(e.wait, e.held_up, e.seconds) for e in found.exposed] == [(wait, held_up, 2.0)]
+    assert found.step_seconds == 4.0
+
+
+def test_a_group_has_one_stream_and_groups_overlap():
+    seconds = {}
+    for groups in ("aa", "ab"):
+        b = Steps()
+        for started in [b.start(group) for group in groups]:
+            b.wait(started)
+        seconds[groups] = b.played(collective_seconds=2.0).step_seconds
+    assert seconds == {"aa": 4.0, "ab": 2.0}
+
+
+def test_what_nobody_waits_for_ends_before_the_step_does():
+    b = Steps()
+    b.start()
+    b.compute()
+    found = b.played(collective_seconds=5.0)
+    assert found.step_seconds == 5.0 and found.exposed == []
+
+
+def test_a_second_wait_for_the_same_is_free():
+    b = Steps()
+    started = b.start()
+    b.wait(started)
+    b.wait(started)
+    assert [e.seconds for e in b.played(collective_seconds=2.0).exposed] == [2.0]
+
+
+def test_communication_takes_a_part_of_the_device():
+    b = Steps()
+    b.start()
+    b.compute()
+    b.compute()
+    hardware = same_seconds(1.0, collective_compute_share=0.5)
+    found = b.played(hardware=hardware)
+    lengths = [e.seconds for e in found.events if e.stream == COMPUTE]
+    assert lengths == [1.5, 1.0]  # half of the first is done when the collective is
+
+
+@pytest.mark.parametrize("seconds, communicating, takes", [
+    (1.0, 0.0, 1.0), (1.0, -1.0, 1.0), (1.0, 2.0, 2.0), (1.0, 5.0, 2.0), (1.0, 1.0, 1.5),
+])  # fmt: skip
+def test_a_kernel_is_stretched_while_anything_is_communicated(seconds, communicating, takes):
+    assert stretched(seconds, communicating, machine(collective_compute_share=0.5)) == takes
+
+
+def test_buckets_are_copied_on_the_streams_they_belong_to():
+    hardware = same_seconds(1.0, memory_bytes_per_second=32.0)  # 16 bytes, there and back: 1 s
+    busy = {}
+    for runtime in (GRAPH_TRAINER, TORCHTITAN):
+        b = Steps()
+        unshard = b.start("a", role=Role.UNSHARD, parameter="w")
+        reduce = b.start("b", role=Role.REDUCE_GRAD, parameter="w")
+        b.wait(unshard)
+        b.wait(reduce)
+        busy[runtime.name] = b.played(hardware=hardware, runtime=runtime).busy
+    assert busy["graph_trainer"] == {A: 1.0, B: 1.0}
+    assert busy["torchtitan"] == {A: 1.0, B: 2.0, COMPUTE: 1.0}
+
+
+def test_groups_that_look_alike_are_two_streams():
+    groups = [(0, 1, 2, 3, 9), (0, 1, 4, 5, 9), (0, 1, 6, 7, 9), (0, 1)]
+    names = stream_names([collective(ranks=ranks) for ranks in [*groups, *groups]])
+    assert list(names) == groups and len(set(names.values())) == len(groups)
+    assert all(len(name) < 40 for name in names.values())
+    assert describe_ranks(tuple(range(4096))) == "4096 ranks 0, 1, ... 4095"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(program=steps)
+def test_of_every_step(program):
+    joint = random_graph(program)
+    found = collectives(joint, GROUPS.__getitem__)
+    hardware = same_seconds(3e-7)
+    cost = costs(joint, hardware)
+    timeline = play(joint, found, cost, hardware)
+    nodes = list(joint.graph.nodes)
+    place = {node: index for index, node in enumerate(nodes)}
+
+    streams = defaultdict(list)
+    for event in timeline.events:
+        streams[event.stream].append(event)
+    for name, events in streams.items():
+        for before, after in itertools.pairwise(events):  # in order, one at a time
+            assert after.start >= before.start + before.seconds - 1e-12
+            assert place[before.node] < place[after.node]
+        assert timeline.busy[name] == pytest.approx(sum(e.seconds for e in events))
+        assert events[-1].start + events[-1].seconds <= timeline.step_seconds + 1e-12
+
+    computing = [n for n in nodes if cost[n].seconds]
+    assert [e.node for e in streams[COMPUTE]] == computing
+    exposed = sum(e.seconds for e in timeline.exposed)
+    at_end = timeline.busy.get(COMPUTE, 0.0) + exposed  # everything is waited for
+    assert timeline.step_seconds == pytest.approx(at_end)
+    assert timeline.step_seconds >= max(timeline.busy.values(), default=0.0) - 1e-12
+    assert sum(timeline.exposed_seconds().values()) == pytest.approx(exposed)
+
+    assert len(timeline.starts) == len(nodes) and timeline.starts == sorted(timeline.starts)
+    begins = {e.node: e.start for e in timeline.events}
+    assert all(begins[n] == timeline.starts[place[n]] for n in computing)
+    ends = {e.node: e.start + e.seconds for e in timeline.events}
+    for each in timeline.exposed:
+        behind = [n for n in computing if place[n] > place[each.wait]]
+        assert each.held_up is (behind[0] if behind else None) and each.seconds > 0
+        if each.held_up is not None:
+            assert begins[each.held_up] >= ends[each.collective.node] - 1e-12

@@ -1,0 +1,401 @@
+"""A plan is what training would capture, and its reports say the same numbers."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+import graph_trainer as gt
+from graph_trainer.cli.plan import main
+from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.graph.joint_graph import parameters_of
+from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.memory_limit import Budget, alone, nothing_held, remedies
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
+from graph_trainer.core.simulation.runtimes import TORCHTITAN
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.errors import ConfigError, PassError
+from graph_trainer.planner import advice
+from graph_trainer.planner.compare import combinations, compare, flags_of, settings
+from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.files import published
+from graph_trainer.planner.html.content import waits
+from graph_trainer.planner.ledger import ledger, row_of
+from graph_trainer.planner.plan import Plan, make_plan
+from graph_trainer.planner.report import document
+from graph_trainer.planner.text import report, served_by
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.training_state_memory import held_by, optimizer_bytes, trained_bytes
+from tests.unit.graphs import captured_decoder
+
+FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+GIB = 1024**3
+
+
+def small(*more: str, ranks: int = 4):
+    """The debug model with one layer."""
+    config = load_config([*FLAGS, *more], world_size=ranks)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    return config
+
+
+@cache
+def planned(*more: str, ranks: int = 4, hardware: str = "h100-sxm", rank: int = 0) -> Plan:
+    return make_plan(small(*more, ranks=ranks), ranks, load_hardware(hardware), rank=rank)
+
+
+def shown(plan: Plan) -> str:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(report(plan))
+    return console.export_text()
+
+
+def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
+    plan = planned()
+    assert plan.rows[0].name == "capture"
+    assert [row.name for row in plan.rows[1:]] == plan.simulation.joint.history
+    again = row_of(plan.simulation, plan.rows[-1].name, plan.rows[-1].seconds)
+    assert again == plan.rows[-1]
+
+
+def test_reshard_policies_are_ordered_in_memory_and_in_gathers():
+    key = "--parallelism.fsdp_reshard_after_forward"
+    never, always = planned(key, "never"), planned(key, "always")
+    assert never.peak_bytes > always.peak_bytes
+    gathers = [p.rows[-1].of_kind("all_gather_into_tensor").count for p in (never, always)]
+    assert gathers[0] < gathers[1]
+
+
+def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
+    one, two = planned(), planned("--training.global_batch_size", "16")
+    assert (one.microbatches, two.microbatches) == (1, 2)
+    assert two.peak_bytes > one.peak_bytes
+    assert two.tokens_per_step == 2 * one.tokens_per_step
+    graph = two.simulation.timeline.step_seconds
+    assert two.step_seconds == 2 * graph + two.outside_seconds
+
+
+def test_what_fits_counts_the_gradients_of_earlier_microbatches():
+    one, two = planned(), planned("--training.global_batch_size", "16")
+    assert two.reserved_bytes >= two.peak_bytes
+    assert two.reserved_bytes - one.reserved_bytes >= trained_bytes(one.simulation.joint) - 2**21
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("hardware", ["h100-sxm", "cpu"])
+def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, hardware):
+    plan = planned("--compile.backend", backend, hardware=hardware)
+    joint = plan.simulation.joint
+    held = held_by(plan.config, 4, plan.hardware.device)
+    assert Budget(1.0, held, alone).memory(joint).peak_bytes == plan.peak_bytes
+
+
+def test_validation_is_held_to_the_limit_with_the_gradients_of_the_step_before():
+    plan = planned()
+    graph, held = copy.copy(plan.simulation.joint), held_by(plan.config, 4, "cuda")
+    assert held(graph).accumulated_bytes == 0
+    graph.signature = dataclasses.replace(graph.signature, backward=False)
+    assert held(graph).accumulated_bytes == trained_bytes(graph) > 0
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_that_is_none_is_refused(limit):
+    with pytest.raises(PassError, match="write GiB above 0"):
+        Budget(limit, nothing_held, alone)
+
+
+def test_what_would_free_next_to_nothing_is_no_remedy():
+    at_peak = dict.fromkeys(Category, 0) | {Category.PARAMETERS: 2**30, Category.ACTIVATIONS: 4}
+    (only,) = remedies(at_peak)
+    assert "data_parallel_shard_degree" in only and "1.00 GiB" in only
+
+
+def test_a_parameter_without_a_gradient_has_no_state():
+    plan = planned()
+    signature = plan.simulation.joint.signature
+    name = next(i.name for i in signature.inputs if i.name == "output.weight" or "wo" in i.name)
+    without = dataclasses.replace(signature, parameters_without_grad=(name,))
+    graph = copy.copy(plan.simulation.joint)
+    graph.signature = without
+    fewer = trained_bytes(plan.simulation.joint) - trained_bytes(graph)
+    assert fewer > 0
+    before, after = (optimizer_bytes(j, plan.config) for j in (plan.simulation.joint, graph))
+    assert before - after == 2 * fewer
+
+
+def test_a_pass_that_only_annotates_is_simulated():
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="take the roles away")
+    def forget_roles(joint, options):
+        for node in joint.graph.nodes:
+            node.meta["custom"] = {
+                k: v for k, v in node.meta.get("custom", {}).items() if "fsdp" not in k
+            }
+
+    joint = captured_decoder(layers=1)
+    hardware = load_hardware("h100-sxm")
+    passes = gt.PassConfig(passes=[forget_roles])
+    (_, before), (_, after) = ledger(joint, passes, lambda j: simulate(j, hardware))
+    assert before.memory.peak_by_category() != after.memory.peak_by_category()
+
+
+def test_tokens_are_counted_a_gpu():
+    plan = planned("--parallelism.tensor_parallel_degree", "2")
+    assert plan.ranks_per_batch == 2
+    assert plan.tokens_per_second_per_gpu == pytest.approx(2 * 64 / 2 / plan.step_seconds)
+    per_second = plan.flops_per_token * plan.tokens_per_second_per_gpu
+    assert plan.mfu == pytest.approx(per_second / 989.4e12)
+
+
+def test_the_document_is_the_plan_and_tables_fit():
+    plan = planned("--parallelism.tensor_parallel_degree", "2")
+    said = json.loads(json.dumps(document(plan)))
+    assert said["schema"] == "graph_trainer.plan/1"
+    assert said["peak"]["bytes"] == sum(said["peak"]["by_category"].values()) == plan.peak_bytes
+    assert [row["pass"] for row in said["ledger"]] == [row.name for row in plan.rows]
+    counted = sum(
+        volume["count"]
+        for phases in said["ledger"][-1]["collectives"].values()
+        for roles in phases.values()
+        for volume in roles.values()
+    )
+    assert counted == len(plan.simulation.collectives)
+    assert {"tensor_parallel", "unshard", "reduce_grad"} <= {
+        role
+        for phases in said["ledger"][-1]["collectives"].values()
+        for roles in phases.values()
+        for role in roles
+    }
+    exposed = said["ledger"][-1]["exposed_seconds"]
+    assert sum(exposed.values()) == pytest.approx(plan.rows[-1].exposed)
+    assert said["tokens_per_second_per_gpu"] == plan.tokens_per_second_per_gpu
+    lines = shown(plan).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert any("Fits" in line for line in lines)
+
+
+def test_passes_that_decide_for_another_machine_are_told():
+    told = "simulation do so for a100-80g"
+    plan = planned()
+    asks = dataclasses.replace(plan, config=small("--compile.hardware", "a100-80g"))
+    assert told in shown(asks) and "simulated on h100-sxm." in " ".join(shown(asks).split())
+    same = dataclasses.replace(asks, hardware=load_hardware("a100-80g"))
+    assert told not in shown(same) and told not in shown(plan)
+
+
+def test_a_bucket_over_several_modules_says_what_is_in_it():
+    plan = planned("--compile.bucketing.strategy", "size")
+    buckets = [c.node for c in plan.simulation.collectives if len(parameters_of(c.node)) > 1]
+    words = {served_by(node) for node in buckets}
+    assert words == {"10 parameters, tok_embeddings.weight to lm_head.weight", "layers.*"}
+    assert {row[0] for row in waits(plan)} == words, "and so on the page"
+    assert "tok_embeddings.weight to lm_head.weight" in shown(plan)
+
+
+def test_ranks_differ_where_their_shards_do():
+    # 2048 rows over 3 ranks are 683, 683 and 682
+    first, last = planned(ranks=3), planned(ranks=3, rank=2)
+    assert first.peak_bytes > last.peak_bytes
+
+
+def test_torchtitan_prefetches_and_needs_more():
+    ours = planned()
+    theirs = make_plan(small(), 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
+    assert theirs.rows[-1].name == "overlap_fsdp"
+    assert theirs.rows[-1].exposed < ours.rows[-1].exposed
+    assert theirs.reserved_bytes >= ours.reserved_bytes
+    # it is torchtitan that prefetches, whatever our passes are
+    without = small("--compile.disable_passes", "overlap_fsdp")
+    again = make_plan(without, 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
+    assert again.rows[-1].name == "overlap_fsdp"
+
+
+def too_small(plan: Plan) -> Hardware:
+    room = plan.reserved_bytes / GIB - 0.01
+    return dataclasses.replace(plan.hardware, memory_gib=room, memory_reserved_gib=0.0)
+
+
+def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
+    hardware = too_small(planned())
+    plan = make_plan(small(), 4, hardware)
+    assert not plan.fits and "Does not fit" in shown(plan)
+    assert "No single setting would help" in shown(plan)
+    tried: list[str] = []
+    monkeypatch.setattr(advice, "changes", lambda config, ranks: CHANGES)
+    found = advice.advise(plan, lambda flags: small(*flags), tried.append)
+    assert len(tried) == 1 + len(CHANGES)
+    # one that needs more is not advice, one that the config excludes is left out
+    assert {a.flags for a in found} == set(CHANGES[:2])
+    assert [a.reserved_bytes for a in found] == sorted(a.reserved_bytes for a in found)
+    for each in found:
+        assert each.reserved_bytes < plan.reserved_bytes
+        assert each.fits == (each.reserved_bytes <= hardware.usable_bytes)
+    advised = dataclasses.replace(plan, advice=tuple(found))
+    assert found[0].words() in shown(advised)
+    assert document(advised)["advice"][0]["reserved_bytes"] == found[0].reserved_bytes
+    # a change does about what it does by itself
+    best = make_plan(small(*found[0].flags), 4, hardware)
+    assert best.reserved_bytes == pytest.approx(found[0].reserved_bytes, rel=0.15)
+
+
+CHANGES = [
+    ("--training.seq_len", "32"),
+    ("--parallelism.fsdp_reshard_after_forward", "always"),
+    ("--parallelism.fsdp_reshard_after_forward", "never"),
+    ("--parallelism.tensor_parallel_degree", "3"),
+]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--parallelism.fsdp_reshard_after_forward", "never"),
+        ("--activation_checkpoint.type", "full"),
+    ],
+    ids=["never", "full"],
+)
+def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
+    config = load_config([*FLAGS, *flags], world_size=4)
+    whole = make_plan(config, 4, load_hardware("h100-sxm"))
+    estimated = advice.estimate(load_config([*FLAGS, *flags], world_size=4), whole)
+    assert len(whole.config.model_spec.model.layers) == 6
+    assert estimated.peak_bytes == whole.peak_bytes
+    speed = whole.tokens_per_second_per_gpu
+    assert estimated.tokens_per_second_per_gpu == pytest.approx(speed, rel=0.01)
+
+
+def test_what_is_used_to_the_full_is_no_advice():
+    config = load_config([*FLAGS, "--parallelism.fsdp_reshard_after_forward", "always"])
+    words = [" ".join(flags) for flags in advice.changes(config, 4)]
+    assert not any("reshard" in text for text in words)
+    assert "--training.local_batch_size 1" in words and "--loss.type chunked_cross_entropy" in words
+    small_batch = load_config(["--training.local_batch_size", "1", "--loss.type", "cross_entropy"])
+    words = [" ".join(flags) for flags in advice.changes(small_batch, 4)]
+    assert not any("local_batch_size" in text for text in words)
+
+
+def test_comparison_has_every_combination_those_that_fit_first():
+    wanted = settings(
+        [
+            "training.local_batch_size=1,4",
+            "parallelism.fsdp_reshard_after_forward=always, never",
+        ]
+    )
+    assert len(combinations(wanted)) == 4
+    between = planned("--training.local_batch_size", "1").reserved_bytes
+    usable = (between + planned("--training.local_batch_size", "4").reserved_bytes) / 2 / GIB
+    hardware = dataclasses.replace(
+        load_hardware("h100-sxm"), memory_gib=usable, memory_reserved_gib=0.0
+    )
+    rows = compare(
+        wanted,
+        lambda flags: small(*flags),
+        lambda config: make_plan(config, 4, hardware),
+        lambda line: None,
+    )
+    assert sorted(row.values for row in rows) == sorted(combinations(wanted))
+    fits = [row.fits for row in rows]
+    assert fits == sorted(fits, reverse=True) and len(set(fits)) == 2
+    for row in rows:
+        assert row.fits == (dict(row.values)["training.local_batch_size"] == "1")
+    speed = [row.tokens_per_second_per_gpu for row in rows if row.fits]
+    assert speed == sorted(speed, reverse=True)
+
+
+def test_a_combination_that_cannot_be_is_told_and_a_value_that_never_can_is_refused():
+    def load(flags):
+        return load_config([*FLAGS, *flags], world_size=4)
+
+    wanted = settings(
+        [
+            "parallelism.tensor_parallel_degree=1,4",
+            "parallelism.data_parallel_shard_degree=4,1",
+        ]
+    )
+    rows = compare(wanted, load, lambda config: planned(), lambda line: None)
+    assert [bool(row.reason) for row in rows] == [False, False, True, True]
+    with pytest.raises(ConfigError, match="local_batch_size"):
+        compare(settings(["training.local_batch=1"]), load, lambda c: planned(), lambda line: None)
+
+
+@pytest.mark.parametrize("text", ["", "=1", "training.seq_len", "training.seq_len=", "a=,"])
+def test_a_comparison_without_key_or_value_is_refused(text):
+    with pytest.raises(ConfigError, match="write key=value"):
+        settings([text])
+
+
+def test_booleans_and_lists_are_compared():
+    (passes,) = settings(["compile.passes=default;default,overlap_fsdp"])
+    assert passes == ("compile.passes", ("default", "default,overlap_fsdp"))
+    seen = []
+    for values in combinations(
+        [passes, ("parallelism.enable_sequence_parallel", ("true", "False"))]
+    ):
+        config = small("--parallelism.tensor_parallel_degree", "2", *flags_of(values))
+        seen.append((config.compile.passes, config.parallelism.enable_sequence_parallel))
+    both = ["default", "overlap_fsdp"]
+    assert seen == [(["default"], True), (["default"], False), (both, True), (both, False)]
+
+
+def test_tied_weights_are_one_parameter_under_tensor_parallelism_too():
+    config = small("--parallelism.tensor_parallel_degree", "2", ranks=2)
+    config.model_spec.model.enable_weight_tying = True
+    run = FakeRun(config, 2, device="cpu")
+    assert run.model.tok_embeddings._parameters["weight"] is run.model.lm_head._parameters["weight"]
+    (tied,) = [i for i in run.capture().signature.inputs if i.aliases]
+    assert {tied.name, *tied.aliases} == {"tok_embeddings.weight", "lm_head.weight"}
+
+
+def test_a_comparison_says_what_it_is_of(tmp_path, capsys):
+    path = tmp_path / "c.json"
+    words = ["--world-size", "2", "--compare", "training.seq_len=32", "--json", str(path)]
+    assert main([*words, "--training.local_batch_size", "1", "--hardware", "cpu"]) == 0
+    said = json.loads(path.read_text())
+    assert (said["world_size"], said["rank"], said["runtime"]) == (2, 0, "graph_trainer")
+    assert said["hardware"]["name"] == "cpu" and "local_batch_size = 1" in said["config"]
+    assert [row["config"] for row in said["rows"]] == [{"training.seq_len": "32"}]
+
+
+def test_a_document_on_stdout_stands_alone(capsys):
+    words = ["--world-size", "2", "--training.seq_len", "32", "--json", "/dev/stdout"]
+    with capsys.disabled():
+        done = subprocess.run(
+            [sys.executable, "-m", "graph_trainer", "plan", *words],
+            capture_output=True,
+            text=True,
+            timeout=200,
+        )
+    assert json.loads(done.stdout)["world_size"] == 2
+    assert "Fits" in done.stderr
+
+
+def test_a_full_disk_is_one_message(capsys):
+    plan = planned()
+    with (
+        pytest.raises(ConfigError, match="cannot be written .*No space"),
+        published(Path("/dev/full")) as file,
+    ):
+        file.write(json.dumps(document(plan)))
+
+
+def test_a_key_is_compared_once():
+    with pytest.raises(ConfigError, match="given twice"):
+        settings(["training.seq_len=1", "training.seq-len=2"])
+    assert flags_of((("training.seq_len", "1"),)) == ("--training.seq_len", "1")
+
+
+def test_layers_are_one_owner():
+    assert without_layer("layers.12.attention.wo") == "layers.*.attention.wo"
+    assert without_layer("lm_head") == "lm_head"
+
+
+def test_compare_stands_without_files_of_one_plan(tmp_path):
+    with pytest.raises(ConfigError, match="--trace"):
+        main(["--compare", "training.seq_len=64", "--trace", str(tmp_path / "t.json")])

@@ -1,0 +1,207 @@
+"""Which ranks can differ is known without a capture, and one rank of each class proves the rest."""
+
+import dataclasses
+import io
+
+import pytest
+import torch.distributed as dist
+from rich.console import Console
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import graph_trainer as gt
+from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.sharding.collectives import all_reduce
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.saving import plan_every_class
+from graph_trainer.planner.text import report
+from graph_trainer.planner.verify_order import (
+    MOST_CLASSES,
+    check_shapes,
+    rank_classes,
+    verify_order,
+)
+from graph_trainer.titan.config.load import load_config
+
+DEGREES = {
+    "data_parallel_replicate_degree": 1,
+    "data_parallel_shard_degree": 1,
+    "tensor_parallel_degree": 1,
+}
+
+
+def config_of(replicate=1, shard=1, tensor=1, *more, on_rank=None):
+    """The debug model with one layer; `on_rank` may change what a rank's model does."""
+    degrees = zip(DEGREES, (replicate, shard, tensor), strict=True)
+    flags = [word for key, n in degrees for word in (f"--parallelism.{key}", str(n))]
+    words = ["--module", "graph_trainer.llama3", "--config", "debugmodel", *flags]
+    config = load_config(
+        [*words, "--training.seq_len", "32", *more], world_size=replicate * shard * tensor
+    )
+    spec = config.model_spec
+    spec.model.layers = spec.model.layers[:1]
+    if on_rank is not None:
+
+        def parallelize(model, **kwargs):
+            model = spec.parallelize_fn(model, **kwargs)
+            on_rank(dist.get_rank(), model, kwargs["parallel_dims"])
+            return model
+
+        config.model_spec = dataclasses.replace(spec, parallelize_fn=parallelize)
+    return config
+
+
+def local_shapes(run):
+    return [tuple(p.to_local().shape) for p in run.model.parameters()]
+
+
+@pytest.mark.parametrize("degrees", [(1, 5, 1), (2, 3, 2), (4, 1, 1), (1, 1, 2), (1, 3, 4)])
+def test_ranks_of_a_class_hold_the_same_shapes(degrees):
+    """Against every rank's own parameters. 256 rows over 5 ranks, or over 3, are uneven."""
+    config = config_of(*degrees)
+    world = degrees[0] * degrees[1] * degrees[2]
+    classes = rank_classes(FakeRun(config, world, 0, "cpu"))
+    by_class = {}
+    for rank in range(world):
+        run = FakeRun(config, world, rank, "cpu")
+        check_shapes(run, classes)
+        held = local_shapes(run)
+        place = classes.coordinates(rank)
+        kind = tuple(of[c] for of, c in zip(classes.labels, place, strict=True))
+        assert by_class.setdefault(kind, held) == held
+    assert len(by_class) == len(classes.representatives()) <= MOST_CLASSES
+    assert sum(classes.representatives().values()) == world
+
+
+def test_uneven_and_empty_shards_are_proved():
+    """Over 100 ranks 256 rows are 85 times 3, then 1, then none; 768 and 2,048 end elsewhere."""
+    said = []
+    proof = verify_order(config_of(shard=100), 100, device="cpu", on_progress=said.append)
+    assert proof.representatives == {0: 1, 1: 84, 85: 1, 86: 10, 96: 1, 97: 1, 98: 1, 99: 1}
+    assert proof.ranks == 100 and proof.groups == 1
+    assert proof.collectives[0] == proof.collectives[1] > 20
+    assert "8 of 100 ranks" in said[0] and "fsdp (100)" in said[0]
+    assert len(said) == 9 and "rank 99, 8 of 8" in said[-1]
+
+
+def test_first_and_last_are_apart_while_that_makes_few_classes(monkeypatch):
+    run = FakeRun(config_of(4, 4, 4), 64, 0, "cpu")
+
+    def classes_of_at_most(most):
+        monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", most)
+        return rank_classes(run).representatives()
+
+    assert sorted(set(classes_of_at_most(27).values())) == [1, 2, 4, 8]
+    assert len(classes_of_at_most(27)) == 27
+    assert sorted(classes_of_at_most(26).values()) == [1, 3, 3, 3, 9, 9, 9, 27]
+    assert classes_of_at_most(7) == {0: 64}
+
+
+def test_one_rank_of_a_mesh_of_three_axes_stands_for_all(monkeypatch):
+    monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", 1)
+    proof = verify_order(config_of(2, 2, 2), 8, device="cpu")
+    assert proof.representatives == {0: 8} and proof.collectives[0] > 20
+    assert proof.groups >= 12  # along each axis four groups of two
+
+
+def extra_reduction(where):
+    """A model that reduces its output once more on the ranks of `where`."""
+
+    def on_rank(rank, model, parallel_dims):
+        group = parallel_dims.get_mesh("fsdp").get_group()
+        if where(rank):
+            model.norm.register_forward_hook(
+                lambda module, args, out: out + 0 * all_reduce(out.detach(), group)
+            )
+
+    return on_rank
+
+
+def test_a_branch_on_the_rank_is_seen_on_all_ranks_only():
+    config = config_of(shard=5, on_rank=extra_reduction(lambda rank: rank == 2))
+    proof = verify_order(config, 5, device="cpu")
+    assert proof.representatives == {0: 1, 1: 3, 4: 1} and "--all-ranks" in str(proof)
+    with pytest.raises(gt.VerificationError) as caught:
+        verify_order(config, 5, all_ranks=True, device="cpu")
+    for word in ("of ranks 0 and 2", "all_reduce(sum)", "module 'norm'", "[0, 1, 2, 3, 4]"):
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("where", [lambda rank: rank == 0, lambda rank: rank == 4])
+def test_a_branch_on_the_first_or_the_last_rank_is_seen_by_representatives(where):
+    config = config_of(shard=5, on_rank=extra_reduction(where))
+    with pytest.raises(gt.VerificationError, match=r"ranks 0 and \d .*all_reduce\(sum\)"):
+        verify_order(config, 5, device="cpu")
+
+
+def test_all_ranks_are_proved_one_by_one():
+    said = []
+    config = config_of(shard=2)
+    proof = verify_order(config, 2, all_ranks=True, device="cpu", on_progress=said.append)
+    assert proof.representatives == {0: 1, 1: 1} and "Every rank's graph" in str(proof)
+    assert said[0] == "Capturing the step of all 2 ranks" and len(said) == 3
+
+
+def test_the_rank_that_cannot_capture_is_named():
+    def on_rank(rank, model, parallel_dims):
+        if rank == 1:
+            model.norm.register_forward_hook(lambda module, args, out: out * out.sum().item())
+
+    with pytest.raises(gt.VerificationError, match="rank 1 could not capture the step: Capture"):
+        verify_order(config_of(shard=2, on_rank=on_rank), 2, device="cpu")
+
+
+def test_parameters_that_are_laid_out_in_another_way_need_every_rank():
+    def on_rank(rank, model, parallel_dims):
+        if rank == 1:  # as a model would that sees to its own sharding
+            held = model.tok_embeddings._parameters
+            old = held["weight"]
+            local = old.to_local()[:-24]
+            new = DTensor.from_local(
+                local,
+                old.device_mesh,
+                old.placements,
+                run_check=False,
+                shape=old.shape,
+                stride=old.stride(),
+            )
+            held["weight"] = nn.Parameter(new)
+
+    with pytest.raises(gt.VerificationError, match="'tok_embeddings.weight'.*--all-ranks"):
+        verify_order(config_of(shard=2, on_rank=on_rank), 2, device="cpu")
+
+
+def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
+    """The last of 3 ranks holds less, and alone it would keep a pass that the others may not."""
+    monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", 1)
+
+    def config_with(limit):
+        words = ["--compile.passes", "default,overlap_fsdp", "--compile.memory_limit_gib"]
+        return config_of(1, 3, 1, *words, str(limit))
+
+    after = {}
+    for rank in (0, 2):
+        run = FakeRun(config_with(1000), 3, rank, "cpu")
+        joint, peaks = run.capture(), []
+        run_passes(joint, run.pass_config(), agree=lambda mine, to=peaks: to.append(mine) or mine)
+        assert peaks[-1] > peaks[0], "the pass needs no memory"
+        after[rank] = peaks[-1]
+    assert after[2] < after[0]
+    said = []
+    limit = (after[0] + after[2]) / 2 / 2**30
+    proof = verify_order(config_with(limit), 3, device="cpu", on_progress=said.append)
+    assert proof.representatives == {0: 2, 2: 1}
+    assert f" {after[0]:,} at last" in [line for line in said if "once more" in line][-1]
+
+    plan = make_plan(config_with(limit), 3, load_hardware("cpu"), rank=2)
+    assert "overlap_fsdp" in plan.simulation.joint.history, "alone, it would be no question"
+    saved = plan_every_class(plan)
+    without = plan_every_class(make_plan(config_of(1, 3, 1), 3, load_hardware("cpu")))
+    for rank in (0, 2):
+        # as without the pass, which all ranks roll back
+        assert saved.of_rank(rank).fingerprint == without.of_rank(rank).fingerprint
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report(plan))
+    assert "rank that needs most decides" in " ".join(console.export_text().split())

@@ -1,0 +1,53 @@
+"""A pass that asks about the machine finds one named, or nobody starts."""
+
+import pytest
+
+from graph_trainer import train
+from graph_trainer.cli import main as cli
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.check_hardware import check_hardware
+from graph_trainer.titan.config.load import load_config
+
+ASKS = {
+    "auto": ["--compile.bucketing.strategy", "auto"],
+}
+NAMED = ["--compile.hardware", "h100-sxm"]
+
+
+@pytest.mark.parametrize("flags", ASKS.values(), ids=ASKS)
+def test_what_asks_needs_a_profile(flags):
+    with pytest.raises(ConfigError, match="compile.hardware is unset.*h100-sxm"):
+        check_hardware(load_config(flags))
+    check_hardware(load_config([*flags, *NAMED]))
+    check_hardware(load_config([*flags, "--compile.mode", "eager"]))
+
+
+def test_what_does_not_ask_needs_none():
+    check_hardware(load_config([]))
+    check_hardware(load_config(["--compile.bucketing.strategy", "transformer_block"]))
+    without = ["--compile.disable_passes", "bucket_collectives"]
+    check_hardware(load_config(["--compile.passes", "default", *without]))
+
+
+def test_neither_the_launcher_nor_a_rank_starts(monkeypatch):
+    started = []
+    for begin in (
+        lambda: cli.launch(ASKS["auto"], execute=lambda *command: started.append(command) or 0),
+        lambda: train.main(ASKS["auto"]),
+        lambda: train.main([*ASKS["auto"], train.VALIDATE_ONLY]),
+    ):
+        with pytest.raises(ConfigError, match="compile.hardware is unset"):
+            begin()
+    assert not started
+
+
+def test_a_profile_that_is_none():
+    with pytest.raises(ConfigError, match="compile.hardware h100: there is no such profile.*h100-"):
+        load_config(["--compile.hardware", "h100"])
+
+
+def test_a_file_that_is_no_profile(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("speed = 1\n")
+    with pytest.raises(ConfigError, match=f"compile.hardware {path}: unknown key 'speed'"):
+        load_config(["--compile.hardware", str(path)])

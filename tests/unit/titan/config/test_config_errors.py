@@ -1,0 +1,226 @@
+"""Every kind of bad input: one ConfigError with the place, the key, the value and a remedy."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graph_trainer.errors import ConfigError, GraphTrainerError
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.merge import apply_table
+from graph_trainer.titan.config.sources import read_toml
+from graph_trainer.titan.config.validate import check_config
+from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE
+
+BASE = 'base = "llama3_debugmodel"\n'
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(argv, world_size=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, world_size=world_size)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [pytest.param(b, id=k) for k, b in IN_FILES.items()])
+def test_a_bad_file_is_one_error_that_names_file_key_value_and_remedy(bad, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(BASE + bad.given + "\n")
+    message = refused(["--config", str(path)])
+    assert message.startswith(f"{path}: ")
+    for part in (bad.key, bad.value, bad.remedy):
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [
+        ("[training]\nsteps = ten\n", "  3 | steps = ten", 9),
+        ("[training\nsteps = 1\n", "  2 | [training", 10),
+        ("a = 1\na = 2\n", "  3 | a = 2", 6),
+        ('x = "abc\n', '  2 | x = "abc', 9),
+    ],
+)
+def test_a_syntax_error_shows_its_line_with_a_caret(text, line, column, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(BASE + text)
+    message = refused(["--config", str(path)])
+    assert str(path) in message and "not valid TOML" in message and "key = value" in message
+    shown, caret = message.splitlines()[1:3]
+    assert shown == line
+    assert caret.index("^") - len("  1 | ") + 1 == column
+
+
+def test_a_tab_in_front_of_the_caret_stays_a_tab(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("\tsteps = ten\n")
+    caret = refused(["--config", str(path)]).splitlines()[2]
+    assert caret == "      \t        ^"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"a = " + b"[" * 3000])
+def test_a_file_that_is_not_text_or_endlessly_nested_is_refused(content, tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_bytes(content)
+    assert str(path) in refused(["--config", str(path)])
+
+
+def test_a_file_without_base_and_a_folder_are_refused(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text("[training]\nsteps = 1\n")
+    message = refused(["--config", str(path)])
+    assert "base is missing" in message and "llama3_debugmodel" in message
+    path.write_text('base = "llama3_debug"\n')
+    message = refused(["--config", str(path)])
+    assert '"llama3_debug"' in message and "Did you mean llama3_debugmodel" in message
+    assert "cannot be read" in refused(["--config", str(tmp_path) + "/"])
+
+
+@pytest.mark.parametrize("bad", [pytest.param(b, id=k) for k, b in ON_THE_COMMAND_LINE.items()])
+def test_bad_flags_are_one_error_that_names_key_value_and_remedy(bad, capsys):
+    message = refused(bad.given)
+    for part in (bad.key, bad.value, bad.remedy):
+        assert part in message, message
+    assert "╭" not in message and "\n" not in message
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_tables_name_a_key_a_value_and_a_remedy_each():
+    assert len(IN_FILES) >= 30 and len(ON_THE_COMMAND_LINE) >= 20
+    for kind, bad in (*IN_FILES.items(), *ON_THE_COMMAND_LINE.items()):
+        assert all(part.strip() for part in bad[1:]), kind
+        assert len(set(bad[1:])) == 3, kind
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "named"),
+    [
+        ({"data_parallel_shard": 3}, 2, ["data_parallel_shard_degree 3", "2 are started", "-1"]),
+        ({"tensor_parallel": 4}, 2, ["tensor_parallel_degree 4", "2 ranks", "multiple of 4"]),
+        ({"tensor_parallel": 4}, 6, ["tensor_parallel_degree 4", "6 ranks", "multiple of 4"]),
+        ({"data_parallel_replicate": 2, "data_parallel_shard": 2}, 8, ["= 4 ranks", "8 are"]),
+        ({"data_parallel_replicate": 2, "data_parallel_shard": 0}, 2, ["shard_degree", "0", "-1"]),
+    ],
+)
+def test_a_mesh_that_does_not_fit_the_ranks_is_refused(flags, ranks, named):
+    argv = [f"--parallelism.{k}_degree={v}" for k, v in flags.items()]
+    message = refused(argv, world_size=ranks)
+    for part in ["command line", *named]:
+        assert part in message, message
+
+
+@pytest.mark.parametrize(
+    ("degrees", "ranks"),
+    [((1, -1, 1), 2), ((1, -1, 2), 8), ((2, 2, 2), 8), ((4, 1, 1), 4), ((2, -1, 1), 6)],
+)
+def test_a_mesh_that_fits_is_taken(degrees, ranks):
+    names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+    argv = [f"--parallelism.{n}_degree={d}" for n, d in zip(names, degrees, strict=True)]
+    load_config(argv, world_size=ranks)
+
+
+def test_the_global_batch_is_a_multiple_of_one_micro_batch_on_every_rank():
+    argv = ["--training.local_batch_size", "4", "--training.global_batch_size"]
+    load_config([*argv, "16"], world_size=2)
+    message = refused([*argv, "12"], world_size=2)
+    for part in ("training.global_batch_size = 12", "multiple of 8", "8 or 16", "-1 for 8"):
+        assert part in message
+    load_config([*argv, "12"], world_size=None)  # unknown ranks: nothing to compare with
+
+
+def test_sequences_need_not_divide_without_sequence_parallelism():
+    argv = ["--training.seq_len=255", "--parallelism.tensor_parallel_degree=2"]
+    assert "enable_sequence_parallel = false" in refused(argv)
+    load_config([*argv, "--parallelism.no-enable_sequence_parallel"])
+
+
+def test_the_launcher_names_the_ranks(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "3 are started" in refused(["--parallelism.data_parallel_shard_degree=2"])
+    monkeypatch.setenv("WORLD_SIZE", "three")
+    assert "WORLD_SIZE" in refused([])
+
+
+def test_a_config_without_a_model_is_refused():
+    config = load_config([])
+    config.model_spec = None
+    with pytest.raises(ConfigError, match="no model"):
+        check_config(config, 2)
+
+
+TOML = st.recursive(
+    st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.datetimes(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=8) | st.sampled_from(["type", "unset"]), inner, max_size=3
+        )
+    ),
+    max_leaves=8,
+)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return load_config([])
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
+    """Known sections with known and unknown keys, any value anywhere."""
+    import dataclasses
+
+    sections = {
+        f.name: [k.name for k in dataclasses.fields(getattr(config, f.name))]
+        for f in dataclasses.fields(config)
+        if dataclasses.is_dataclass(getattr(config, f.name))
+    }
+    table = {}
+    for name in data.draw(st.lists(st.sampled_from([*sections, "x", "unset"]), max_size=3)):
+        keys = st.sampled_from([*sections.get(name, ["y"]), "type", "unset"]) | st.text(max_size=5)
+        table[name] = data.draw(TOML | st.dictionaries(keys, TOML, max_size=3))
+    try:
+        changed = apply_table(config, table, "fuzz.toml")
+        check_config(changed, data.draw(st.none() | st.integers(1, 64)))
+    except GraphTrainerError as e:
+        assert str(e)
+
+
+NAMES = st.sampled_from(["llama3", "graph_trainer.llama3", "llama3_8b", "json", "a.b", "..", ""])
+
+
+@settings(max_examples=40, deadline=None)
+@given(base=NAMES | TOML, module=NAMES | TOML)
+def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, module):
+    import tempfile
+    from pathlib import Path
+
+    import tomli_w
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.toml"
+        path.write_text(tomli_w.dumps({"base": base, "module": module}), encoding="utf-8")
+        try:
+            assert load_config(["--config", str(path)]).base == base
+        except ConfigError as e:
+            assert str(path) in str(e)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(st.characters(codec="utf-8"), max_size=40) | st.binary(max_size=40))
+def test_whatever_bytes_a_file_has_it_is_read_or_refused(content):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "x.toml"
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        try:
+            assert isinstance(read_toml(path), dict)
+        except ConfigError as e:
+            assert str(path) in str(e)

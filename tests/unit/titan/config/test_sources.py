@@ -1,0 +1,297 @@
+"""Names, precedence, what the entries hold, and the way to TOML and back."""
+
+import dataclasses
+import re
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import tomli
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.convert import to_graph_trainer_config
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
+from graph_trainer.titan.config.sources import config_folders, find_config
+from graph_trainer.titan.config.validate import check_config
+from graph_trainer.titan.trainer import GraphTrainer
+
+ROOT = Path(__file__).resolve().parents[4]
+SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def without_model(config):
+    # Two model configs never compare equal: they hold partial functions.
+    return dataclasses.replace(config, model_spec=None)
+
+
+def reload(config, folder):
+    path = folder / "resolved.toml"
+    path.write_text(config_to_toml(config), encoding="utf-8")
+    return load_config(["--config", str(path)])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_config_is_a_model_graph_trainer_can_shard(size):
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
+
+    from graph_trainer.titan.parallelize import parallelize_decoder
+
+    config = load_config(["--config", size])
+    spec = config.model_spec
+    assert type(config) is GraphTrainer.Config
+    assert config.base == f"llama3_{size}"
+    assert spec.flavor.lower() == size
+    assert spec.parallelize_fn is parallelize_decoder
+    assert spec.state_dict_adapter is not None
+    attention = [c for _, c, _, _ in spec.model.traverse(ScaledDotProductAttention.Config)]
+    assert len(attention) == len(spec.model.layers)
+    assert not list(spec.model.traverse(FlexAttention.Config))
+    assert config.parallelism.spmd_backend == "partial_dtensor"
+    assert config.training.disable_cuda_graphs
+    assert not config.compile.enable
+    assert config.loss.build(compile_config=config.compile) is not None
+
+
+def test_every_base_has_a_file_and_every_file_a_base():
+    from graph_trainer.titan.config.sources import registry_functions, registry_module
+
+    files = {p.stem for p in (ROOT / "configs" / "llama3").glob("*.toml")}
+    bases = registry_functions(registry_module("graph_trainer.llama3"))
+    assert {f"llama3_{stem}" for stem in files} == set(bases) and files == set(SIZES)
+
+
+@pytest.mark.parametrize("module", ["graph_trainer.llama3", "llama3"])
+@pytest.mark.parametrize(
+    "name", ["8b", "llama3_8b", "graph_trainer_llama3_8b", str(ROOT / "configs/llama3/8b.toml")]
+)
+def test_all_names_of_a_config_are_the_same_config(module, name):
+    config = load_config(["--module", module, f"--config={name}"])
+    assert without_model(config) == without_model(load_config(["--config", "8b"]))
+    assert config.module == "graph_trainer.llama3"
+
+
+def test_installed_configs_come_before_a_checkouts(tmp_path, monkeypatch):
+    import graph_trainer.titan.config.sources as source
+
+    installed = tmp_path / "graph_trainer"
+    shutil.copytree(ROOT / "configs", installed / "configs")
+    monkeypatch.setattr(source.importlib.resources, "files", lambda package: installed)
+    assert find_config("graph_trainer.llama3", "8b") == installed / "configs/llama3/8b.toml"
+    assert config_folders("graph_trainer.llama3")[-1] == ROOT / "configs/llama3"
+
+
+def test_flags_beat_file_beats_base_beats_defaults(tmp_path):
+    base = load_config(["--config", "debugmodel"])
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'base = "llama3_debugmodel"\n[training]\nsteps = 11\nseq_len = 128\n'
+        '[dataloader]\ntype = "text"\nseed = 4\n[compile]\nmax_graphs = 3\n'
+    )
+    config = load_config(
+        ["--config", str(file), "--training.steps", "12", "--dataloader.seed", "5"]
+    )
+    assert config.training.steps == 12  # flag over file
+    assert config.dataloader.seed == 5
+    assert config.training.seq_len == 128  # file over base
+    assert config.compile.max_graphs == 3
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    entry = llama3_debugmodel()
+    assert config.training.local_batch_size == entry.training.local_batch_size  # base
+    assert config.lr_scheduler.warmup_steps == 2 != type(entry.lr_scheduler)().warmup_steps
+    assert config.compile.mode == base.compile.mode == "aot_fx_trace"  # default
+
+
+def test_flags_take_dashes_or_underscores_and_negation():
+    config = load_config(
+        [
+            "--training.local-batch-size=2",
+            "--metrics.no-enable-tensorboard",
+            "--parallelism.fsdp_reshard_after_forward",
+            "always",
+            "--compile.passes",
+            "default",
+            "--debug.seed",
+            "3",
+        ]
+    )
+    assert config.training.local_batch_size == 2
+    assert config.parallelism.fsdp_reshard_after_forward == "always"
+    assert config.compile.passes == ["default"]
+    assert config.debug.seed == 3
+
+
+def test_type_flags_choose_components():
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+
+    config = load_config(
+        ["--activation_checkpoint.type", "full", "--dataloader.type=huggingface"]
+        + ["--dataloader.dataset", "c4", "--activation_checkpoint.no-preserve_rng_state"]
+    )
+    assert type(config.activation_checkpoint) is FullAC.Config
+    assert not config.activation_checkpoint.preserve_rng_state
+    assert type(config.dataloader) is HuggingFaceTextDataLoader.Config
+    assert config.dataloader.dataset == "c4"
+    # torchtitan's own spelling of the same choice
+    torchtitan_way = load_config(["activation-checkpoint:selective"])
+    assert type(torchtitan_way.activation_checkpoint) is SelectiveAC.Config
+    assert load_config(["--config", "8b", "--activation_checkpoint.type", "none"]) is not None
+
+
+def test_a_type_of_ones_own_is_named_by_its_class(tmp_path, monkeypatch):
+    module = types.ModuleType("my_components")
+    source = (
+        "from dataclasses import dataclass\n"
+        "from graph_trainer.titan.data.loader import TextDataLoader\n"
+        "class Mine(TextDataLoader):\n"
+        "    @dataclass(kw_only=True, slots=True)\n"
+        "    class Config(TextDataLoader.Config):\n"
+        "        extra: int = 1\n"
+    )
+    monkeypatch.setitem(sys.modules, "my_components", module)
+    exec(source, module.__dict__)
+    config = load_config(["--dataloader.type", "my_components:Mine.Config", "--dataloader.extra=7"])
+    assert type(config.dataloader) is module.Mine.Config and config.dataloader.extra == 7
+    again = reload(config, tmp_path)
+    assert type(again.dataloader) is module.Mine.Config and again.dataloader.extra == 7
+
+
+def test_another_type_starts_from_its_own_defaults_and_the_same_one_merges(tmp_path):
+    file = tmp_path / "a.toml"
+    head = 'base = "llama3_debugmodel"\n'
+    file.write_text(head + '[validator.dataloader]\ntype = "text"\nseed = 2\n')
+    assert load_config(["--config", str(file)]).validator.dataloader.split == "validation"
+    file.write_text(head + '[validator.dataloader]\ntype = "huggingface"\n')
+    assert load_config(["--config", str(file)]).validator.dataloader.dataset == "c4_test"
+
+
+def test_a_registry_function_without_a_file_is_a_config(tmp_path, monkeypatch):
+    """A model of one's own needs a registry module, and torchtitan's are ones already."""
+    config = load_config(["--module", "torchtitan.models.llama3", "--config", "llama3_debugmodel"])
+    assert type(config) is GraphTrainer.Config
+    assert (config.module, config.base) == ("torchtitan.models.llama3", "llama3_debugmodel")
+    again = reload(config, tmp_path)
+    assert without_model(again) == without_model(config)
+
+
+def test_conversion_leaves_its_argument_alone():
+    from torchtitan.models.common.attention import FlexAttention
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    original = llama3_debugmodel()
+    to_graph_trainer_config(original)
+    assert list(original.model_spec.model.traverse(FlexAttention.Config))
+    assert not original.training.disable_cuda_graphs
+    assert original.parallelism.spmd_backend == "spmd_types"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_resolved_config_gives_the_config_back(size, tmp_path):
+    config = load_config(["--config", size, "--training.steps", "7"])
+    again = reload(config, tmp_path)
+    assert without_model(again) == without_model(config)
+    assert again.model_spec.flavor == config.model_spec.flavor
+    assert config_to_toml(again) == config_to_toml(config)
+
+
+TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
+FLOATS = st.floats(min_value=1e-30, max_value=1e30)
+FREE = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | FLOATS | TEXT,
+    lambda inner: st.dictionaries(TEXT.filter(lambda k: k != "unset"), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
+    from torchtitan.components.optimizer import ParamGroupConfig
+
+    draw = data.draw
+    config = load_config([])
+    config.dump_folder = draw(
+        TEXT.filter(lambda t: t.strip() and "\0" not in t and not Path("/x", t).is_file())
+    )
+    config.debug.seed = draw(st.none() | st.integers(0, 2**63))
+    config.debug.save_config_file = draw(st.none() | st.just("none") | TEXT)
+    config.lr_scheduler.decay_ratio = draw(st.none() | st.floats(0, 1))
+    config.parallelism.context_parallel_load_balancer = draw(st.none() | st.just("headtail"))
+    config.parallelism.module_fqns_per_model_part = draw(
+        st.none() | st.lists(st.lists(TEXT, max_size=2), max_size=2)
+    )
+    config.training.max_norm = draw(FLOATS | st.just(float("inf")) | st.integers(1, 9))
+    config.optimizer.param_groups = [
+        ParamGroupConfig(
+            pattern=re.escape(draw(TEXT)),
+            optimizer_name=draw(st.sampled_from(["Adam", "AdamW"])),
+            optimizer_kwargs={
+                "lr": draw(FLOATS),
+                "betas": (draw(st.floats(0, 0.99)), 0.5),
+                "amsgrad": draw(st.booleans()),
+            },
+        )
+        for _ in range(draw(st.integers(1, 2)))
+    ]
+    words = TEXT.filter(lambda k: k != "unset")
+    config.optimizer.optimizer_factory_kwargs_by_name = draw(
+        st.dictionaries(words, st.dictionaries(words, FREE, max_size=3), max_size=2)
+    )
+    config.override.imports = draw(
+        st.lists(TEXT | st.tuples(TEXT, st.dictionaries(TEXT, FLOATS, max_size=2)), max_size=2)
+    )
+    again = reload(config, tmp_path)
+    assert without_model(again) == without_model(config)
+
+
+def test_none_is_written_even_where_the_base_has_a_value(tmp_path):
+    config = load_config([])
+    assert config.lr_scheduler.decay_ratio is not None
+    config.lr_scheduler.decay_ratio = None
+    assert reload(config, tmp_path).lr_scheduler.decay_ratio is None
+
+
+def test_what_toml_cannot_say_is_listed_and_comes_from_base(tmp_path):
+    config = load_config([])
+    config.override.imports = [object()]
+    text = config_to_toml(config)
+    assert "override.imports" in text.splitlines()[1]
+    assert reload(config, tmp_path).override.imports == []
+
+
+def test_saving_makes_the_folder_and_refuses_a_file_in_its_place(tmp_path):
+    config = load_config([])
+    path = save_resolved_config(config, tmp_path / "new" / "run")
+    assert path == tmp_path / "new" / "run" / "config.toml"
+    assert tomli.loads(path.read_text())["base"] == "llama3_debugmodel"
+    with pytest.raises(ConfigError, match="dump_folder"):
+        save_resolved_config(config, path)
+
+
+def test_the_configs_hold_no_absolute_paths_and_resolve_on_their_own_mesh():
+    for size, ranks in zip(SIZES, (2, 8, 8, 256, 512), strict=True):
+        text = (ROOT / f"configs/llama3/{size}.toml").read_text()
+        assert '"/' not in text
+        check_config(load_config(["--config", size]), ranks)
+
+
+def test_options_of_a_pass_reach_it_where_it_is_listed():
+    flags = ["--compile.overlap_fsdp.in_flight", "7", "--compile.passes", "default,overlap_fsdp"]
+    options = pass_config(load_config(flags).compile).options
+    assert options["overlap_fsdp"].in_flight == 7
+    assert "overlap_fsdp" not in pass_config(load_config([]).compile).options

@@ -1,0 +1,178 @@
+"""A checkpoint appears whole or not at all, and what happens to its files later is seen."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import pickle
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from graph_trainer.titan import checkpoint_files
+from graph_trainer.titan.checkpoint_files import (
+    SUMS,
+    PublishingWriter,
+    clean,
+    damage,
+    publish,
+    sums_of,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+DATA = "__0_0.distcp"
+
+
+def save(folder: Path, step: int, value: float = 1.0, numel: int = 1000) -> Path:
+    final = folder / f"step-{step}"
+    state = {"weight": torch.full((numel,), value), "counters": {"step": step}}
+    writer = PublishingWriter(folder / f"writing-{step}", publish_as=final)
+    dcp.save(state, storage_writer=writer)
+    return final
+
+
+def weight(checkpoint: Path, numel: int = 1000) -> torch.Tensor:
+    """As anything loads it that has never heard of us."""
+    state = {"weight": torch.zeros(numel)}
+    dcp.load(state, checkpoint_id=checkpoint)
+    return state["weight"]
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def test_a_saved_checkpoint_is_whole_and_lists_its_digests(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
+    assert damage(saved) == []
+    expected = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in saved.iterdir()
+        if path.name != SUMS
+    }
+    assert sums_of(saved) == expected and len(expected) == 2
+    assert torch.equal(weight(saved), torch.ones(1000))
+
+
+@pytest.mark.parametrize("harm", [flip_a_bit, cut, Path.unlink])
+@pytest.mark.parametrize("name", [DATA, ".metadata"])
+def test_damage_is_found_and_named(tmp_path: Path, name: str, harm: object) -> None:
+    saved = save(tmp_path, 2)
+    harm(saved / name)  # type: ignore[operator]
+    (line,) = damage(saved)
+    assert line.startswith(f"{name} is ")
+    assert ("missing" in line) == (harm is Path.unlink)
+
+
+@pytest.mark.parametrize("text", ["", "abc  .metadata\n", "\xff", f"{'0' * 64}  {DATA}\n"])
+def test_a_damaged_list_is_damage(tmp_path: Path, text: str) -> None:
+    saved = save(tmp_path, 2)
+    (saved / SUMS).write_text(text, "latin-1")
+    assert len(damage(saved)) == 1
+
+
+def test_shares_are_the_whole_together(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    for path in (saved / DATA, saved / ".metadata"):
+        flip_a_bit(path)
+    shares = [damage(saved, share=share, shares=3) for share in range(3)]
+    assert sorted(sum(shares, [])) == sorted(damage(saved)) and len(damage(saved)) == 2
+
+
+def test_without_digests_missing_and_short_files_are_found(tmp_path: Path) -> None:
+    dcp.save({"weight": torch.ones(1000)}, checkpoint_id=tmp_path / "step-2")
+    plain = tmp_path / "step-2"
+    assert damage(plain) == []
+    for name, harm, words in (
+        (DATA, cut, f"{DATA} is truncated"),
+        (DATA, Path.unlink, f"{DATA} is missing"),
+        (".metadata", cut, ".metadata cannot be read"),
+        (".metadata", Path.unlink, ".metadata is missing"),
+    ):
+        harmed = tmp_path / "harmed"
+        shutil.copytree(plain, harmed)
+        harm(harmed / name)
+        (line,) = damage(harmed)
+        assert line.startswith(words)
+        shutil.rmtree(harmed)
+
+
+@pytest.fixture
+def full_disk() -> Iterator[None]:
+    """No file may grow beyond 100 kB. A write beyond fails in the kernel as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_is_named_and_the_last_checkpoint_stays(
+    tmp_path: Path, full_disk: None
+) -> None:
+    for _ in range(2):  # the second time over what the first has left
+        earlier = save(tmp_path, 2)
+        with pytest.raises(dcp.CheckpointException) as caught:
+            save(tmp_path, 4, numel=100_000)
+        ((error, _),) = caught.value.failures.values()
+        assert isinstance(error, OSError) and error.errno == errno.EFBIG
+        assert error.filename == str(tmp_path / "writing-4")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "writing-4"]
+        assert damage(earlier) == []
+
+
+def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -> None:
+    left = tmp_path / "writing-2"
+    left.mkdir()
+    (left / "__7_0.distcp").write_text("of a run on eight ranks")
+    saved = save(tmp_path, 2)
+    assert sorted(p.name for p in saved.iterdir()) == [".metadata", SUMS, DATA]
+
+
+def test_a_writer_can_go_to_the_process_that_saves_asynchronously(tmp_path: Path) -> None:
+    writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
+    dcp.save({"weight": torch.ones(8)}, storage_writer=pickle.loads(pickle.dumps(writer)))
+    assert damage(tmp_path / "step-2") == [] and sums_of(tmp_path / "step-2") is not None
+
+
+def test_a_checkpoint_replaces_an_earlier_one_of_its_step(tmp_path: Path) -> None:
+    save(tmp_path, 2, value=1.0)
+    saved = save(tmp_path, 2, value=3.0)
+    assert torch.equal(weight(saved), torch.full((1000,), 3.0))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
+
+
+def test_the_name_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment of the renaming every file is there and right."""
+    seen = []
+
+    def look(written: Path, name: Path) -> None:
+        seen.append((damage(written), sorted(p.name for p in written.iterdir()), name.exists()))
+        publish(written, name)
+
+    monkeypatch.setattr(checkpoint_files, "publish", look)
+    save(tmp_path, 2)
+    assert seen == [([], [".metadata", SUMS, DATA], False)]
+
+
+def test_what_killed_runs_left_is_removed_and_a_replaced_checkpoint_comes_back(
+    tmp_path: Path,
+) -> None:
+    for name in ("step-2", "step-6", "writing-6", "replaced-2", "replaced-4"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "whose").write_text(name)
+    clean(tmp_path)
+    left = {path.name: (path / "whose").read_text() for path in tmp_path.iterdir()}
+    assert left == {"step-2": "step-2", "step-4": "replaced-4", "step-6": "step-6"}

@@ -1,0 +1,51 @@
+"""Which validators run on a captured graph; tests/integration/test_validation.py runs one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+import pytest
+
+from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.titan.validator import CapturedValidator, with_captured_forward
+
+from torchtitan.components.validate import BaseValidator, Validator  # isort: skip
+from torchtitan.tools.logging import logger  # isort: skip
+
+
+class Mine(Validator):
+    """Somebody's own, which may ask the model for anything."""
+
+
+def made(kind: type[Validator]) -> Validator:
+    """Only what is looked at before the first validation."""
+    validator = kind.__new__(kind)
+    validator.config = kind.Config(freq=3)
+    validator.loss_fn = lambda prediction, labels: (prediction, {})
+    return validator
+
+
+def substituted(validator: BaseValidator) -> BaseValidator:
+    return with_captured_forward(
+        validator, lambda loss: TrainStep(loss, backward=False), within=contextlib.nullcontext
+    )
+
+
+def test_torchtitans_own_is_captured_and_keeps_its_schedule() -> None:
+    found = substituted(made(Validator))
+    assert isinstance(found, CapturedValidator)
+    assert [step for step in range(1, 8) if found.should_validate(step)] == [1, 3, 6]
+
+
+def test_another_one_stays_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    mine = made(Mine)
+    loss_fn = mine.loss_fn
+    logger.addHandler(caplog.handler)
+    try:
+        with caplog.at_level(logging.WARNING):
+            assert substituted(mine) is mine
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert mine.loss_fn is loss_fn
+    assert "Mine and not torchtitan's Validator" in caplog.text
