@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger
 
+    from graph_trainer.planner.planned_run import observer_of
+
     init_logger()
     structured_logger.init_structured_logger(
         source="training",
@@ -57,8 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = config.build()
-    if plan is not None:
-        trainer.hold_to(plan)
+    trainer.observe(observer_of(trainer, plan))
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -70,11 +70,9 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
     Raises:
         ConfigError: bad input, found before any rank is started.
     """
-    from rich.console import Console
-
     from graph_trainer.cli.bisect_table import verdict_table
-    from graph_trainer.cli.console import WIDTH
     from graph_trainer.cli.main import launch
+    from graph_trainer.planner.console import print_table
     from graph_trainer.titan.config.load import load_config
 
     if {"-h", "--help"} & set(argv):
@@ -91,7 +89,7 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
         if not file.exists():  # the ranks have said why
             return 2
         verdict = Verdict.from_dict(json.loads(file.read_text()))
-    Console(width=WIDTH).print(verdict_table(verdict))
+    print_table(verdict_table(verdict))
     return 0 if verdict.culprit is None else 1
 
 

@@ -12,13 +12,14 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.advice import LoadConfig, advise
 from graph_trainer.planner.compare import compare, comparison_document, comparison_table, settings
+from graph_trainer.planner.console import print_table
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
@@ -39,8 +40,6 @@ from graph_trainer.titan.config.validate import (
 from graph_trainer.titan.trainer import GraphTrainer
 
 PlanOf = Callable[[GraphTrainer.Config], Plan]
-
-WIDTH = 100
 
 _DESCRIPTION = """\
 Say what a run will communicate, need in memory and take in time, without a GPU: the train step is
@@ -212,9 +211,7 @@ def _compare(
 def _print(tables: RenderableType, files: Iterable[Path]) -> None:
     """Print to stdout; to stderr where a file is stdout, so that this holds the file alone."""
     apart = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
-    terminal = Console(stderr=apart)
-    width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
-    Console(stderr=apart, width=width, highlight=False).print(tables)
+    print_table(tables, stderr=apart)
 
 
 def _parser() -> argparse.ArgumentParser:

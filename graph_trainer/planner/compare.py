@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from graph_trainer.errors import ConfigError, GraphTrainerError
+from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.plan import OnProgress, Plan
 from graph_trainer.planner.report import versions
-from graph_trainer.planner.text import plain_table, unit_of
+from graph_trainer.planner.text import unit_of
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -6,18 +6,16 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.box import SIMPLE
-from rich.console import Console
 from rich.table import Table
 
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.run_metrics import WARM_UP, WATCHED_STEP, Measured
 from graph_trainer.planner.saved_plan import SavedPlan
 
 SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
-WIDTH = 100
 _MIB = 1024**2
 _GIB = 1024**3
 
@@ -98,12 +96,9 @@ def comparison(plan: SavedPlan, rank: int, now: Measured) -> Comparison:
 
 def table(found: Comparison) -> Table:
     """The comparison in at most 100 columns."""
-    made = Table(
-        title=f"Predicted for {found.hardware} and measured, rank {found.rank} of "
-        f"{found.world_size:,}",
-        title_justify="left",
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
+    made = plain_table(
+        f"Predicted for {found.hardware} and measured, rank {found.rank} of {found.world_size:,}",
+        title_style="",
     )
     made.add_column("what", overflow="fold")
     for heading in ("predicted", "measured", "ratio"):
@@ -115,13 +110,6 @@ def table(found: Comparison) -> Table:
             row.what, _text(row.predicted, row.unit), _text(row.measured, row.unit), ratio, row.how
         )
     return made
-
-
-def show(found: Comparison) -> None:
-    """Print the table."""
-    console = Console()
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
-    Console(width=width, highlight=False).print(table(found))
 
 
 def save(found: Comparison, plan: Path, folder: str) -> Path:

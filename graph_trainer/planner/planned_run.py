@@ -7,9 +7,12 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.planner.comparison import Comparison, comparison, save, show
+from graph_trainer.core.passes.report import Report
+from graph_trainer.planner.comparison import comparison, save, table
+from graph_trainer.planner.console import print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.run_metrics import (
     WATCHED_STEP,
@@ -19,43 +22,78 @@ from graph_trainer.planner.run_metrics import (
     local_bytes,
     optimizer_state_bytes,
 )
+from graph_trainer.titan.observer import RunObserver
+
+from torchtitan.tools.logging import logger  # isort: skip
 
 if TYPE_CHECKING:
     from graph_trainer.planner.plan_check import HeldTo
+    from graph_trainer.titan.trainer import GraphTrainer
 
 
-class PlannedRun:
-    """One rank's side of a run that is held to a plan.
+class ReportedRun(RunObserver):
+    """Prints what the passes did to each captured graph, on rank 0.
 
-    Arguments:
-        device: what the rank trains on.
-        rank: its global rank.
-        backend: what the graph is compiled with.
+    Args:
+        rank: the global rank that is watched.
     """
 
-    def __init__(self, held_to: HeldTo, device: torch.device, rank: int, backend: str) -> None:
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def graph_reported(self, report: Report) -> None:
+        """Print the table of the passes."""
+        if self._rank == 0:
+            print_table(report_table(report))
+
+
+class PlannedRun(ReportedRun):
+    """Refuses a step that is not the planned one, and compares predicted with measured.
+
+    Args:
+        held_to: the plan.
+        config: of this run.
+        device: what the rank trains on.
+        rank: its global rank.
+    """
+
+    def __init__(
+        self, held_to: HeldTo, config: GraphTrainer.Config, device: torch.device, rank: int
+    ) -> None:
+        super().__init__(rank)
         self.times = StepTimes(device)
         self._held_to = held_to
+        self._folder = config.dump_folder
         self._device = device
-        self._rank = rank
-        self._watch = Watch(sees_memory=backend == "eager")
+        self._watch = Watch(sees_memory=config.compile.backend == "eager")
         self._gradient_bytes: int | None = None
         self._peak: int | None = None
         self._reserved: int | None = None
 
-    def check(self, joint: JointGraph) -> None:
-        """Refuse another graph than the planned one. Raises VerificationError."""
+    def first_graph(self, joint: JointGraph) -> None:
+        """Refuse another graph than the planned one.
+
+        Raises:
+            VerificationError: with the first difference.
+        """
         captured = fingerprint_of(joint, self._rank, self._held_to.plan.classes)
         self._held_to.check(captured, self._rank)
 
-    def watching(self) -> contextlib.AbstractContextManager[None]:
-        """What a microbatch runs in: once, in a step after the first, it is counted."""
+    def step(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that times the step."""
+        return self.times.timing()
+
+    def microbatch(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that counts collectives and bytes, once, in the second step."""
         due = self.times.steps == WATCHED_STEP - 1 and self._watch.issued is None
         return self._watch.watching() if due else contextlib.nullcontext()
 
-    def see_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Note what a microbatch has left. torchtitan resets the allocator's peak when it
-        logs, so the peak is asked for here."""
+    def gradients_ready(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Measure gradients and the allocator's peak.
+
+        torchtitan resets the allocator's peak when it logs, so the peak is read after every
+        microbatch.
+        """
         if self._gradient_bytes is None:
             self._gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
         if self._device.type == "cuda":
@@ -64,15 +102,18 @@ class PlannedRun:
             reserved = torch.cuda.max_memory_reserved(self._device)
             self._reserved = max(reserved, self._reserved or 0)
 
-    def finish(
+    def finished(
         self,
         parameters: Iterable[torch.nn.Parameter],
         optimizers: Iterable[torch.optim.Optimizer],
-        folder: str,
-    ) -> Comparison | None:
-        """On rank 0 show what was predicted beside what was measured, and write it to `folder`."""
+    ) -> None:
+        """Print predicted beside measured and write it to the dump folder, on rank 0.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
         if self._rank != 0:
-            return None
+            return
         now = Measured(
             peak_bytes=self._peak,
             reserved_bytes=self._reserved,
@@ -86,16 +127,21 @@ class PlannedRun:
             issued=self._watch.issued,
         )
         found = comparison(self._held_to.plan, self._rank, now)
-        show(found)
-        save(found, self._held_to.path, folder)
-        return found
+        print_table(table(found))
+        save(found, self._held_to.path, self._folder)
 
 
-def watched(run: PlannedRun | None) -> contextlib.AbstractContextManager[None]:
-    """What a microbatch runs in."""
-    return contextlib.nullcontext() if run is None else run.watching()
+def observer_of(trainer: GraphTrainer, plan: HeldTo | None) -> RunObserver:
+    """Make the observer of a run, and log on rank 0 how its config differs from the plan's.
 
-
-def timed(run: PlannedRun | None) -> contextlib.AbstractContextManager[None]:
-    """What a step runs in."""
-    return contextlib.nullcontext() if run is None else run.times.timing()
+    Args:
+        trainer: of the run, before its first step.
+        plan: the plan of `--plan`, or None.
+    """
+    rank = dist.get_rank()
+    if plan is None:
+        return ReportedRun(rank)
+    if rank == 0:
+        for line in plan.remarks():
+            logger.warning(line)
+    return PlannedRun(plan, trainer.config, trainer.device, rank)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from rich.box import SIMPLE
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,6 +15,7 @@ from graph_trainer.core.graph.joint_graph import owner_of, parameters_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan
 
@@ -75,13 +75,6 @@ def _decided_for(plan: Plan) -> str:
     return (
         f"Passes that decide by simulation do so for {named}, as compile.hardware says; what they "
         f"made is simulated on {plan.hardware.name}.\n"
-    )
-
-
-def plain_table(title: str) -> Table:
-    """An empty table with a title, as all tables of a plan look."""
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE, padding=(0, 1, 0, 0)
     )
 
 

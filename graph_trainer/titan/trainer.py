@@ -15,21 +15,17 @@ import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.cli.console import show_report
 from graph_trainer.core.capture.capture import LossFn
-from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import outside_the_graph, with_the_others
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError
-from graph_trainer.planner.plan_check import HeldTo
-from graph_trainer.planner.planned_run import PlannedRun, timed, watched
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphCompileConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.nonfinite_guard import LossGuard
+from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 from graph_trainer.titan.titan_compat import process_group_timeouts
 from graph_trainer.titan.validator import with_captured_forward
@@ -72,10 +68,10 @@ class GraphTrainer(Trainer):
         self._losses = LossGuard()
         self._microbatches = 0
         self._captured_step: StepFunction | None = None
-        self._planned: PlannedRun | None = None
+        self._observer = RunObserver()
         if config.compile.mode == "aot_fx_trace":
             self._captured_step = self._make_step(
-                loss_of_batch(self.loss_fn), check=self._check_against_plan
+                loss_of_batch(self.loss_fn), check=lambda joint: self._observer.first_graph(joint)
             )
             if config.validator.enable:
                 self.validator: BaseValidator = with_captured_forward(
@@ -95,7 +91,7 @@ class GraphTrainer(Trainer):
             backend=compile_config.backend,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
-            on_report=self._show_report,
+            on_report=lambda joint, report: self._observer.graph_reported(report),
             **options,
         )
 
@@ -103,13 +99,9 @@ class GraphTrainer(Trainer):
         """Run `step` in place of the captured one, on what it would be given."""
         self._captured_step = step
 
-    def hold_to(self, plan: HeldTo) -> None:
-        """Refuse to train another step than the planned one, and at the end of training show
-        what was predicted beside what was measured. To be called before the first step."""
-        self._planned = PlannedRun(plan, self.device, dist.get_rank(), self.config.compile.backend)
-        if dist.get_rank() == 0:
-            for line in plan.remarks():
-                logger.warning(line)
+    def observe(self, observer: RunObserver) -> None:
+        """Let `observer` watch the run, in place of an earlier one. Call before the first step."""
+        self._observer = observer
 
     def forward_backward_step(
         self,
@@ -136,11 +128,10 @@ class GraphTrainer(Trainer):
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
-        with self.train_context(), watched(self._planned):
+        with self.train_context(), self._observer.microbatch():
             loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
-        if self._planned is not None:
-            self._planned.see_gradients(model.parameters())
+        self._observer.gradients_ready(model.parameters())
         return loss
 
     def _guard(self, loss: torch.Tensor) -> None:
@@ -169,7 +160,7 @@ class GraphTrainer(Trainer):
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not come.
         """
-        with self._naming_who_is_missing(), timed(self._planned):
+        with self._naming_who_is_missing(), self._observer.step():
             super().train_step(data_iterator)
 
     @contextlib.contextmanager
@@ -204,17 +195,8 @@ class GraphTrainer(Trainer):
                 self.checkpointer.maybe_wait_for_saving()
                 raise
             self.checkpointer.maybe_wait_for_saving()
-        if self._planned is not None:
-            (model,) = self.model_parts
-            self._planned.finish(model.parameters(), self.optimizers, self.config.dump_folder)
-
-    def _check_against_plan(self, joint: JointGraph) -> None:
-        if self._planned is not None:
-            self._planned.check(joint)
-
-    def _show_report(self, joint: JointGraph, report: Report) -> None:
-        if dist.get_rank() == 0:
-            show_report(report)
+        (model,) = self.model_parts
+        self._observer.finished(model.parameters(), self.optimizers)
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:

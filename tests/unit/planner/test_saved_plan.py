@@ -23,7 +23,8 @@ from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError, VerificationError
-from graph_trainer.planner.comparison import comparison, save, show
+from graph_trainer.planner.comparison import comparison, save, table
+from graph_trainer.planner.console import print_table
 from graph_trainer.planner.fake_run import FakeRun
 from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of, first_difference
 from graph_trainer.planner.plan import make_plan
@@ -483,7 +484,7 @@ def test_the_table_tells_predicted_measured_and_ratio(plan, tmp_path, capsys):
     # what was issued and not planned is told
     assert (rows["all_to_all_single"].predicted, rows["all_to_all_single"].measured) == (0, 1)
     assert rows["peak memory"].measured is None and "not measured" in rows["peak memory"].how
-    show(found)
+    print_table(table(found))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
     assert any("all_gather_into_tensor" in line and "1.000" in line for line in lines)

@@ -7,8 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from graph_trainer.cli.console import WIDTH, report_table, show_report
 from graph_trainer.core.passes.report import PassReport, Report
+from graph_trainer.planner.console import WIDTH, report_table
+from graph_trainer.planner.planned_run import ReportedRun
 
 _GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
 _BIG = PassReport("capture", 1.0, 60_000, _GATHERS, 900 * 1024**3, 90 * 1024**3)
@@ -31,6 +32,8 @@ def test_the_largest_graphs_fit_a_hundred_columns() -> None:
     assert "…" not in text
 
 
-def test_it_is_printed_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
-    show_report(Report([_BIG]))
+def test_rank_0_prints_it_for_logs(capsys: pytest.CaptureFixture[str]) -> None:
+    ReportedRun(rank=0).graph_reported(Report([_BIG]))
     assert "What each pass did to the joint graph" in capsys.readouterr().out
+    ReportedRun(rank=1).graph_reported(Report([_BIG]))
+    assert not capsys.readouterr().out

@@ -1,0 +1,46 @@
+"""What watches a run: the trainer calls it and knows nothing of what it does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.passes.report import Report
+
+
+class RunObserver:
+    """Watches one rank of a run; `GraphTrainer.observe` takes it.
+
+    The methods do nothing. An observer overrides those that it needs, and what one of them
+    raises ends the run.
+    """
+
+    def graph_reported(self, report: Report) -> None:
+        """Receive what the passes did to a new graph, of training or validation."""
+
+    def first_graph(self, joint: JointGraph) -> None:
+        """Receive the first graph of the train step, its passes run, before it communicates.
+
+        An error on one rank ends the step on all ranks.
+        """
+
+    def step(self) -> AbstractContextManager[None]:
+        """Return the context that a whole train step runs in."""
+        return contextlib.nullcontext()
+
+    def microbatch(self) -> AbstractContextManager[None]:
+        """Return the context that forward and backward of one microbatch run in."""
+        return contextlib.nullcontext()
+
+    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Receive the parameters after a microbatch has added its gradients to `.grad`."""
+
+    def finished(
+        self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Receive the parameters and optimizers after the last step of a run without error."""
