@@ -20,6 +20,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
 
 from torchtitan.distributed import utils as dist_utils  # isort: skip
@@ -59,7 +60,7 @@ class Variant:
             from benchmarks.peer import config_of_peer
 
             config = config_of_peer(config)
-        self.trainer = config.build()
+        self.trainer = GraphTrainer(config)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._parts: Counter[str] = Counter()
         self._around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

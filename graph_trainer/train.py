@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 MAX_RESTARTS = "MAX_RESTARTS"
 """The variable that says how often torchrun may start all ranks anew after one has failed."""
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torchtitan.tools.logging import init_logger
 
     from graph_trainer.planner.planned_run import observer_of
+    from graph_trainer.titan.trainer import GraphTrainer
 
     init_logger()
     structured_logger.init_structured_logger(
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         output_dir=config.dump_folder,
         enable=config.debug.enable_structured_logging,
     )
-    trainer = config.build()
+    trainer = GraphTrainer(config)
     trainer.observe(observer_of(trainer, plan))
     try:
         if config.checkpoint.create_seed_checkpoint:
@@ -71,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def restarts(config: GraphTrainer.Config) -> int:
+def restarts(config: GraphTrainerConfig) -> int:
     """How often the launcher may start the ranks anew: MAX_RESTARTS in the environment, or 0.
 
     Raises:

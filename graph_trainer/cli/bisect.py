@@ -17,7 +17,7 @@ from graph_trainer.core.bisect.verdict import Verdict
 from graph_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 HELP = """\
 usage: graph-trainer bisect-passes [--module MODULE] [--config NAME_OR_FILE] [--section.key VALUE]
@@ -93,7 +93,7 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
     return 0 if verdict.culprit is None else 1
 
 
-def _check_mode(config: GraphTrainer.Config) -> None:
+def _check_mode(config: GraphTrainerConfig) -> None:
     if config.compile.mode != "aot_fx_trace":
         raise ConfigError(
             f"compile.mode is '{config.compile.mode}': there is no captured step whose passes "

@@ -45,13 +45,14 @@ def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) ->
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.step_inputs import loss_of_batch
     from graph_trainer.titan.step_inputs import passes_of as config_passes
+    from graph_trainer.titan.trainer import GraphTrainer
 
     config = load_config(argv)
     import torch.distributed as dist
     from torchtitan.tools.logging import init_logger, logger
 
     init_logger()
-    trainer = config.build()
+    trainer = GraphTrainer(config)
 
     def step(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise _Examined(

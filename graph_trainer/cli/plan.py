@@ -31,15 +31,15 @@ from graph_trainer.planner.text import report
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.validate import (
     check_config,
     wanted_ranks,
     world_size_from_environment,
 )
-from graph_trainer.titan.trainer import GraphTrainer
 
-PlanOf = Callable[[GraphTrainer.Config], Plan]
+PlanOf = Callable[[GraphTrainerConfig], Plan]
 
 _DESCRIPTION = """\
 Say what a run will communicate, need in memory and take in time, without a GPU: the train step is
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
 
-    def load(more: Sequence[str]) -> GraphTrainer.Config:
+    def load(more: Sequence[str]) -> GraphTrainerConfig:
         return load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
 
     plan_of = partial(
@@ -166,7 +166,7 @@ _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
 
 
 def _verify_order(
-    flags: argparse.Namespace, config: GraphTrainer.Config, world_size: int, device: str
+    flags: argparse.Namespace, config: GraphTrainerConfig, world_size: int, device: str
 ) -> int:
     with progress("order") as say:
         proof = verify_order(

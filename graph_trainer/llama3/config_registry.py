@@ -1,24 +1,20 @@
-"""The entries that a config's `base` can name: the Llama 3 sizes torchtitan knows."""
-
-from typing import TYPE_CHECKING
+"""The entries that a config's `base` can name: the Llama 3 sizes that torchtitan knows."""
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.models.llama3 import config_registry as torchtitan_registry
 from torchtitan.models.llama3 import model_registry
 
 from graph_trainer.titan.config.convert import to_graph_trainer_config
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.trainer import GraphTrainer
 
 
-def llama3_debugmodel() -> "GraphTrainer.Config":
+def llama3_debugmodel() -> GraphTrainer.Config:
     """Six small layers that train on a laptop."""
     config = torchtitan_registry.llama3_debugmodel()
     return to_graph_trainer_config(config, activation_checkpoint=None)
 
 
-def llama3_1b() -> "GraphTrainer.Config":
+def llama3_1b() -> GraphTrainer.Config:
     """Llama 3.2 1B: output head and embedding share one weight."""
     # torchtitan has the model but no trainer config for it; the 8B one's fits.
     config = torchtitan_registry.llama3_8b()
@@ -27,17 +23,17 @@ def llama3_1b() -> "GraphTrainer.Config":
     return to_graph_trainer_config(config)
 
 
-def llama3_8b() -> "GraphTrainer.Config":
+def llama3_8b() -> GraphTrainer.Config:
     """Llama 3.1 8B."""
     return to_graph_trainer_config(torchtitan_registry.llama3_8b())
 
 
-def llama3_70b() -> "GraphTrainer.Config":
+def llama3_70b() -> GraphTrainer.Config:
     """Llama 3.1 70B."""
     return to_graph_trainer_config(torchtitan_registry.llama3_70b())
 
 
-def llama3_405b() -> "GraphTrainer.Config":
+def llama3_405b() -> GraphTrainer.Config:
     """Llama 3.1 405B, in bfloat16."""
     # torchtitan's own entry asks for float8 linear layers, which need torchao already to
     # be named. This is the 70B entry with the 405B model and its training values.

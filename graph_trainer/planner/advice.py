@@ -14,9 +14,9 @@ from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.plan import Advice, OnProgress, Plan, make_plan
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
-LoadConfig = Callable[[Sequence[str]], "GraphTrainer.Config"]
+LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ _Place = tuple[Phase | None, str, str, str, int]
 """Phase, which layer, module, op and how many like it came before: the same node at any depth."""
 
 
-def estimate(config: GraphTrainer.Config, plan: Plan) -> _Estimate:
+def estimate(config: GraphTrainerConfig, plan: Plan) -> _Estimate:
     """What a config needs and does, from lines through two depths of its model.
 
     What is alive at a node of the first or the last layer, or outside the layers, grows
@@ -108,7 +108,7 @@ def _memory_by_place(plan: Plan) -> dict[_Place, int]:
     return found
 
 
-def _planned(config: GraphTrainer.Config, plan: Plan, layers: int) -> Plan:
+def _planned(config: GraphTrainerConfig, plan: Plan, layers: int) -> Plan:
     """The plan of the first layers of a model; of all where it has no list of layers."""
     spec = config.model_spec
     assert spec is not None

@@ -18,7 +18,7 @@ from graph_trainer.planner.text import unit_of
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 SCHEMA = "graph_trainer.plan.comparison/1"
 
@@ -91,8 +91,8 @@ def _flag(key: str, value: str) -> tuple[str, ...]:
 
 def compare(
     wanted: Sequence[Setting],
-    load: Callable[[Sequence[str]], GraphTrainer.Config],
-    plan: Callable[[GraphTrainer.Config], Plan],
+    load: Callable[[Sequence[str]], GraphTrainerConfig],
+    plan: Callable[[GraphTrainerConfig], Plan],
     on_progress: OnProgress,
 ) -> list[Compared]:
     """Plan every combination, those that fit first and the fastest of them first.
@@ -105,7 +105,7 @@ def compare(
     Raises:
         ConfigError: a key or a value that no combination can have.
     """
-    configs: list[tuple[Values, GraphTrainer.Config | ConfigError]] = []
+    configs: list[tuple[Values, GraphTrainerConfig | ConfigError]] = []
     for values in combinations(wanted):
         try:
             configs.append((values, load(flags_of(values))))

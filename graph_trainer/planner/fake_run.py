@@ -20,7 +20,7 @@ from torchtitan.distributed import ParallelDims, utils as dist_utils  # isort: s
 from torchtitan.tools import utils  # isort: skip
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 class FakeRun:
@@ -36,7 +36,7 @@ class FakeRun:
     """
 
     def __init__(
-        self, config: GraphTrainer.Config, world_size: int, rank: int = 0, device: str = "cuda"
+        self, config: GraphTrainerConfig, world_size: int, rank: int = 0, device: str = "cuda"
     ) -> None:
         assert config.model_spec is not None
         if dist.is_initialized():

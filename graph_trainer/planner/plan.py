@@ -22,7 +22,7 @@ from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 OnProgress = Callable[[str], None]
 
@@ -47,7 +47,7 @@ class Advice:
 class Plan:
     """What one rank of a run will need and do."""
 
-    config: GraphTrainer.Config
+    config: GraphTrainerConfig
     hardware: Hardware
     world_size: int
     rank: int
@@ -107,7 +107,7 @@ class Plan:
 
 
 def make_plan(
-    config: GraphTrainer.Config,
+    config: GraphTrainerConfig,
     world_size: int,
     hardware: Hardware,
     *,

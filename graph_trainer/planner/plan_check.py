@@ -22,7 +22,7 @@ from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.validate import world_size_from_environment
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 FLAG = "--plan"
 _CAUSES_SHOWN = 8
@@ -94,7 +94,7 @@ class HeldTo:
 
 def held_to(
     words: Sequence[str], *, world_size: int | None = None
-) -> tuple[GraphTrainer.Config, HeldTo | None]:
+) -> tuple[GraphTrainerConfig, HeldTo | None]:
     """The checked config of a command line, and the plan that its --plan names.
 
     Without --config the plan's own config takes the place of the default; flags override it.
@@ -150,7 +150,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
     return rest, path
 
 
-def pass_names(config: GraphTrainer.Config) -> list[str]:
+def pass_names(config: GraphTrainerConfig) -> list[str]:
     """The passes that a config asks for, in order."""
     policy = config.parallelism.fsdp_reshard_after_forward
     return [
@@ -159,7 +159,7 @@ def pass_names(config: GraphTrainer.Config) -> list[str]:
 
 
 def differences_to(
-    plan: SavedPlan, config: GraphTrainer.Config
+    plan: SavedPlan, config: GraphTrainerConfig
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """How this run's config and versions differ from the plan's."""
     now = tomli.loads(config_to_toml(config))
@@ -233,7 +233,7 @@ def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
-def _check_mode(path: Path, config: GraphTrainer.Config) -> None:
+def _check_mode(path: Path, config: GraphTrainerConfig) -> None:
     if config.compile.mode != "aot_fx_trace":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
@@ -241,7 +241,7 @@ def _check_mode(path: Path, config: GraphTrainer.Config) -> None:
         )
 
 
-def _check_passes(path: Path, plan: SavedPlan, config: GraphTrainer.Config) -> None:
+def _check_passes(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:
     names = pass_names(config)
     if names != list(plan.passes):
         raise ConfigError(

@@ -23,7 +23,7 @@ from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.fake_run import FakeRun
 
 if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 MOST_CLASSES = 27
 """Three coordinates (first, last, any other) along each of three axes. First and last are only
@@ -51,7 +51,7 @@ class _Laid:
 
 
 def verify_order(
-    config: GraphTrainer.Config,
+    config: GraphTrainerConfig,
     world_size: int,
     *,
     all_ranks: bool = False,
@@ -145,7 +145,7 @@ def _laid(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Laid:
 
 
 def _capture(
-    config: GraphTrainer.Config,
+    config: GraphTrainerConfig,
     world_size: int,
     rank: int,
     device: str,

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torchtitan.config import TORCH_DTYPE_MAP, ParallelismConfig, TrainingConfig
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.tools.logging import logger
@@ -19,7 +19,6 @@ from graph_trainer.core.sharding.simple_fsdp import (
     simple_fsdp,
 )
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.run_config import GraphCompileConfig
 
 
 def parallelize_decoder(
@@ -28,7 +27,7 @@ def parallelize_decoder(
     parallel_dims: ParallelDims,
     training: TrainingConfig,
     parallelism: ParallelismConfig,
-    compile_config: GraphCompileConfig,
+    compile_config: CompileConfig,
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
 ) -> nn.Module:

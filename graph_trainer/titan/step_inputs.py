@@ -10,13 +10,11 @@ from torch import nn
 
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
 from graph_trainer.titan.training_state_memory import held_by
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
-
-    from graph_trainer.titan.trainer import GraphTrainer
 
 
 def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
@@ -51,7 +49,7 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def passes_of(config: GraphTrainer.Config, parallel_dims: ParallelDims, device: str) -> PassConfig:
+def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: str) -> PassConfig:
     """Which passes the config asks for, and how.
 
     Arguments:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
-import tyro
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -22,7 +20,7 @@ from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
-from graph_trainer.titan.config.run_config import GraphCompileConfig
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.nonfinite_guard import LossGuard
 from graph_trainer.titan.observer import RunObserver
@@ -47,19 +45,10 @@ class GraphTrainer(Trainer):
     reference for numbers.
     """
 
-    @dataclass(kw_only=True, slots=True)
-    class Config(Trainer.Config):
-        """torchtitan's config with graph_trainer's own [compile] section."""
+    # torchtitan's launcher calls config.build(), which makes the class that names its config here.
+    Config: TypeAlias = GraphTrainerConfig
 
-        compile: GraphCompileConfig = field(default_factory=GraphCompileConfig)
-
-        module: Annotated[str, tyro.conf.Suppress] = ""
-        """The module whose config_registry `base` is looked up in."""
-
-        base: Annotated[str, tyro.conf.Suppress] = ""
-        """The registry entry this config began as."""
-
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: GraphTrainerConfig) -> None:
         checked = copy.copy(config)  # what is saved as config.toml stays as it was given
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
         super().__init__(checked)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, tensors_of
 from graph_trainer.core.passes.memory_limit import Held, HeldBytes
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 # Tensors of the parameter's size that an optimizer keeps.
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
-def held_by(config: GraphTrainer.Config, data_parallel_degree: int, device: str) -> HeldBytes:
+def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) -> HeldBytes:
     """What this run holds during a step, as a function of the captured graph.
 
     Arguments:
@@ -38,13 +35,13 @@ def held_by(config: GraphTrainer.Config, data_parallel_degree: int, device: str)
     return held
 
 
-def microbatches(config: GraphTrainer.Config, data_parallel_degree: int) -> int:
+def microbatches(config: GraphTrainerConfig, data_parallel_degree: int) -> int:
     """How often the graph runs in a step."""
     training = config.training
     return max(1, training.global_batch_size // (training.local_batch_size * data_parallel_degree))
 
 
-def optimizer_bytes(joint: JointGraph, config: GraphTrainer.Config) -> int:
+def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:
     """Bytes of optimizer state on this rank, from the second step on.
 
     A parameter belongs to the first group whose pattern is found in its name; one that no

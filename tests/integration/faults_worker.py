@@ -51,7 +51,7 @@ def run(folder: Path, *flags: str, change: Change = lambda trainer: None) -> dic
     said = Lines()
     logger.addHandler(said)
     config = load_config([*FLAGS, "--dump_folder", str(folder), *flags])
-    trainer: GraphTrainer = config.build()
+    trainer: GraphTrainer = GraphTrainer(config)
     change(trainer)
     start = time.monotonic()
     error = ""

@@ -26,7 +26,7 @@ FLAGS = [
 def train(folder: Path, *flags: str) -> dict[str, Any]:
     """Train to the end and tell what came of it."""
     config = load_config([*FLAGS, "--dump_folder", str(folder), *flags])
-    trainer: GraphTrainer = config.build()
+    trainer: GraphTrainer = GraphTrainer(config)
     validated: list[float] = []
     log_validation = trainer.metrics_processor.log_validation
 

@@ -169,7 +169,7 @@ def run_llama(flags: list[str], folder: Path, *, mode: str, chunked: bool) -> di
     config = load_config([*_LLAMA, *flags, "--compile.mode", mode, "--dump_folder", str(folder)])
     if chunked:
         config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
-    trainer: GraphTrainer = config.build()
+    trainer: GraphTrainer = GraphTrainer(config)
     (model,) = trainer.model_parts
     if chunked:
         trainer.loss_fn.attach(model)

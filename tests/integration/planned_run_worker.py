@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from graph_trainer.planner.plan_check import held_to
 from graph_trainer.planner.planned_run import observer_of
+from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave, run
 from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import report
@@ -43,7 +44,7 @@ def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> di
 def counted(folder: Path) -> dict[str, Any]:
     """A step of the planned run, as the process groups themselves tell the profiler."""
     config, plan = held_to(words(folder, "plan.json", "counted", "--training.steps", "1"))
-    trainer = config.build()
+    trainer = GraphTrainer(config)
     trainer.observe(observer_of(trainer, plan))
     step, issued = trainer._captured_step, {}
 

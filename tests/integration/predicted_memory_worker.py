@@ -32,6 +32,7 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.titan.training_state_memory import held_by
@@ -48,7 +49,7 @@ LEFT_BYTES = 4096
 """What a step may leave allocated: learning rates and metrics, a few bytes each."""
 
 
-def make_wide(config: GraphTrainer.Config) -> None:
+def make_wide(config: GraphTrainerConfig) -> None:
     """Two layers of the debug model with feed-forwards eight times as wide."""
     model = config.model_spec.model
     model.layers = model.layers[:2]
@@ -80,7 +81,7 @@ class Measured:
         config = load_config(arguments(COMMON | flags | {"dump_folder": folder}))
         if model == "wide":
             make_wide(config)
-        self.trainer: GraphTrainer = config.build()
+        self.trainer: GraphTrainer = GraphTrainer(config)
         self._batches = self.trainer.batch_generator(self.trainer.dataloader)
         self.trainer.take_step_with(self._capture)
         self._step()  # which makes the optimizer's state

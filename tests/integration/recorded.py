@@ -36,7 +36,7 @@ class Recorded:
     def __init__(self, flags: Flags, folder: Path) -> None:
         on_cuda = _ON_CUDA if torch.accelerator.is_available() else {}
         words = arguments(COMMON | on_cuda | flags | {"dump_folder": folder})
-        self.trainer: GraphTrainer = load_config(words).build()
+        self.trainer: GraphTrainer = GraphTrainer(load_config(words))
         self.losses: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.validated: list[float] = []

@@ -45,7 +45,7 @@ def run(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     if "chunked" in name:
         config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
-    trainer: GraphTrainer = config.build()
+    trainer: GraphTrainer = GraphTrainer(config)
     (model,) = trainer.model_parts
     validated: list[float] = []
     trainer.metrics_processor.log_validation = lambda *, loss, step: validated.append(loss)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.errors import ConfigError
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
 
 
-def check_hardware(config: GraphTrainer.Config) -> None:
+def check_hardware(config: GraphTrainerConfig) -> None:
     """Find out before any process group is made what the pass would find out after the capture.
 
     Raises:
         ConfigError: a pass decides by simulation, and `compile.hardware` is unset.
     """
     from graph_trainer.core.passes.pipeline import resolve_passes
-    from graph_trainer.titan.config.run_config import pass_config
 
     compile_config = config.compile
     if compile_config.mode == "eager" or compile_config.hardware is not None:

@@ -2,8 +2,9 @@
 
 import copy
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
@@ -12,11 +13,13 @@ from torchtitan.models.common.attention import (
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.parallelize import parallelize_decoder
 
 
-def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> "GraphTrainer.Config":
+def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrainerConfig:
     """A torchtitan trainer config as a graph_trainer config of the same model and run.
 
     The model is sharded by graph_trainer's `parallelize_decoder`, its attention is
@@ -28,18 +31,12 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> "GraphTra
     Arguments:
         config: the result of a function in a torchtitan `config_registry`. It stays as
             it is.
-        changes: fields of GraphTrainer.Config to set on top.
+        changes: fields of GraphTrainerConfig to set on top.
 
     Example:
         def qwen3_debugmodel():
             return to_graph_trainer_config(config_registry.qwen3_debugmodel())
     """
-    from torchtitan.components.loss import CrossEntropyLoss
-
-    from graph_trainer.titan.data.loader import TextDataLoader
-    from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-    from graph_trainer.titan.trainer import GraphTrainer
-
     if config.model_spec is None:
         raise ValueError("the trainer config has no model_spec, so there is no model to convert")
     values = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
@@ -58,12 +55,10 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> "GraphTra
             global_vocab_size=getattr(config.model_spec.model, "vocab_size", None)
         ),
     }
-    return GraphTrainer.Config(**(values | changes))
+    return GraphTrainerConfig(**(values | changes))
 
 
 def _model_spec(spec: ModelSpec) -> ModelSpec:
-    from graph_trainer.titan.parallelize import parallelize_decoder
-
     # Copied, because a registry may hand out one object again and again.
     model = copy.deepcopy(spec.model)
     for other in (FlexAttention.Config, VarlenAttention.Config):

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.flags import flag_keys, parse_flags, split_flags
 from graph_trainer.titan.config.merge import apply_table, canonical
 from graph_trainer.titan.config.messages import COMMAND_LINE, Origin, join_or, show
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import (
     DEFAULT_CONFIG,
     DEFAULT_MODULE,
@@ -20,9 +21,6 @@ from graph_trainer.titan.config.sources import (
 )
 from graph_trainer.titan.config.validate import check_config, world_size_from_environment
 
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
-
 
 def load_config(
     argv: Sequence[str],
@@ -30,7 +28,7 @@ def load_config(
     world_size: int | None = None,
     prog: str = "graph-trainer train",
     default: tuple[str, Mapping[str, Any]] | None = None,
-) -> "GraphTrainer.Config":
+) -> GraphTrainerConfig:
     """The checked config of a command line.
 
     Arguments:

@@ -1,10 +1,11 @@
 """The sections of the config that are graph_trainer's own."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 from torchtitan.config import CompileConfig
+from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
@@ -99,6 +100,23 @@ class GraphCompileConfig(CompileConfig):
     enable: Annotated[bool, tyro.conf.Suppress] = False
     enable_async_tensor_parallel: Annotated[bool, tyro.conf.Suppress] = False
     components: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, slots=True)
+class GraphTrainerConfig(Trainer.Config):
+    """torchtitan's trainer config with graph_trainer's own [compile] section."""
+
+    # GraphTrainer sets this when it is imported. Without the line, `build` would make
+    # torchtitan's own trainer until then.
+    _owner: ClassVar[type | None] = None
+
+    compile: GraphCompileConfig = field(default_factory=GraphCompileConfig)
+
+    module: Annotated[str, tyro.conf.Suppress] = ""
+    """The module whose config_registry `base` is looked up in."""
+
+    base: Annotated[str, tyro.conf.Suppress] = ""
+    """The registry entry that this config began as."""
 
 
 class PassSection(NamedTuple):

@@ -18,7 +18,7 @@ from graph_trainer.titan.config.fields import (
     section_classes,
 )
 from graph_trainer.titan.config.merge import UNSET
-from graph_trainer.titan.config.run_config import GraphCompileConfig
+from graph_trainer.titan.config.run_config import GraphCompileConfig, GraphTrainerConfig
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
     known_modules,
@@ -38,10 +38,8 @@ def toml_schema() -> _Schema:
     keys `base`, `module`, `type` and `unset`, each with its documentation. Checks that need
     two keys or the number of ranks stay with the loader.
     """
-    from graph_trainer.titan.trainer import GraphTrainer
-
     writer = _Writer()
-    top = writer.table(GraphTrainer.Config)
+    top = writer.table(GraphTrainerConfig)
     top["properties"] = {
         "base": {
             "type": "string",

@@ -30,7 +30,7 @@ def config_to_toml(config: Any) -> str:
     the registry entry set), which a comment lists.
 
     Arguments:
-        config: a GraphTrainer.Config as `load_config` returns it.
+        config: a GraphTrainerConfig as `load_config` returns it.
     """
     left_out: list[str] = []
     table: dict[str, Any] = {k: getattr(config, k) for k in ("module", "base")}
@@ -45,7 +45,7 @@ def save_resolved_config(config: Any, folder: str | Path) -> Path:
     """Write the config to `folder`/config.toml, which `--config` takes back.
 
     Arguments:
-        config: a GraphTrainer.Config as `load_config` returns it.
+        config: a GraphTrainerConfig as `load_config` returns it.
         folder: the run's output folder; made if it is not there.
     Returns:
         The file's path.

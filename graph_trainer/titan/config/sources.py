@@ -14,7 +14,9 @@ from typing import Any
 import tomli
 
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.convert import to_graph_trainer_config
 from graph_trainer.titan.config.messages import did_you_mean, join_or, show
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
@@ -121,16 +123,13 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
 
 
 def registry_entry(module_name: str, base: str, where: str) -> Any:
-    """The GraphTrainer.Config of the registry function `base`, with both names set.
+    """The GraphTrainerConfig of the registry function `base`, with both names set.
 
     Arguments:
         where: who names it, for the error message.
     Raises:
         ConfigError: an unknown module or function.
     """
-    from graph_trainer.titan.config.convert import to_graph_trainer_config
-    from graph_trainer.titan.trainer import GraphTrainer
-
     module = registry_module(module_name)
     functions = registry_functions(module)
     if base not in functions:
@@ -139,7 +138,7 @@ def registry_entry(module_name: str, base: str, where: str) -> Any:
             f"{did_you_mean(base, functions)}Write {join_or(show(f) for f in functions)}."
         )
     config = functions[base]()
-    if not isinstance(config, GraphTrainer.Config):
+    if not isinstance(config, GraphTrainerConfig):
         config = to_graph_trainer_config(config)
     config.module = module.__name__.removesuffix(".config_registry")
     config.base = base

@@ -4,15 +4,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.check_optimizer import check_optimizer
 from graph_trainer.titan.config.check_passes import check_passes
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 _Rule = tuple[str, Callable[[Any], bool], str, str]
 
@@ -168,7 +166,7 @@ def world_size_from_environment() -> int | None:
     return int(value)
 
 
-def wanted_ranks(config: "GraphTrainer.Config") -> int:
+def wanted_ranks(config: GraphTrainerConfig) -> int:
     """How many ranks a config is for on a machine that does not say: without GPUs, that is.
 
     What its degrees of parallelism multiply to; where they leave the number of shards open,
@@ -181,7 +179,7 @@ def wanted_ranks(config: "GraphTrainer.Config") -> int:
 
 
 def check_config(
-    config: "GraphTrainer.Config", world_size: int | None, *, origin: Origin | None = None
+    config: GraphTrainerConfig, world_size: int | None, *, origin: Origin | None = None
 ) -> None:
     """Refuse a config that cannot train, before any process group is created.
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.convert import to_graph_trainer_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
 from graph_trainer.titan.config.sources import config_folders, find_config
 from graph_trainer.titan.config.validate import check_config
-from graph_trainer.titan.trainer import GraphTrainer
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
@@ -50,7 +49,7 @@ def test_every_config_is_a_model_graph_trainer_can_shard(size):
 
     config = load_config(["--config", size])
     spec = config.model_spec
-    assert type(config) is GraphTrainer.Config
+    assert type(config) is GraphTrainerConfig
     assert config.base == f"llama3_{size}"
     assert spec.flavor.lower() == size
     assert spec.parallelize_fn is parallelize_decoder
@@ -181,7 +180,7 @@ def test_another_type_starts_from_its_own_defaults_and_the_same_one_merges(tmp_p
 def test_a_registry_function_without_a_file_is_a_config(tmp_path, monkeypatch):
     """A model of one's own needs a registry module, and torchtitan's are ones already."""
     config = load_config(["--module", "torchtitan.models.llama3", "--config", "llama3_debugmodel"])
-    assert type(config) is GraphTrainer.Config
+    assert type(config) is GraphTrainerConfig
     assert (config.module, config.base) == ("torchtitan.models.llama3", "llama3_debugmodel")
     again = reload(config, tmp_path)
     assert without_model(again) == without_model(config)
