@@ -6,15 +6,13 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graph_trainer.core.graph.joint_graph import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.plan import Advice, OnProgress, Plan, make_plan
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
 
