@@ -23,7 +23,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-GIB = 1024**3
+from graph_trainer.core.units import GIB
+
 LEAST_MEMORY = 4 * GIB
 """Two ranks of the debug model take half of it."""
 LEAST_SHARED_MEMORY = GIB

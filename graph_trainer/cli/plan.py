@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,6 +15,7 @@ from rich.console import Group, RenderableType
 
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.advice import LoadConfig, advise
 from graph_trainer.planner.compare import compare, comparison_document, comparison_table, settings
@@ -141,9 +141,8 @@ def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
         flag = word.partition("=")[0]
         if "." in flag or not flag.startswith("--") or flag in ("--module", "--config"):
             continue
-        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.75)
-        if near:
-            raise ConfigError(f"command line: there is no {flag}; did you mean {near[0]}?")
+        if hint := did_you_mean(flag, own, "; did you mean {}?", cutoff=0.75):
+            raise ConfigError(f"command line: there is no {flag}{hint}")
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:

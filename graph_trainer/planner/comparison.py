@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.run_metrics import WARM_UP, WATCHED_STEP, Measured
@@ -16,8 +17,6 @@ from graph_trainer.planner.saved_plan import SavedPlan
 
 SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
-_MIB = 1024**2
-_GIB = 1024**3
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,5 +140,6 @@ def _text(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
-        return f"{value / _GIB:,.2f} GiB" if value >= _GIB else f"{value / _MIB:,.2f} MiB"
+        name, size = unit_of(value)
+        return f"{value / size:,.2f} {name}"
     return f"{value:,.4f} s" if unit == "seconds" else f"{value:,.0f}"

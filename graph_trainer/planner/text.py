@@ -15,11 +15,11 @@ from graph_trainer.core.graph.joint_graph import owner_of, parameters_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.units import unit_of
 from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan
 
-MIB, GIB = 1024**2, 1024**3
 _OWNERS_SHOWN = 8
 _WAITS_SHOWN = 5
 
@@ -76,11 +76,6 @@ def _decided_for(plan: Plan) -> str:
         f"Passes that decide by simulation do so for {named}, as compile.hardware says; what they "
         f"made is simulated on {plan.hardware.name}.\n"
     )
-
-
-def unit_of(num_bytes: int) -> tuple[str, int]:
-    """The unit in which a number of bytes reads well, and its bytes."""
-    return ("GiB", GIB) if num_bytes >= GIB else ("MiB", MIB)
 
 
 def ledger_table(rows: list[LedgerRow]) -> Table:

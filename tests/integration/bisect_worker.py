@@ -23,8 +23,8 @@ from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.bisect.search import bisect_passes
 from graph_trainer.core.graph.joint_graph import copy_annotations, module_of
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.memory_limit import GIB
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.units import GIB
 from graph_trainer.train import leave
 from tests.unit.graphs import Decoder, aten, hungry, mean_square
 

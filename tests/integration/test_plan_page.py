@@ -20,6 +20,7 @@ import pytest
 
 from graph_trainer.core.graph.joint_graph import annotate_node, annotation, parameter_of
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.slices import WAITS, Slice, slices, tracks
@@ -27,7 +28,6 @@ from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser
 
 HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
-MIB = 2**20
 MOST_BYTES = 15e6
 
 

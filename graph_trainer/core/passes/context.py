@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.memory_limit import GIB, Agree, HeldBytes, alone, nothing_held
+from graph_trainer.core.passes.memory_limit import Agree, HeldBytes, alone, nothing_held
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import PassError
 
 KEY = "compile.hardware"

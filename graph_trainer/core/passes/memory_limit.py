@@ -8,9 +8,9 @@ from typing import NamedTuple
 from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
 
-GIB = 1024**3
 KEY = "compile.memory_limit_gib"
 
 
@@ -149,8 +149,3 @@ def remedies(at_peak: dict[Category, int], *, reshards: bool = False) -> list[st
     concerned.sort(key=lambda entry: -entry[0])
     least = sum(at_peak.values()) / 1000  # what concerns less is no help
     return [f"{text} ({gib(size)} GiB)" for size, text in concerned if size > least]
-
-
-def gib(size: int) -> str:
-    """Bytes as GiB for a person: three digits that count, small numbers too."""
-    return f"{size / GIB:,.3g}" if size < GIB else f"{size / GIB:,.2f}"

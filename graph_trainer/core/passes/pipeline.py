@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,7 +26,6 @@ from graph_trainer.core.passes.memory_limit import (
     Budget,
     HeldBytes,
     alone,
-    gib,
     nothing_held,
 )
 from graph_trainer.core.passes.normalize_views import normalize_views
@@ -42,6 +40,8 @@ from graph_trainer.core.passes.tag_fsdp_unshards import (
 )
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.units import gib
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
 
 # In the order in which they run; the list "default" has those that say so.
@@ -285,8 +285,7 @@ def _joined(selected: list[Pass], known: Mapping[str, Pass]) -> list[Pass]:
 def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     if name in known:
         return known[name]
-    near = difflib.get_close_matches(name, [*known, "default"], n=1)
-    hint = f"; did you mean '{near[0]}'?" if near else "."
+    hint = did_you_mean(name, [*known, "default"], otherwise=".")
     raise PassError(f"{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}")
 
 

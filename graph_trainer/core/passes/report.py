@@ -20,8 +20,7 @@ from graph_trainer.core.graph.joint_graph import (
     value_of,
 )
 from graph_trainer.core.graph.ops import collective_name, is_collective
-
-_MIB = 1024**2
+from graph_trainer.core.units import MIB
 
 HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
 """What `Report.cells` gives: parameter and other all-gathers by phase, reductions of both
@@ -170,8 +169,8 @@ def _cells(row: PassReport, before: PassReport | None) -> list[str]:
         (lambda r: gathers(r, Phase.FORWARD, Phase.LOSS), 0),
         (lambda r: gathers(r, Phase.BACKWARD), 0),
         (reductions, 0),
-        (lambda r: r.collective_bytes / _MIB, 1),
-        (lambda r: r.peak_bytes / _MIB, 1),
+        (lambda r: r.collective_bytes / MIB, 1),
+        (lambda r: r.peak_bytes / MIB, 1),
     )
     cells = [cell(read(row), old(read), digits) for read, digits in readings]
     return [*cells, f"{row.seconds:.2f}"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket, unshard_chains
 from graph_trainer.core.graph.joint_graph import JointGraph, recompute_policy, set_recompute_policy
 from graph_trainer.core.passes.base import Stage, graph_pass
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
 
 ReshardAfterForward = Literal["default", "always", "never"]
@@ -31,8 +31,7 @@ class TagFsdpUnshardsOptions:
     def __post_init__(self) -> None:
         policy, known = self.reshard_after_forward, get_args(ReshardAfterForward)
         if policy not in known:
-            near = difflib.get_close_matches(str(policy), known, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
             raise PassError(
                 f"reshard_after_forward is {policy!r}{hint}; it must be one of {', '.join(known)}"
             )

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 
 from graph_trainer.core.analysis.memory import Category, LiveStorage, Memory
+from graph_trainer.core.units import MIB
 
 # Sizes and rules of c10/cuda/CUDACachingAllocator with expandable segments, which torchtitan's
 # run_train.sh and ours turn on: blocks are multiples of 512 bytes; up to 1 MiB they come from a
@@ -14,9 +15,9 @@ from graph_trainer.core.analysis.memory import Category, LiveStorage, Memory
 # is large enough is taken and split, neighbours that are free are one block, and a segment grows
 # at its end. (PyTorch 2.13, docs "CUDA semantics: Memory management".)
 _ROUND = 512
-_SMALL = 1024**2
-_SMALL_PAGE = 2 * 1024**2
-_LARGE_PAGE = 20 * 1024**2
+_SMALL = MIB
+_SMALL_PAGE = 2 * MIB
+_LARGE_PAGE = 20 * MIB
 
 Pool = str
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.toml_file import read_toml
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 
 _FOLDERS = (
@@ -80,7 +81,7 @@ class Hardware:
     @property
     def usable_bytes(self) -> int:
         """Bytes that a training step may allocate."""
-        return int((self.memory_gib - self.memory_reserved_gib) * 1024**3)
+        return int((self.memory_gib - self.memory_reserved_gib) * GIB)
 
 
 def known_hardware() -> dict[str, Path]:
@@ -104,8 +105,7 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
         return read_hardware(path, key)
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    hint = did_you_mean(name, known, "did you mean '{}'? ")
     raise ConfigError(
         f"{key} {name}: there is no such profile; {hint}Known profiles: {', '.join(known)}; "
         "a file of your own is named by a path that ends in .toml"
@@ -118,17 +118,12 @@ def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
     Raises:
         ConfigError: with the file, the key and what is wrong.
     """
-    try:
-        table = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ConfigError(f"{key} {path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key} {path}: not TOML: {error}") from error
+    table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
     for entry in table:
         if entry not in names:
-            near = difflib.get_close_matches(entry, names, n=1)
-            hint = f"did you mean '{near[0]}'?" if near else f"known keys: {', '.join(names)}"
+            known = f"known keys: {', '.join(names)}"
+            hint = did_you_mean(entry, names, "did you mean '{}'?", known)
             raise ConfigError(f"{key} {path}: unknown key '{entry}': {hint}")
     missing = [entry for entry in names if entry not in table]
     if missing:
@@ -175,8 +170,8 @@ def _check(file: str, key: str, value: Any) -> None:
             raise ConfigError(f"{where}: a table of FLOP/s by dtype, float32 among them")
         for dtype, number in value.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
-                near = difflib.get_close_matches(dtype, _DTYPES, n=1, cutoff=0.3)
-                hint = f"; did you mean {near[0]}?" if near else f": {', '.join(_DTYPES)}"
+                known = f": {', '.join(_DTYPES)}"
+                hint = did_you_mean(dtype, _DTYPES, "; did you mean {}?", known, cutoff=0.3)
                 raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
             _check(file, f"peak_flops.{dtype}", number)
     else:

@@ -9,7 +9,8 @@ from typing import Any
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import phase_of
 from graph_trainer.core.names import without_layer
-from graph_trainer.planner.html.words import TRAFFIC, duration, size
+from graph_trainer.core.units import format_bytes
+from graph_trainer.planner.html.words import TRAFFIC, duration
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.report import versions
@@ -54,7 +55,7 @@ def content(plan: Plan) -> dict[str, Any]:
 
 def verdict(plan: Plan) -> str:
     """'Fits: 64.5 of 93.0 GiB'."""
-    needed, usable = size(plan.reserved_bytes), size(plan.hardware.usable_bytes)
+    needed, usable = format_bytes(plan.reserved_bytes), format_bytes(plan.hardware.usable_bytes)
     number, unit = needed.split()
     both = f"{number if usable.endswith(unit) else needed} of {usable}"
     return f"Fits: {both}" if plan.fits else f"Does not fit: needs {both}"
@@ -64,8 +65,8 @@ def figures(plan: Plan, exposed: float) -> list[tuple[str, str]]:
     """The numbers that most come for."""
     room = plan.headroom_bytes
     return [
-        ("head-room" if plan.fits else "too much", size(abs(room))),
-        ("alive at the peak", size(plan.peak_bytes)),
+        ("head-room" if plan.fits else "too much", format_bytes(abs(room))),
+        ("alive at the peak", format_bytes(plan.peak_bytes)),
         ("tokens/s/GPU", f"{plan.tokens_per_second_per_gpu:,.0f}"),
         ("MFU", f"{plan.mfu:.1%}"),
         (_step(plan.microbatches), duration(plan.step_seconds)),
@@ -78,8 +79,8 @@ def advice(plan: Plan) -> list[dict[str, str]]:
     return [
         {
             "flags": each.words(),
-            "needs": size(each.reserved_bytes),
-            "saves": size(plan.reserved_bytes - each.reserved_bytes),
+            "needs": format_bytes(each.reserved_bytes),
+            "saves": format_bytes(plan.reserved_bytes - each.reserved_bytes),
             "speed": f"{each.tokens_per_second_per_gpu:,.0f}",
             "fits": "yes" if each.fits else "no",
         }
@@ -98,7 +99,7 @@ def ledger_title(rows: list[LedgerRow]) -> str:
     def change(before: str, after: str) -> str:
         return f"at {after}" if before == after else f"from {before} to {after}"
 
-    peak = change(size(first.peak_bytes), size(last.peak_bytes))
+    peak = change(format_bytes(first.peak_bytes), format_bytes(last.peak_bytes))
     step = change(duration(first.step_seconds), duration(last.step_seconds))
     return f"Passes: the peak goes {peak}, forward and backward {step}".replace("goes at", "is at")
 
@@ -116,11 +117,11 @@ def ledger(rows: list[LedgerRow]) -> dict[str, Any]:
 
     def values(row: LedgerRow) -> list[tuple[float, Any]]:
         volumes = [row.of_kind(kind) for kind in kinds]
-        moved = [pair for v in volumes for pair in ((v.count, _count), (v.bytes, size))]
+        moved = [pair for v in volumes for pair in ((v.count, _count), (v.bytes, format_bytes))]
         return [
             (row.nodes, _count),
             *moved,
-            (row.peak_bytes, size),
+            (row.peak_bytes, format_bytes),
             (row.step_seconds, duration),
             (row.exposed, duration),
         ]
@@ -155,7 +156,7 @@ def peak_title(plan: Plan) -> str:
     most = max(by_category, key=lambda c: by_category[c])
     return (
         f"At the peak, {CATEGORIES[most]} hold {by_category[most] / plan.peak_bytes:.0%} of "
-        f"{size(plan.peak_bytes)}"
+        f"{format_bytes(plan.peak_bytes)}"
     )
 
 
@@ -166,7 +167,7 @@ def peak(plan: Plan) -> list[dict[str, Any]]:
         {
             "key": category.value,
             "title": CATEGORIES[category],
-            "size": size(num),
+            "size": format_bytes(num),
             "part": f"{num / plan.peak_bytes:.1%}",
             "percent": round(100 * num / plan.peak_bytes, 2),
         }
@@ -183,7 +184,7 @@ def memory_title(plan: Plan) -> str:
     phase = phase_of(node)
     where = f" in {phase.value}" if phase else ""
     return (
-        f"Memory peaks at {size(plan.peak_bytes)} after "
+        f"Memory peaks at {format_bytes(plan.peak_bytes)} after "
         f"{duration(simulation.timeline.starts[place])}{where}"
     )
 
@@ -227,7 +228,7 @@ def owners_title(plan: Plan) -> str:
     """How many tensors are alive at the peak."""
     memory = plan.simulation.memory
     live = memory.live_at(memory.peak_position)
-    made = size(sum(s.bytes for s in live))
+    made = format_bytes(sum(s.bytes for s in live))
     return f"{len(live):,} tensors of the step are alive at the peak: {made}"
 
 
@@ -241,7 +242,7 @@ def owners(plan: Plan) -> list[tuple[str, str, str, str]]:
         total[key] += storage.bytes
         count[key] += 1
     return [
-        (owner or "(the model itself)", CATEGORIES[c], f"{count[(owner, c)]:,}", size(num))
+        (owner or "(the model itself)", CATEGORIES[c], f"{count[(owner, c)]:,}", format_bytes(num))
         for (owner, c), num in total.most_common(_SHOWN)
     ]
 
@@ -250,7 +251,12 @@ def largest(plan: Plan) -> list[tuple[str, str, str, str]]:
     """The largest single tensors alive at the peak."""
     memory = plan.simulation.memory
     return [
-        (s.owner or "(the model itself)", s.node.name, CATEGORIES[s.category], size(s.bytes))
+        (
+            s.owner or "(the model itself)",
+            s.node.name,
+            CATEGORIES[s.category],
+            format_bytes(s.bytes),
+        )
         for s in memory.live_at(memory.peak_position)[:_SHOWN]
     ]
 

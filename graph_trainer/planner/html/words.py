@@ -23,16 +23,6 @@ KINDS = {
     WAIT: "compute waits",
 }
 
-_UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
-
-
-def size(num: float) -> str:
-    """Bytes in the unit that suits them: '64.5 GiB'."""
-    for unit, each in _UNITS:
-        if abs(num) >= each:
-            return f"{num / each:,.1f} {unit}"
-    return f"{num:,.0f} B"
-
 
 def duration(seconds: float) -> str:
     """Seconds in the unit that suits them: '12.3 ms'."""

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.flags import flag_keys, parse_flags, split_flags
 from graph_trainer.titan.config.merge import apply_table, canonical
@@ -14,7 +15,6 @@ from graph_trainer.titan.config.sources import (
     DEFAULT_CONFIG,
     DEFAULT_MODULE,
     find_config,
-    read_toml,
     registry_entry,
     registry_functions,
     registry_module,
@@ -72,7 +72,7 @@ def _from_files(
     if path is None:
         assert name is not None  # only a registry function's name has no file
         return registry_entry(module or DEFAULT_MODULE, name, f"--config {name}"), f"config {name}"
-    return _from_document(module, read_toml(path), str(path))
+    return _from_document(module, read_toml(path, "--config"), str(path))
 
 
 def _from_document(module: str | None, table: dict[str, Any], where: str) -> tuple[Any, str]:

@@ -1,11 +1,11 @@
 """The wording that all config errors share: where, key, value, problem, remedy."""
 
-import difflib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
 
 COMMAND_LINE = "command line"
@@ -43,16 +43,6 @@ def _as_toml(value: Any) -> str:
         pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return str(value)
-
-
-def nearest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` of the `known` names that look like `name`, best first."""
-    by_folded = {k.lower().replace("-", "_"): k for k in known}
-    folded = name.lower().replace("-", "_")
-    # One wrong letter in "8b" is half the name.
-    cutoff = 0.5 if len(name) <= 3 else 0.6
-    close = difflib.get_close_matches(folded, by_folded, n=count, cutoff=cutoff)
-    return [by_folded[c] for c in close]
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

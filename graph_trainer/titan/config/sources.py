@@ -11,8 +11,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import tomli
-
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.convert import to_graph_trainer_config
 from graph_trainer.titan.config.messages import did_you_mean, join_or, show
@@ -20,48 +18,6 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """The parsed file.
-
-    Raises:
-        ConfigError: the file cannot be read, or is not TOML; then with the line.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        siblings = sorted(p.name for p in path.parent.glob("*.toml"))
-        guess = did_you_mean(path.name, siblings)
-        found = f"{path.parent} holds {', '.join(siblings)}." if siblings else ""
-        raise ConfigError(
-            f"--config {path}: there is no such file. {guess}{found or 'Check the path.'}"
-        ) from None
-    except (OSError, ValueError) as e:  # ValueError: no UTF-8, or a NUL in the path
-        raise ConfigError(
-            f"--config {path}: cannot be read ({e}). Name a readable UTF-8 TOML file."
-        ) from e
-    try:
-        return tomli.loads(text)
-    except tomli.TOMLDecodeError as e:
-        raise ConfigError(_syntax_error(path, text, e)) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: nested too deeply to be read. Flatten it.") from None
-
-
-def _syntax_error(path: Path, text: str, error: tomli.TOMLDecodeError) -> str:
-    lines = text.split("\n")
-    number = min(error.lineno, len(lines))
-    line = lines[number - 1].rstrip("\r")
-    label = f"  {number} | "
-    # Tabs stay tabs in front of the caret, so that it lands under its column.
-    pad = "".join("\t" if c == "\t" else " " for c in line[: error.colno - 1])
-    return (
-        f"{path}, line {error.lineno}, column {error.colno}: not valid TOML: {error.msg}.\n"
-        f"{label}{line}\n{' ' * len(label)}{pad}^\n"
-        'A line is `key = value`; text stands in quotes ("..."), true and false in lower case, '
-        "and each key once."
-    )
 
 
 def registry_module(name: str, where: str | None = None) -> ModuleType:

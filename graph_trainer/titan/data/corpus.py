@@ -1,6 +1,5 @@
 """Documents to train on: the standard library's source, or the user's own text."""
 
-import difflib
 import hashlib
 import itertools
 import json
@@ -12,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
 
 Split = Literal["train", "validation"]
@@ -165,7 +165,7 @@ def open_corpus(name: str, path: str | None = None) -> Corpus:
     elif name == "text":
         corpus = _open_text(path)
     else:
-        near = difflib.get_close_matches(name.lower(), DATASETS, n=3, cutoff=0.5)
+        near = nearest(name, DATASETS, cutoff=0.5)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         valid = "; ".join(f"{key!r}: {summary}" for key, summary in DATASETS.items())
         raise ConfigError(f"unknown dataset {name!r}.{hint} Datasets are {valid}.")
@@ -310,7 +310,7 @@ def _nearest_sibling(path: Path) -> str:
     if not path.parent.is_dir():
         return ""
     names = [entry.name for entry in itertools.islice(path.parent.iterdir(), 10_000)]
-    near = difflib.get_close_matches(path.name, names, n=1)
+    near = nearest(path.name, names, count=1)
     return f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""
 
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 
 from graph_trainer.cli import main as cli
-from graph_trainer.cli.doctor import GIB, Finding, State, examine, report
+from graph_trainer.cli.doctor import Finding, State, examine, report
+from graph_trainer.core.units import GIB
 
 Usage = namedtuple("Usage", "total used free")
 

@@ -22,6 +22,7 @@ from graph_trainer.core.passes.memory_limit import Budget, alone, nothing_held, 
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.planner import advice
 from graph_trainer.planner.compare import combinations, compare, flags_of, settings
@@ -37,7 +38,6 @@ from graph_trainer.titan.training_state_memory import held_by, optimizer_bytes, 
 from tests.unit.graphs import captured_decoder
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
-GIB = 1024**3
 
 
 def small(*more: str, ranks: int = 4):

@@ -21,9 +21,8 @@ from graph_trainer.core.graph.joint_graph import (
     tensors_of,
 )
 from graph_trainer.core.graph.ops import argument
+from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
-
-MIB = 1024**2
 
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 _EXPERTS = "experts"

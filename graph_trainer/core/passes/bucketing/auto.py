@@ -10,7 +10,6 @@ from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.assign import (
-    MIB,
     Member,
     by_size,
     members_of,
@@ -18,10 +17,11 @@ from graph_trainer.core.passes.bucketing.assign import (
 )
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import Simulator
-from graph_trainer.core.passes.memory_limit import GIB, Agree
+from graph_trainer.core.passes.memory_limit import Agree
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.units import GIB, MIB
 
 ASKED_BY = 'compile.bucketing.strategy = "auto"'
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +19,7 @@ from graph_trainer.core.passes.bucketing.assign import (
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import Simulator, fingerprint
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
@@ -51,8 +51,7 @@ class BucketingOptions:
     def __post_init__(self) -> None:
         known = get_args(Strategy)
         if self.strategy not in known:
-            near = difflib.get_close_matches(str(self.strategy), known, n=1)
-            hint = f" (did you mean '{near[0]}'?)" if near else ""
+            hint = did_you_mean(str(self.strategy), known, " (did you mean '{}'?)")
             raise PassError(
                 f"compile.bucketing.strategy is {self.strategy!r}{hint}; it must be one of "
                 f"{', '.join(known)}"

@@ -11,17 +11,16 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import Simulator, fingerprint
-from graph_trainer.core.passes.memory_limit import GIB
 from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import View, view_of
 from graph_trainer.core.passes.overlap.scheduler import Limits, Scheduler
 from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import play
+from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import PassError
 
 KEY = "compile.schedule_overlap"
-_MIB = 1024**2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +124,7 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
     view = view_of(joint, hardware, simulator.held(joint).fused)
     limits = Limits(
         prefetch_depth=options.prefetch_depth,
-        max_in_flight=int(options.max_in_flight_mib * _MIB),
+        max_in_flight=int(options.max_in_flight_mib * MIB),
         max_growth=options.max_peak_growth,
         max_consecutive_compute=options.max_consecutive_compute,
     )

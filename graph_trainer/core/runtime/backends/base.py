@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
 import torch
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.runtime.backends import eager, inductor
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 
 BoxedFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
@@ -27,8 +27,7 @@ def compile_with(joint: JointGraph, backend: str) -> BoxedFunction:
         ConfigError: there is none; the message names the nearest.
     """
     if backend not in BACKENDS:
-        near = difflib.get_close_matches(backend, BACKENDS, n=1)
-        hint = f"; did you mean '{near[0]}'?" if near else "."
+        hint = did_you_mean(backend, BACKENDS, otherwise=".")
         raise ConfigError(
             f"compile.backend is '{backend}'{hint} It must be one of {', '.join(BACKENDS)}"
         )

@@ -26,10 +26,10 @@ from graph_trainer.core.graph.joint_graph import (
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import Strategy, bucket_collectives
 from graph_trainer.core.passes.context import Simulator
-from graph_trainer.core.passes.memory_limit import GIB
 from graph_trainer.core.passes.pipeline import registered_passes
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.units import GIB
 from tests.unit.graphs import (
     Decoder,
     assert_same,

@@ -13,8 +13,9 @@ from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.ops import subgraph_of
 from graph_trainer.core.graph.snapshot import copy_graph, put_back
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.memory_limit import GIB, Held, gib
+from graph_trainer.core.passes.memory_limit import Held
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.units import GIB, gib
 from tests.unit.graphs import (
     Builder,
     assert_same,

@@ -14,9 +14,8 @@ from graph_trainer.core.simulation.allocator import (
     pool_per_stream,
     reserved_bytes,
 )
+from graph_trainer.core.units import MIB
 from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
-
-MIB = 1024**2
 
 
 @settings(max_examples=200, deadline=None)

@@ -149,14 +149,17 @@ def test_a_peak_of_no_dtype_is_refused(own):
 
 
 def test_a_file_that_is_no_profile(tmp_path):
-    for name, content in (("a.toml", b"memory = = 1"), ("b.toml", b"\xff\xfe\x00")):
+    for name, content, found in (
+        ("a.toml", b"memory = = 1", "a.toml, line 1, column 10: not valid TOML"),
+        ("b.toml", b"\xff\xfe\x00", "b.toml: cannot be read: .*UTF-8"),
+    ):
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(gt.ConfigError, match=rf"{name}: not TOML"):
+        with pytest.raises(gt.ConfigError, match=found):
             load_hardware(str(tmp_path / name))
 
 
 def test_a_file_that_is_not_there_or_a_folder(tmp_path):
-    with pytest.raises(gt.ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(gt.ConfigError, match="there is no such file"):
         load_hardware(str(tmp_path / "none.toml"))
     (tmp_path / "folder.toml").mkdir()
     with pytest.raises(gt.ConfigError, match="cannot be read: Is a directory"):

@@ -10,7 +10,7 @@ from graph_trainer.core.graph.joint_graph import bucket_tag, parameters_of
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph, put_back
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
-from graph_trainer.core.passes.bucketing.assign import MIB, members_of
+from graph_trainer.core.passes.bucketing.assign import members_of
 from graph_trainer.core.passes.bucketing.auto import best_caps, saturating_mib
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
@@ -22,6 +22,7 @@ from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import PassError
 from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import captured_decoder, code, collective
@@ -31,7 +32,6 @@ SPAN = AUTO.max_span
 SLOW = machine(collective_seconds=1e-4, node_bytes_per_second=2e9)
 """Needs 2 MiB to be busy: two matrices of the decoder below."""
 FACTORS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
-GIB = 1024**3
 
 
 def captured(**decoder):

@@ -30,6 +30,7 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
 from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
 from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import MIB
 from tests.unit.core.passes.overlap.schedule_graphs import (
     FSDP,
     REPLICATE,
@@ -55,7 +56,6 @@ from tests.unit.graphs import (
 )
 
 GROUPS: dict[tuple[int, ...], str] = {}
-MIB = 1024**2
 MANY = settings(
     max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
