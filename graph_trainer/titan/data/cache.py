@@ -1,130 +1,136 @@
-"""Files that are built once, by whichever process comes first, and then read."""
+"""Tables that are built once on a machine, by whichever process comes first, and then read.
 
-import fcntl
+Files, locks and the name of a build are those of Hugging Face `datasets`, without the network.
+"""
+
+from __future__ import annotations
+
+import errno
 import logging
 import os
 import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from graph_trainer.errors import ConfigError
 
+if TYPE_CHECKING:
+    import pyarrow as pa
+
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Rows: TypeAlias = Generator[dict[str, Any], None, str]
+"""The rows of a table, by column; the generator returns the digest of all of them."""
 
-SLOW_SECONDS = 2.0
-"""Work that takes longer than this says so in the log."""
+_ROWS_IN_MEMORY = 100
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class CorruptCacheError(Exception):
-    """A cached file whose content is not what its name promises."""
+    """A cached table whose content is not what was written."""
 
 
 def cache_dir() -> Path:
-    """The folder of everything that is built once and kept between runs.
+    """Name the folder of everything that is built once and kept between runs.
 
     Returns:
         ``$GRAPH_TRAINER_CACHE``, else ``$XDG_CACHE_HOME/graph_trainer``, else
         ``~/.cache/graph_trainer``. The folder may not exist yet.
     """
-    if own := os.environ.get("GRAPH_TRAINER_CACHE"):
-        return Path(own).expanduser()
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared).expanduser() / "graph_trainer"
-    return Path("~/.cache/graph_trainer").expanduser()
+    if ours := os.environ.get("GRAPH_TRAINER_CACHE"):
+        return Path(ours).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "graph_trainer"
 
 
 def load_or_build(
-    path: Path, *, load: Callable[[Path], T], build: Callable[[Path], None], what: str
-) -> T:
-    """Read ``path``; where it is missing or corrupt, build it first.
+    name: str,
+    key: str | None,
+    *,
+    columns: Mapping[str, Any],
+    rows: Callable[[], Rows],
+    digest: Callable[[pa.Table], str],
+) -> tuple[pa.Table, str]:
+    """Read a table from the cache; build it first where it is missing or damaged.
 
-    Several processes, on several machines too, may ask for the same file at
-    once: one builds, the others wait and read. A reader never sees a half
-    written file, since it appears under its name by one rename. Locks only
-    save work: without them (a file system that has none) each process would
-    build the same bytes and the last rename would win.
+    Several processes may ask for the same table at once: one builds, the others wait and read.
+    A table appears in the cache by one rename, complete. Each load compares its digest with the
+    one that the build has written, which costs a pass over the bytes.
 
     Args:
-        path: the cached file; its name must depend on everything its content
-            depends on.
-        load: reads the file. Raises FileNotFoundError or CorruptCacheError.
-        build: writes the file at the path it is given.
-        what: the content's name, for the log and for errors.
+        name: what the table holds, for the folder, the log and errors.
+        key: depends on everything that the table's content depends on; None caches nothing.
+        columns: column name -> ``datasets`` feature.
+        rows: generates the rows and returns their digest.
+        digest: computes the same digest from the table that was read.
 
     Returns:
-        What ``load`` returns.
+        The table, mapped from disk, and its digest.
 
     Raises:
         ConfigError: the cache folder cannot be written.
     """
+    from datasets import config
+
+    load = partial(_load, name=name, columns=columns, rows=rows, digest=digest)
+    folder = cache_dir()
     try:
-        found = _try_load(path, load, what)
-        if found is not None:
-            return found[0]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(path.name + ".lock"), what):
-            # Another process may have built it while this one waited.
-            found = _try_load(path, load, what)
-            if found is not None:
-                return found[0]
-            _build_atomically(path, build, what)
-        return load(path)
+        if key is not None:
+            try:
+                return load(folder, key)
+            except CorruptCacheError as error:
+                logger.warning("the %s in %s are corrupt (%s): building again", name, folder, error)
+            # Without this file `datasets` takes a build for unfinished: it replaces the build.
+            for mark in (folder / name).glob(f"*{key}/*/{config.DATASET_INFO_FILENAME}"):
+                mark.unlink(missing_ok=True)
+            return load(folder, key)
     except OSError as error:
-        raise ConfigError(
-            f"cannot keep {what} in the cache folder {path.parent}: {error}. Make the folder "
-            "writable, free some space, or name another with GRAPH_TRAINER_CACHE=<folder>."
-        ) from error
+        if error.errno not in _NO_LOCKS:
+            raise ConfigError(
+                f"cannot keep the {name} of a dataset in the cache folder {folder}: {error}. Make "
+                "the folder writable, free some space, or name another with "
+                "GRAPH_TRAINER_CACHE=<folder>."
+            ) from error
+        logger.warning("no file locks in %s (%s): the %s are not cached", folder, error, name)
+    with tempfile.TemporaryDirectory() as private:  # the mapping outlives the file's name
+        return load(Path(private), "private")
 
 
-def _try_load(path: Path, load: Callable[[Path], T], what: str) -> tuple[T] | None:
+def _load(
+    folder: Path,
+    key: str,
+    *,
+    name: str,
+    columns: Mapping[str, Any],
+    rows: Callable[[], Rows],
+    digest: Callable[[pa.Table], str],
+) -> tuple[pa.Table, str]:
+    import datasets
+
+    info = datasets.DatasetInfo(features=datasets.Features(columns))
+
+    def generate() -> Generator[dict[str, Any], None, None]:
+        # Written with the rows, in the same rename.
+        info.description = yield from rows()
+
     try:
-        return (load(path),)
-    except FileNotFoundError:
-        return None
-    except CorruptCacheError as error:
-        logger.warning("cached %s at %s is corrupt (%s): building it again", what, path, error)
-        return None
-
-
-@contextmanager
-def _locked(path: Path, what: str) -> Iterator[None]:
-    # The lock file stays behind on purpose: removing it would let a process
-    # lock the removed file while another locks its successor. The lock itself
-    # goes with the process that holds it, however that process ends.
-    with open(path, "a") as handle:
-        began = time.monotonic()
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        except OSError as error:
-            logger.warning("no file locks at %s (%s): going on without", path.parent, error)
-        waited = time.monotonic() - began
-        if waited > SLOW_SECONDS:
-            logger.info("waited %.1f s while another process built %s", waited, what)
-        yield
-
-
-def _build_atomically(path: Path, build: Callable[[Path], None], what: str) -> None:
-    began = time.monotonic()
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".tmp")
-    os.close(handle)
-    unfinished = Path(name)
-    try:
-        build(unfinished)
-        # Bytes before name: after a power cut the file is whole or absent.
-        with open(unfinished, "rb+") as written:
-            os.fsync(written.fileno())
-        # mkstemp makes the file private; a shared cache must be readable.
-        umask = os.umask(0)
-        os.umask(umask)
-        unfinished.chmod(0o666 & ~umask)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    took = time.monotonic() - began
-    if took > SLOW_SECONDS:
-        logger.info("built %s in %.1f s, kept at %s", what, took, path)
+        dataset = datasets.Dataset.from_generator(
+            generate,
+            cache_dir=str(folder),
+            fingerprint=key,
+            split=datasets.NamedSplit(name),
+            dataset_name=name,
+            info=info,
+            writer_batch_size=_ROWS_IN_MEMORY,
+        )
+        table = dataset.with_format("arrow")[:]
+        if digest(table) != dataset.info.description:
+            raise CorruptCacheError("the checksum is wrong")
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ or error from None
+    except Exception as error:  # damaged files raise anything, a bare OSError of Arrow's too
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise
+        raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
+    return table, dataset.info.description

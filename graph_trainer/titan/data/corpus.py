@@ -73,17 +73,17 @@ class Corpus:
 
     @cached_property
     def content_hash(self) -> str:
-        """32 hexadecimal digits that change with any file's path or bytes."""
-        digest = hashlib.blake2b(digest_size=16)
-        digest.update(f"{RULES_VERSION} {self.name}\0".encode())
+        """Hexadecimal digits that change with the path or the bytes of any file."""
+        from datasets.fingerprint import Hasher
+
+        hasher = Hasher()
+        hasher.update((RULES_VERSION, self.name))
         for file in self.files:
-            data = _read_bytes(file)
-            # A lone file is the same corpus under any name, but what it holds
-            # is read by its suffix, and not as the same file in a folder is.
+            # The name of a lone file does not matter. Its suffix does, and that it is alone: both
+            # decide how the file is cut into documents.
             path = f"*{file.suffix}" if self._is_lone_file else self._relative(file)
-            digest.update(f"{path}\0{len(data)}\0".encode("utf-8", "surrogateescape"))
-            digest.update(data)
-        return digest.hexdigest()
+            hasher.update((path, _read_bytes(file)))
+        return hasher.hexdigest()
 
     def documents(self, split: Split | None = None) -> Iterator[str]:
         """The documents' text, in order, read as they are asked for.

@@ -11,8 +11,7 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.data.corpus import open_corpus
-from graph_trainer.titan.data.packing import PackedRows
-from graph_trainer.titan.data.store import open_token_store
+from graph_trainer.titan.data.packing import PackedRows, tokenize
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -77,8 +76,8 @@ class TextDataLoader(BaseDataLoader):
     ):
         if config.seed < 0:
             raise ConfigError(f"dataloader seed = {config.seed} is negative: set it to 0 or more.")
-        store = open_token_store(open_corpus(config.dataset, config.dataset_path), tokenizer)
-        self._rows = PackedRows(store, config.split, seq_len=seq_len, seed=config.seed)
+        corpus = tokenize(open_corpus(config.dataset, config.dataset_path), tokenizer)
+        self._rows = PackedRows(corpus, config.split, seq_len=seq_len, seed=config.seed)
         self._infinite = config.infinite
         self._seq_len = seq_len
         self._local_rows = local_batch_size
@@ -88,7 +87,7 @@ class TextDataLoader(BaseDataLoader):
         self._resuming = False
         # Everything that decides which tokens a position stands for.
         self._identity = {
-            "dataset_digest": store.digest,
+            "dataset_digest": corpus.digest,
             "split": config.split,
             "seed": config.seed,
             "seq_len": seq_len,

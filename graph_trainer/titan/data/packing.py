@@ -1,43 +1,170 @@
-"""One epoch's documents, shuffled, end to end, cut into rows, and the rows shuffled again."""
+"""A corpus as rows of token ids: tokenised once, shuffled, packed, and shared out by number."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+import tokenizers
+from torchtitan.components.tokenizer import BaseTokenizer
 
-from graph_trainer.titan.data.corpus import Split
-from graph_trainer.titan.data.store import TokenStore
+from graph_trainer.titan.data.cache import Rows, load_or_build
+from graph_trainer.titan.data.corpus import Corpus, Split
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""Part of the cache key: raise it when the table's columns or its tokens change."""
+
+_BATCH_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class TokenizedCorpus:
+    """Every document of a corpus as token ids, in the corpus's order."""
+
+    tokens: pa.ChunkedArray
+    """[documents] lists of uint16 or uint32, mapped from disk."""
+
+    lengths: npt.NDArray[np.int64]
+    """[documents] int64: tokens of each document."""
+
+    validation: npt.NDArray[np.bool_]
+    """[documents] bool: is the document in the validation split?"""
+
+    digest: str
+    """64 hexadecimal digits of the content: equal digests give equal training data."""
+
+
+def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> TokenizedCorpus:
+    """Encode a corpus with a tokenizer, each document between its bos and eos.
+
+    The first caller on a machine tokenises; later callers map the cached table. With a tokenizer
+    that cannot be told from another (neither ByteBPETokenizer nor one around a
+    ``tokenizers.Tokenizer``) nothing is cached, and every caller tokenises.
+
+    Raises:
+        ConfigError: a file of the corpus cannot be used (see ``Corpus.documents``), or the cache
+            folder cannot be written.
+    """
+    from datasets import List, Value
+    from datasets.fingerprint import Hasher
+
+    identity = _fingerprint(tokenizer)
+    if identity is None:
+        name = type(tokenizer).__name__
+        logger.warning("tokens of %s are not cached: it has no fingerprint", name)
+    dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
+    table, digest = load_or_build(
+        "tokens",
+        identity and Hasher.hash((FORMAT_VERSION, corpus.content_hash, identity)),
+        columns={"tokens": List(Value(dtype)), "validation": Value("bool")},
+        rows=lambda: _rows(corpus, tokenizer, dtype),
+        digest=_digest_of,
+    )
+    return TokenizedCorpus(table["tokens"], *_lengths_and_validation(table), digest)
+
+
+def _fingerprint(tokenizer: BaseTokenizer) -> str | None:
+    from datasets.fingerprint import Hasher
+
+    if isinstance(tokenizer, ByteBPETokenizer):
+        return tokenizer.fingerprint
+    inner = getattr(tokenizer, "tokenizer", None)  # torchtitan's HuggingFaceTokenizer
+    if not isinstance(inner, tokenizers.Tokenizer):
+        return None
+    # What stands around a document is not in the inner tokenizer's file.
+    frame = tokenizer.encode("a", add_bos=True, add_eos=True)
+    return Hasher.hash((type(tokenizer).__qualname__, frame, inner.to_str()))
+
+
+def _rows(corpus: Corpus, tokenizer: BaseTokenizer, dtype: str) -> Rows:
+    lengths = []
+    digest = hashlib.blake2b(digest_size=32)
+    for ids, validates in zip(_encode(corpus, tokenizer), corpus.validation, strict=True):
+        tokens = np.asarray(ids, dtype=dtype)
+        digest.update(tokens)
+        lengths.append(len(tokens))
+        yield {"tokens": tokens, "validation": validates}
+    return _finish(digest, lengths, corpus.validation)
+
+
+def _encode(corpus: Corpus, tokenizer: BaseTokenizer) -> Iterator[list[int]]:
+    if not isinstance(tokenizer, ByteBPETokenizer):
+        for text in corpus.documents():
+            yield tokenizer.encode(text, add_bos=True, add_eos=True)
+        return
+    batch: list[str] = []
+    size = 0
+    for text in corpus.documents():
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            yield from tokenizer.encode_batch(batch, add_bos=True, add_eos=True)
+            batch, size = [], 0
+    yield from tokenizer.encode_batch(batch, add_bos=True, add_eos=True)
+
+
+def _lengths_and_validation(
+    table: pa.Table,
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    import pyarrow.compute as pc
+
+    lengths = pc.list_value_length(table["tokens"]).to_numpy().astype(np.int64)
+    return lengths, table["validation"].to_numpy().astype(np.bool_)
+
+
+def _digest_of(table: pa.Table) -> str:
+    digest = hashlib.blake2b(digest_size=32)
+    for chunk in table["tokens"].chunks:
+        digest.update(chunk.flatten().to_numpy())
+    return _finish(digest, *_lengths_and_validation(table))
+
+
+def _finish(digest: Any, lengths: Iterable[int], validation: Iterable[bool]) -> str:
+    """Add where documents begin and which of them validate to the digest of their tokens."""
+    digest.update(np.cumsum([0, *lengths], dtype="<i8"))
+    digest.update(np.asarray(validation, dtype=np.bool_))
+    return digest.hexdigest()
 
 
 class PackedRows:
     """The endless, fixed sequence of rows that a split, a row length and a seed give.
 
-    Within a document, every token but the last is an input and the one after
-    it its label. An epoch is these pairs of every document, end to end, in an
-    order that the seed and the epoch fix, cut into rows of ``seq_len``; the
-    pairs that fill no row at its end are left out of that epoch. The rows are
-    then shuffled too: long documents fill many rows, and a batch of a single
-    document's would move the model towards that document alone. Row ``i``
-    belongs to epoch ``i // rows_per_epoch``. Any row can be had without those
-    before it, so that a position in the data is one number, and ranks can
-    share rows out as they like.
+    Within a document, every token but the last is an input, and the token after it is its label.
+    An epoch is these pairs of all documents, end to end, in an order that the seed and the epoch
+    fix, cut into rows of ``seq_len``; the pairs at its end that fill no row are left out of that
+    epoch. The rows are then shuffled too: long documents fill many rows, and a batch from a single
+    document would move the model towards that document alone. Row ``i`` belongs to epoch
+    ``i // rows_per_epoch``. Any row can be computed without those before it, so a position in
+    the data is one number, and rows can be assigned to ranks in any way.
 
-    Arguments:
-        store: the tokenised corpus.
+    Args:
+        corpus: the tokenised corpus.
         split: the documents to use.
         seq_len: tokens a row, at least 1.
         seed: fixes the order of documents and of rows; not negative.
     """
 
-    def __init__(self, store: TokenStore, split: Split, *, seq_len: int, seed: int):
-        chosen = np.flatnonzero(store.validation == (split == "validation"))
-        self._tokens = store.tokens
-        self._starts = store.offsets[chosen]
+    def __init__(self, corpus: TokenizedCorpus, split: Split, *, seq_len: int, seed: int):
+        self._chosen = np.flatnonzero(corpus.validation == (split == "validation"))
+        self._tokens = corpus.tokens
         # A document of one token has no pair; one of none must not count -1.
-        self._pairs = np.maximum(store.offsets[chosen + 1] - self._starts - 1, 0)
+        self._pairs = np.maximum(corpus.lengths[self._chosen] - 1, 0)
         self._seq_len = seq_len
         self._seed = seed
         self._epoch = -1
         self._order = self._ends = self._row_order = np.empty(0, dtype=np.int64)
-        self.documents = len(chosen)
+        self.documents = len(self._chosen)
         """Documents an epoch."""
         self.pairs_per_epoch = int(self._pairs.sum())
         """Tokens to predict an epoch, those that fill no row included."""
@@ -53,8 +180,8 @@ class PackedRows:
     ) -> None:
         """Write row ``row`` into three arrays, each [seq_len] int64.
 
-        Positions count from 0 at the start of the row and of each document in
-        it, so they stay below seq_len.
+        Positions count from 0 at the start of the row and of each document in it, so they stay
+        below seq_len.
         """
         epoch, row = divmod(row, self.rows_per_epoch)
         if epoch != self._epoch:
@@ -65,20 +192,19 @@ class PackedRows:
         while done < self._seq_len:
             document = self._order[place]
             pairs = self._pairs[document]
-            skipped = first + done - (self._ends[place] - pairs)
-            size = int(min(pairs - skipped, self._seq_len - done))
-            begin = self._starts[document] + skipped
+            begin = first + done - (self._ends[place] - pairs)
+            size = int(min(pairs - begin, self._seq_len - done))
+            tokens = self._tokens[int(self._chosen[document])].values.to_numpy()  # no copy
             here = slice(done, done + size)
-            inputs[here] = self._tokens[begin : begin + size]
-            labels[here] = self._tokens[begin + 1 : begin + 1 + size]
+            inputs[here] = tokens[begin : begin + size]
+            labels[here] = tokens[begin + 1 : begin + 1 + size]
             positions[here] = np.arange(size)
             done += size
             place += 1
 
     def _shuffle(self, epoch: int) -> None:
-        # numpy promises the raw output of a bit generator for all versions, and
-        # does not promise that of Generator.permutation: a run resumed after an
-        # upgrade must meet the same order.
+        # numpy promises the raw output of a bit generator for all versions, and does not promise
+        # that of Generator.permutation: a run resumed after an upgrade must read the same order.
         bits = np.random.PCG64(np.random.SeedSequence((self._seed, epoch)))
         self._order = np.argsort(bits.random_raw(self.documents), kind="stable")
         self._ends = np.cumsum(self._pairs[self._order])

@@ -2,19 +2,17 @@
 
 import hashlib
 import heapq
-import json
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.data.cache import CorruptCacheError, cache_dir, load_or_build
+from graph_trainer.titan.data.cache import Rows, load_or_build
 from graph_trainer.titan.data.corpus import Corpus, open_corpus
 
 logger = logging.getLogger(__name__)
@@ -36,7 +34,7 @@ class ByteBPETokenizer(BaseTokenizer):
     ``eos_id``, are no text: nothing that a document contains can encode to
     them.
 
-    Arguments:
+    Args:
         config: the vocabulary's size and the corpus to learn it from.
         tokenizer_path: what torchtitan's Trainer passes to every tokenizer, its
             hf_assets_path. This tokenizer needs no file from there.
@@ -68,21 +66,22 @@ class ByteBPETokenizer(BaseTokenizer):
                 f"tokenizer vocab_size = {config.vocab_size} is too small: 256 bytes and two "
                 f"special tokens need at least {MIN_VOCAB_SIZE}."
             )
+        from datasets import Value
+        from datasets.fingerprint import Hasher
+
         corpus = open_corpus(config.dataset, config.dataset_path)
-        key = "-".join(
-            (f"v{FORMAT_VERSION}", tokenizers.__version__, str(config.vocab_size))
-            + (corpus.content_hash,)
+        identity = FORMAT_VERSION, tokenizers.__version__, config.vocab_size, corpus.content_hash
+        table, digest = load_or_build(
+            "tokenizers",
+            Hasher.hash(identity),
+            columns={"json": Value("string")},
+            rows=partial(_train, corpus, config.vocab_size - 2),
+            digest=lambda table: _digest(table["json"][0].as_py()),
         )
-        trained = load_or_build(
-            cache_dir() / "tokenizers" / f"{key}.json",
-            load=_load,
-            build=partial(_build, corpus, config.vocab_size - 2),
-            what=f"the tokenizer of dataset {config.dataset!r}",
-        )
-        self._tokenizer = trained
-        self.bos_id = trained.get_vocab_size()
+        self._tokenizer = Tokenizer.from_str(table["json"][0].as_py())
+        self.bos_id = self._tokenizer.get_vocab_size()
         self.eos_id = self.bos_id + 1
-        self.fingerprint = hashlib.blake2b(trained.to_str().encode(), digest_size=16).hexdigest()
+        self.fingerprint = digest
         """32 hexadecimal digits; equal where every text encodes to equal ids."""
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
@@ -120,10 +119,11 @@ class ByteBPETokenizer(BaseTokenizer):
         return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
 
-def _build(corpus: Corpus, vocab_size: int, path: Path) -> None:
+def _train(corpus: Corpus, vocab_size: int) -> Rows:
+    """Give the one row of a table: the tokenizer as JSON."""
     # No special tokens in here: the library would find them in documents, too.
     tokenizer = Tokenizer(models.BPE())
-    # Without a prefix space: decode would keep it, and the round trip be lost.
+    # Without a prefix space: decode would keep it, and the text would change.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     sample = _sample(corpus)
@@ -135,8 +135,8 @@ def _build(corpus: Corpus, vocab_size: int, path: Path) -> None:
     )
     tokenizer.train_from_iterator(sample, trainer)
     content = tokenizer.to_str()
-    envelope = {"blake2b": _digest(content), "tokenizer": content}
-    path.write_text(json.dumps(envelope), encoding="utf-8")
+    yield {"json": content}
+    return _digest(content)
 
 
 def _sample(corpus: Corpus) -> list[str]:
@@ -150,17 +150,6 @@ def _sample(corpus: Corpus) -> list[str]:
         while size - len(heap[0][1]) >= SAMPLE_CHARACTERS:
             size -= len(heapq.heappop(heap)[1])
     return [text for _, text in sorted(heap, reverse=True)]
-
-
-def _load(path: Path) -> Tokenizer:
-    try:
-        envelope = json.loads(path.read_text(encoding="utf-8"))
-        content = envelope["tokenizer"]
-        if envelope["blake2b"] != _digest(content):
-            raise CorruptCacheError("its checksum is wrong")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
-    return Tokenizer.from_str(content)
 
 
 def _digest(text: str) -> str:

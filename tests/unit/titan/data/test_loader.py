@@ -14,8 +14,6 @@ from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.data.loader import TextDataLoader
-from graph_trainer.titan.data.packing import PackedRows
-from graph_trainer.titan.data.store import TokenStore
 
 BOS, EOS = 256, 257
 
@@ -125,26 +123,6 @@ def test_positions_count_from_each_document_and_row(dataset, seq_len):
             expected = 0 if value == BOS else expected
             assert position == expected < seq_len
             expected += 1
-
-
-def test_documents_of_no_or_one_token_are_passed_over():
-    """A tokenizer without bos and eos gives such, and there is nothing to predict in them."""
-    documents = [[], [1], [2, 3, 4], [], [5], [6, 7]]
-    store = TokenStore(
-        tokens=np.concatenate([np.array(tokens, dtype=np.uint16) for tokens in documents]),
-        offsets=np.cumsum([0, *map(len, documents)]),
-        validation=np.zeros(len(documents), dtype=np.bool_),
-        digest="",
-    )
-    packed = PackedRows(store, "train", seq_len=1, seed=0)
-    assert packed.rows_per_epoch == packed.pairs_per_epoch == 3
-    for epoch in range(20):
-        pairs = set()
-        for row in range(3 * epoch, 3 * epoch + 3):
-            inputs, positions, labels = np.empty((3, 1), dtype=np.int64)
-            packed.fill(row, inputs, positions, labels)
-            pairs.add((int(inputs[0]), int(labels[0])))
-        assert pairs == {(2, 3), (3, 4), (6, 7)}
 
 
 def test_batches_have_the_shape_and_type_that_torchtitan_wants(dataset):

@@ -1,0 +1,174 @@
+"""Tokenised corpora: what is cached, for which tokenizer, and how documents become rows."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.data import packing
+from graph_trainer.titan.data.corpus import open_corpus
+from graph_trainer.titan.data.packing import PackedRows, TokenizedCorpus, tokenize
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+
+TEXTS = [f"document {i} of a few words" for i in range(50)]
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch) -> Path:
+    """A dataset of TEXTS, with an empty cache."""
+    monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+@pytest.fixture
+def builds(monkeypatch) -> list[int]:
+    """Grows by one with every corpus that is tokenised."""
+    counted: list[int] = []
+    rows = packing._rows
+
+    def count(*args):
+        counted.append(1)
+        return (yield from rows(*args))
+
+    monkeypatch.setattr(packing, "_rows", count)
+    return counted
+
+
+def bpe(path: Path, vocab_size: int = 300) -> ByteBPETokenizer:
+    return ByteBPETokenizer.Config(
+        vocab_size=vocab_size, dataset="text", dataset_path=str(path)
+    ).build()
+
+
+def tokenized(path: Path, tokenizer: BaseTokenizer) -> TokenizedCorpus:
+    return tokenize(open_corpus("text", str(path)), tokenizer)
+
+
+def test_every_document_is_between_bos_and_eos(path):
+    tokenizer = bpe(path)
+    found = tokenized(path, tokenizer)
+    expected = [tokenizer.encode(text, add_bos=True, add_eos=True) for text in TEXTS]
+    assert found.tokens.to_pylist() == expected
+    assert found.lengths.tolist() == [len(tokens) for tokens in expected]
+    assert found.tokens.type.value_type == "uint16"
+    validation = [text for text, is_in in zip(TEXTS, found.validation, strict=True) if is_in]
+    assert validation == list(open_corpus("text", str(path)).documents("validation"))
+
+
+def test_many_batches_give_what_one_gives(path, monkeypatch):
+    tokenizer = bpe(path)
+    expected = tokenized(path, tokenizer).digest
+    monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(path.parent / "another"))
+    monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 60)
+    monkeypatch.setattr("graph_trainer.titan.data.cache._ROWS_IN_MEMORY", 7)
+    found = tokenized(path, tokenizer)
+    assert found.digest == expected and found.tokens.num_chunks > 1
+
+
+def test_tokenised_once_and_again_for_other_text_or_another_tokenizer(path, builds):
+    tokenizer = bpe(path)
+    first = tokenized(path, tokenizer)
+    assert tokenized(path, tokenizer).digest == first.digest
+    assert len(builds) == 1
+    assert tokenized(path, bpe(path, vocab_size=280)).digest != first.digest
+    assert len(builds) == 2
+    path.write_text('{"text": "another"}\n')
+    assert tokenized(path, tokenizer).digest != first.digest
+    assert len(builds) == 3
+
+
+def test_a_wrong_token_on_disk_is_made_again_with_a_log_line(path, caplog):
+    tokenizer = bpe(path)
+    expected = tokenized(path, tokenizer)
+    (file,) = Path(os.environ["GRAPH_TRAINER_CACHE"], "tokens").rglob("*.arrow")
+    (last,) = expected.tokens[-1:].to_pylist()
+    last_bytes = np.array(last, dtype="<u2").tobytes()
+    data = file.read_bytes()
+    assert last_bytes in data
+    file.write_bytes(data.replace(last_bytes, last_bytes[::-1]))
+    assert tokenized(path, tokenizer).digest == expected.digest
+    assert "corrupt" in caplog.text
+
+
+def test_a_bad_line_leaves_no_tokens_behind(path):
+    tokenizer = bpe(path)
+    path.write_text('{"text": "a"}\n{"text": "b"}\noops\n')
+    with pytest.raises(ConfigError, match="line 3"):
+        tokenized(path, tokenizer)
+    assert not list(Path(os.environ["GRAPH_TRAINER_CACHE"], "tokens").rglob("*.arrow"))
+
+
+def hugging_face(folder: Path, eos: str) -> HuggingFaceTokenizer:
+    words = {word: i for i, word in enumerate(sorted({w for t in TEXTS for w in t.split()}))}
+    words |= {"<s>": len(words), "</s>": len(words) + 1, "<end>": len(words) + 2}
+    inner = Tokenizer(models.WordLevel(words))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    inner.add_special_tokens(["<s>", "</s>", "<end>"])
+    folder.mkdir()
+    inner.save(str(folder / "tokenizer.json"))
+    special = {"bos_token": "<s>", "eos_token": eos}
+    (folder / "tokenizer_config.json").write_text(json.dumps(special))
+    return HuggingFaceTokenizer(tokenizer_path=str(folder))
+
+
+def test_torchtitans_tokenizer_works_and_is_told_from_another(path, builds):
+    one = hugging_face(path.parent / "one", "</s>")
+    other = hugging_face(path.parent / "other", "<end>")
+    found = tokenized(path, one).tokens.to_pylist()
+    assert found == [one.encode(text, add_bos=True, add_eos=True) for text in TEXTS]
+    assert found[0][0] == one.bos_id and found[0][-1] == one.eos_id
+    assert tokenized(path, other).tokens[0].as_py()[-1] == other.eos_id != one.eos_id
+    tokenized(path, one)
+    assert len(builds) == 2
+
+
+class Wide(BaseTokenizer):
+    """Ids beyond 16 bits, and nothing that tells it from another tokenizer."""
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        return [65_536 + ord(character) for character in text]
+
+    def decode(self, ids) -> str:
+        return "".join(chr(value - 65_536) for value in ids)
+
+    def get_vocab_size(self) -> int:
+        return 1 << 20
+
+
+def test_an_unknown_tokenizer_with_wide_ids_works_uncached(path, builds, caplog):
+    found = tokenized(path, Wide())
+    assert found.tokens[0].as_py() == Wide().encode(TEXTS[0])
+    assert tokenized(path, Wide()).digest == found.digest
+    assert len(builds) == 2 and "not cached" in caplog.text
+    assert not Path(os.environ["GRAPH_TRAINER_CACHE"], "tokens").exists()
+    # of the tokens, and not only of their number
+    path.write_text(path.read_text().replace("document 7 ", "document 8 "))
+    assert tokenized(path, Wide()).digest != found.digest
+
+
+def test_documents_of_no_or_one_token_are_passed_over():
+    """A tokenizer without bos and eos gives such, and there is nothing to predict in them."""
+    documents = [[], [1], [2, 3, 4], [], [5], [6, 7]]
+    corpus = TokenizedCorpus(
+        tokens=pa.chunked_array([documents[:3], documents[3:]], pa.list_(pa.uint16())),
+        lengths=np.array([len(tokens) for tokens in documents]),
+        validation=np.zeros(len(documents), dtype=np.bool_),
+        digest="",
+    )
+    packed = PackedRows(corpus, "train", seq_len=1, seed=0)
+    assert packed.rows_per_epoch == packed.pairs_per_epoch == 3
+    for epoch in range(20):
+        pairs = set()
+        for row in range(3 * epoch, 3 * epoch + 3):
+            inputs, positions, labels = np.empty((3, 1), dtype=np.int64)
+            packed.fill(row, inputs, positions, labels)
+            pairs.add((int(inputs[0]), int(labels[0])))
+        assert pairs == {(2, 3), (3, 4), (6, 7)}
