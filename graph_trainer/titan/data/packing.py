@@ -92,7 +92,7 @@ def _rows(corpus: Corpus, tokenizer: BaseTokenizer, dtype: str) -> Rows:
     digest = hashlib.blake2b(digest_size=32)
     for ids, validates in zip(_encode(corpus, tokenizer), corpus.validation, strict=True):
         tokens = np.asarray(ids, dtype=dtype)
-        digest.update(tokens)
+        digest.update(tokens.tobytes())
         lengths.append(len(tokens))
         yield {"tokens": tokens, "validation": validates}
     return _finish(digest, lengths, corpus.validation)
