@@ -23,6 +23,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.units import GIB
 
 LEAST_MEMORY = 4 * GIB
@@ -202,7 +203,8 @@ def _compiler() -> Iterator[Finding]:
     compiler = shutil.which(name)
     header = Path(sysconfig.get_path("include"), "Python.h")
     works = compiler is not None and header.is_file()
-    yield Finding(what="graph backends", found="eager, inductor" if works else "eager")
+    usable = [name for name, b in BACKENDS.items() if works or not b.needs_cpp_compiler]
+    yield Finding(what="graph backends", found=", ".join(usable))
     lacks = 'compile.backend = "inductor"'
     if compiler is None:
         yield Finding(

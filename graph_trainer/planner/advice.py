@@ -10,6 +10,7 @@ from typing import Any
 
 from graph_trainer.core.graph.joint_graph import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
+from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.plan import Advice, OnProgress, Plan, make_plan
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -140,8 +141,9 @@ def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:
         found.append(("--loss.type", "chunked_cross_entropy"))
     if training.local_batch_size > 1:
         found.append(("--training.local_batch_size", str(training.local_batch_size // 2)))
-    if config.compile.backend != "inductor":
-        found.append(("--compile.backend", "inductor"))
+    if not find_backend(config.compile.backend).fuses_ops:
+        fusing = (backend.name for backend in BACKENDS.values() if backend.fuses_ops)
+        found += [("--compile.backend", name) for name in fusing]
     tensor = parallelism.tensor_parallel_degree * 2
     if parallelism.data_parallel_shard_degree == -1 and world_size % tensor == 0:
         found.append(("--parallelism.tensor_parallel_degree", str(tensor)))

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.planner.comparison import comparison, save, table
 from graph_trainer.planner.console import print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
@@ -65,7 +66,7 @@ class PlannedRun(ReportedRun):
         self._held_to = held_to
         self._folder = config.dump_folder
         self._device = device
-        self._watch = Watch(sees_memory=config.compile.backend == "eager")
+        self._watch = Watch(sees_memory=find_backend(config.compile.backend).dispatches_ops)
         self._gradient_bytes: int | None = None
         self._peak: int | None = None
         self._reserved: int | None = None

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, tensors_of
 from graph_trainer.core.passes.memory_limit import Held, HeldBytes
+from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 # Tensors of the parameter's size that an optimizer keeps.
@@ -28,7 +29,7 @@ def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) 
             optimizer_bytes(joint, config),
             # validation comes behind a step, whose gradients stay until the next one begins
             trained_bytes(joint) if several or not joint.signature.backward else 0,
-            fused=config.compile.backend == "inductor",
+            fused=find_backend(config.compile.backend).fuses_ops,
             device=device,
         )
 

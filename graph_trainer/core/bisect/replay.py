@@ -70,7 +70,7 @@ class Runs:
 
     def graph(self, joint: JointGraph) -> Results:
         """What a graph gives with the eager backend."""
-        return self._step(compile(joint, "eager"))
+        return self._step(compile(joint))
 
     def node_by_node(self, joint: JointGraph, observe: Observe) -> None:
         """Run a graph and show every node with its value, right after it ran."""

@@ -12,7 +12,8 @@ from torch import nn
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.runtime.backends.base import BoxedFunction, compile_with
+from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.collective_failure import failed_collective
 from graph_trainer.errors import CaptureError
 
@@ -161,9 +162,9 @@ def _parts(spec: Input, tensor: torch.Tensor) -> list[torch.Tensor]:
 def compile(joint: JointGraph, backend: str = "eager") -> Step:
     """Compile a joint graph.
 
-    Arguments:
+    Args:
         joint: as captured, or after `run_passes`.
-        backend: "eager" (the graph's own Python) or "inductor".
+        backend: the name of one of `backends.registry`: "eager" or "inductor".
 
     Returns:
         the step, a function of the model and the batch.
@@ -177,4 +178,4 @@ def compile(joint: JointGraph, backend: str = "eager") -> Step:
         loss, gradients = step(model, tokens, labels)
     """
     joint.validate()
-    return Step(joint, compile_with(joint, backend))
+    return Step(joint, find_backend(backend).compile(joint))

@@ -1,7 +1,7 @@
 """The sections of the config that are graph_trainer's own."""
 
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 from torchtitan.config import CompileConfig
@@ -17,7 +17,14 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
 )
 from graph_trainer.core.passes.pipeline import PassConfig, resolve_passes
+from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.simulation.hardware import load_hardware
+
+# help, schema and checks of compile.backend show what the registry lists
+if TYPE_CHECKING:
+    BackendName = str
+else:
+    BackendName = Literal[tuple(BACKENDS)]
 
 NOT_TORCH_COMPILE = (
     "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
@@ -37,7 +44,7 @@ class GraphCompileConfig(CompileConfig):
     "eager" runs the same sharded model in torchtitan's own loop, without a capture.
     """
 
-    backend: Literal["eager", "inductor"] = "eager"
+    backend: BackendName = "eager"
     """
     What runs the captured graph: "eager" calls its operators one by one, bitwise equal
     to the model itself; "inductor" compiles the whole graph. No effect in mode "eager".

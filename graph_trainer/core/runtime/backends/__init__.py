@@ -1,4 +1,4 @@
-"""Backends: each makes a function of a list of tensors from a joint graph.
+"""Backends: each compiles a joint graph into a function of a list of tensors.
 
-A backend is one file and one line in `base`; nothing outside asks for one by its name.
+A backend is one file and one line of `registry`; no other module compares a backend's name.
 """

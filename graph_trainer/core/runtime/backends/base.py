@@ -1,34 +1,30 @@
-"""Backends: a joint graph becomes a function of a list of tensors."""
+"""What a backend is."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.runtime.backends import eager, inductor
-from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.errors import ConfigError
 
 BoxedFunction = Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]
 """Takes the placeholders' tensors in a list, which it empties, and returns the outputs."""
 
-BACKENDS: dict[str, Callable[[JointGraph], BoxedFunction]] = {
-    "eager": eager.compile_graph,
-    "inductor": inductor.compile_graph,
-}
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """One way to run a joint graph. `registry` lists all of them."""
 
-def compile_with(joint: JointGraph, backend: str) -> BoxedFunction:
-    """Compile with the backend of that name.
-
-    Raises:
-        ConfigError: there is none; the message names the nearest.
-    """
-    if backend not in BACKENDS:
-        hint = did_you_mean(backend, BACKENDS, otherwise=".")
-        raise ConfigError(
-            f"compile.backend is '{backend}'{hint} It must be one of {', '.join(BACKENDS)}"
-        )
-    return BACKENDS[backend](joint)
+    name: str
+    """As in `compile.backend`."""
+    compile: Callable[[JointGraph], BoxedFunction]
+    """Compile a valid joint graph, which stays as it was, before the first call."""
+    fuses_ops: bool
+    """Whether elementwise ops become one kernel; memory and time are then simulated fused."""
+    dispatches_ops: bool
+    """Whether each node of the graph is one call through torch's dispatcher, so that a dispatch
+    mode sees every tensor that the step allocates. Collectives must always be such calls."""
+    needs_cpp_compiler: bool = False
+    """Whether the machine needs a C++ compiler."""

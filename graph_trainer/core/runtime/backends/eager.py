@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 
 
 class _BoxedCode(fx.graph.CodeGen):
     """Code whose one argument is a list of the placeholders' values, which it empties.
 
-    A plain call would hold every argument alive in its caller's frame until the step is
-    over. Intermediates need no such care: FX drops each after its last reader.
+    With plain arguments the caller's frame would keep every argument alive until the step
+    ends. Intermediates need no such code: FX deletes each after its last reader.
     """
 
     def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **_: Any) -> str:
@@ -29,13 +29,13 @@ class _BoxedCode(fx.graph.CodeGen):
         return "\n".join(lines)
 
 
-def compile_graph(joint: JointGraph) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """The graph's own ops, one after the other, without autograd and without subclasses.
+def compile_graph(joint: JointGraph) -> BoxedFunction:
+    """Generate Python that calls the graph's ops one by one on plain tensors, without autograd.
 
-    Every intermediate is freed right after its last reader, so that the order of nodes is
-    the whole truth about memory.
+    Each intermediate is freed right after its last reader, so the order of the nodes alone
+    decides the memory that the step needs.
     """
-    # a copy, so that the joint graph keeps its own module and its own way of printing itself
+    # a copy, because the joint graph's own code generator prints the graph
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.graph, {}))
     graph.set_codegen(_BoxedCode())
@@ -46,3 +46,6 @@ def compile_graph(joint: JointGraph) -> Callable[[list[torch.Tensor]], tuple[tor
             return boxed.forward(values)
 
     return run
+
+
+EAGER = Backend(name="eager", compile=compile_graph, fuses_ops=False, dispatches_ops=True)

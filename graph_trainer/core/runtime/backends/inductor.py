@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from graph_trainer.core.graph.joint_graph import JointGraph, value_of
+from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.torch_private import compile_with_inductor
 
 
-def compile_graph(joint: JointGraph) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """One Inductor program for forward, loss and backward, on CPU or CUDA.
+def compile_graph(joint: JointGraph) -> BoxedFunction:
+    """Compile one Inductor program for forward, loss and backward, on CPU or CUDA.
 
-    Compiled here and now, not at the first call, so that the settings it needs hold. Raises
-    what Inductor raises where it cannot compile an op.
+    Compiles at once and not at the first call, while the settings that it needs are in
+    effect. Raises what Inductor raises where it cannot compile an op.
     """
     examples = [value_of(node) for node in joint.placeholders()]
     run_compiled = compile_with_inductor(joint.graph_module, examples)
@@ -24,3 +23,12 @@ def compile_graph(joint: JointGraph) -> Callable[[list[torch.Tensor]], tuple[tor
             return tuple(run_compiled(values))
 
     return run
+
+
+INDUCTOR = Backend(
+    name="inductor",
+    compile=compile_graph,
+    fuses_ops=True,
+    dispatches_ops=False,
+    needs_cpp_compiler=True,
+)

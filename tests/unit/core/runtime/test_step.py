@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.runtime.backends.base import compile_with
+from graph_trainer.core.runtime.backends.eager import compile_graph
 from graph_trainer.core.runtime.step import Step
 from tests.unit.fake_ranks import become
 
@@ -96,7 +96,7 @@ def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
     args = batch(4096)
     joint = captured(model, args, backward=backward)
     predicted = lifetimes(joint).peak_bytes
-    run = compile_with(joint, "eager")
+    run = compile_graph(joint)
     values = [t.detach() for t in (*model.parameters(), *args)]
     run(list(values))  # caches of kernels
     found = measured_peak(run, list(values))
@@ -112,7 +112,7 @@ def test_inputs_are_boxed() -> None:
     become(0, 1)
     model, args = net(), batch()
     joint = captured(model, args)
-    run = compile_with(joint, "eager")
+    run = compile_graph(joint)
     values = [t.detach().clone() for t in (*model.parameters(), *args)]
     watched = weakref.ref(values[-1])
     alive: list[bool] = []
@@ -174,7 +174,7 @@ def test_a_backend_gets_plain_tensors_that_require_no_gradient(sharded: bool) ->
         gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
     joint = captured(model, (x, y))
     given: list[torch.Tensor] = []
-    run = compile_with(joint, "eager")
+    run = compile_graph(joint)
 
     def recording(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         given.extend(values)
@@ -187,7 +187,7 @@ def test_a_backend_gets_plain_tensors_that_require_no_gradient(sharded: bool) ->
 
 def test_the_eager_backend_builds_no_autograd_graph_of_its_own() -> None:
     model, args = net(), batch()
-    run = compile_with(captured(model, args), "eager")
+    run = compile_graph(captured(model, args))
     assert not any(t.requires_grad for t in run([*model.parameters(), *args]))
 
 
