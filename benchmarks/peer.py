@@ -18,9 +18,7 @@ from unittest import mock
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
     annotation,
@@ -30,6 +28,7 @@ from graph_trainer.core.graph.joint_graph import (
     phase_of,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.titan.device import setup
 

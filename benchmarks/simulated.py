@@ -11,7 +11,11 @@ from typing import Any
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collective_purpose import Traffic, data_parallel_groups, traffic_of
-from graph_trainer.core.graph.joint_graph import JointGraph, Phase, Role
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    Role,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.simulation.collective_costs import collective_seconds

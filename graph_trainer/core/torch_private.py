@@ -71,7 +71,7 @@ __all__ = [
     "group_backend",
     "group_ranks",
     "is_traceable_wrapper_subclass",
-    "own_slices",
+    "local_slices",
     "mesh_slices",
     "new_group_in_order",
     "process_groups",
@@ -154,7 +154,7 @@ def autograd_sequence_number(grad_fn: Any) -> int:
 
 
 @contextlib.contextmanager
-def own_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
+def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
     """Inside, enter `around(group name)` whenever DTensor takes this rank's own slice of a
     replicated tensor: each rank of the group its own, at the same place of the program.
 

@@ -11,13 +11,11 @@ import torch
 
 from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.rank_classes import RankClasses, Ranks
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
-    compute_nodes,
+from graph_trainer.core.graph.annotations import (
     module_of,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, compute_nodes
 from graph_trainer.core.ordering.sequences import Issued, issued_by
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
 

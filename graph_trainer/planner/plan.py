@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, layer_of
+from graph_trainer.core.graph.annotations import layer_of
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.memory_limit import Agree, alone
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.pipeline import PassConfig, resolve_passes, run_passes

@@ -8,7 +8,7 @@ from graph_trainer.core.analysis.collective_purpose import traffic_of
 from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.rank_classes import RankClasses
-from graph_trainer.core.graph.joint_graph import tensors_of
+from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.passes.memory_limit import Agree
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by

@@ -11,7 +11,10 @@ from rich.text import Text
 from torch import fx
 
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.joint_graph import owner_of, parameters_of
+from graph_trainer.core.graph.annotations import (
+    owner_of,
+    parameters_of,
+)
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware

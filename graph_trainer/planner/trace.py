@@ -6,7 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from graph_trainer.core.graph.joint_graph import module_of, phase_of
+from graph_trainer.core.graph.annotations import (
+    module_of,
+    phase_of,
+)
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.report import versions

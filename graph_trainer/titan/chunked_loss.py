@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.graph.joint_graph import annotation
+from graph_trainer.core.graph.annotations import annotation
 from graph_trainer.core.sharding.collectives import all_gather
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.device import setup as _setup_device

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, tensors_of
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.memory_limit import Held, HeldBytes
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.titan.config.run_config import GraphTrainerConfig

@@ -21,7 +21,10 @@ import graph_trainer as gt
 from graph_trainer.cli import bisect_worker as worker
 from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.bisect.search import bisect_passes
-from graph_trainer.core.graph.joint_graph import copy_annotations, module_of
+from graph_trainer.core.graph.annotations import (
+    copy_annotations,
+    module_of,
+)
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.units import GIB

@@ -17,7 +17,12 @@ from torch import fx
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import JointGraph, Role, is_backward, role_of
+from graph_trainer.core.graph.annotations import (
+    Role,
+    is_backward,
+    role_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.exchange import LargestOfAllRanks, check_order_across_ranks

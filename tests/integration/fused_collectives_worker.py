@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import JointGraph, is_backward
+from graph_trainer.core.graph.annotations import is_backward
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.torch_private import c10d_functional, process_groups

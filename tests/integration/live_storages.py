@@ -8,13 +8,13 @@ import torch
 
 from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
     annotation,
-    compute_nodes,
     is_backward,
 )
+from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.runtime.step import compile
 from tests.integration.recorded import Recorded
 

@@ -23,7 +23,10 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import Role, is_backward
+from graph_trainer.core.graph.annotations import (
+    Role,
+    is_backward,
+)
 from graph_trainer.core.graph.ops import is_random
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of

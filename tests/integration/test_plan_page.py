@@ -18,7 +18,11 @@ from typing import Any
 
 import pytest
 
-from graph_trainer.core.graph.joint_graph import annotate_node, annotation, parameter_of
+from graph_trainer.core.graph.annotations import (
+    annotate_node,
+    annotation,
+    parameter_of,
+)
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page

@@ -20,22 +20,24 @@ from torch.utils.checkpoint import checkpoint
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    Role,
+    annotate_node,
+    annotation,
+    parameter_of,
+    phase_of,
+    role_of,
+    set_input_name,
+)
 from graph_trainer.core.graph.joint_graph import (
     Input,
     InputKind,
     JointGraph,
     Output,
     OutputKind,
-    Phase,
-    Role,
     Signature,
-    annotate_node,
-    annotation,
     compute_nodes,
-    parameter_of,
-    phase_of,
-    role_of,
-    set_input_name,
 )
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.torch_private import FakeTensorMode

@@ -7,7 +7,7 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 
 
 class Traffic(StrEnum):

@@ -10,9 +10,8 @@ from functools import cache
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     SEPARATOR,
-    JointGraph,
     Phase,
     Role,
     module_of,
@@ -21,6 +20,7 @@ from graph_trainer.core.graph.joint_graph import (
     role_of,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,
     argument_nodes,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes, value_of
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     Held,
     Storage,

@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.capture.subclasses import wrap
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, value_of
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.torch_private import mesh_slices
 
 Ranks = tuple[int, ...]

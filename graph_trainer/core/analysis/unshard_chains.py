@@ -7,15 +7,14 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
     layer_of,
     module_of,
     role_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_collective,

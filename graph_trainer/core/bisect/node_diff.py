@@ -12,13 +12,11 @@ from torch import fx
 from graph_trainer.core.analysis.lifetimes import Storage
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.bisect.tensor_diff import Difference, digest, distance
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
-    OutputKind,
+from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind
 from graph_trainer.core.graph.ops import (
     argument_nodes,
     is_collective,

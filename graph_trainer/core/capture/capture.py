@@ -23,6 +23,10 @@ from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import Storages
 from graph_trainer.core.capture.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.annotations import (
+    annotation,
+    set_input_name,
+)
 from graph_trainer.core.graph.joint_graph import (
     Input,
     InputKind,
@@ -30,14 +34,12 @@ from graph_trainer.core.graph.joint_graph import (
     Output,
     OutputKind,
     Signature,
-    annotation,
-    set_input_name,
 )
 from graph_trainer.core.graph.ops import LastWrites
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     FakeTensorMode,
-    own_slices,
+    local_slices,
     rename_node,
     selective_checkpoint_as_in_eager,
     single_threaded_autograd,
@@ -110,7 +112,7 @@ def capture(
             torch.set_grad_enabled(backward),
             single_threaded_autograd(),
             selective_checkpoint_as_in_eager(),
-            own_slices(lambda group: annotate(annotation(own_slice=group))),
+            local_slices(lambda group: annotate(annotation(local_slice=group))),
             mode,
             scopes.trace(model),
         ):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
     annotation,
     role_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import (
     aten,
     collective_name,

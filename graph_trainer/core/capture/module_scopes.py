@@ -16,7 +16,10 @@ import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
 
-from graph_trainer.core.graph.joint_graph import Phase, annotation
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    annotation,
+)
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import autograd_sequence_number, current_sequence_number
 from graph_trainer.errors import CaptureError

@@ -14,7 +14,10 @@ import torch
 from torch import fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.graph.joint_graph import copy_annotations, tensors_of
+from graph_trainer.core.graph.annotations import (
+    copy_annotations,
+    tensors_of,
+)
 from graph_trainer.core.graph.ops import (
     LastWrites,
     OpOverload,

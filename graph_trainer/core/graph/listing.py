@@ -5,15 +5,14 @@ from __future__ import annotations
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
-    compute_nodes,
     module_of,
     parameter_of,
     phase_of,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_getitem,

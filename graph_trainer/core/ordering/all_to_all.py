@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import tensors_of
+from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.errors import VerificationError
 

@@ -8,7 +8,8 @@ from functools import cache
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
-from graph_trainer.core.graph.joint_graph import JointGraph, module_of
+from graph_trainer.core.graph.annotations import module_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_getitem, is_wait, schema_of, subgraphs
 from graph_trainer.core.ordering.all_to_all import Splits
 from graph_trainer.core.torch_private import group_ranks

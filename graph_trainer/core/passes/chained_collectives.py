@@ -13,15 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.partitions import Partition, partitions_of
 from graph_trainer.core.capture.subclasses import wrap
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     parameter_of,
     phase_of,
     role_of,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import (
     LastWrites,
     aliased_input,

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, Role, role_of
+from graph_trainer.core.graph.annotations import (
+    Role,
+    role_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import LastWrites
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     copy_annotations,
     is_saved_for_backward,
-    own_slice_group,
+    local_slice_group,
     set_saved_for_backward,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     LastWrites,
     aliased_input,
@@ -56,7 +56,7 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions) -> None:
     in which their graphs differ. Linear in nodes.
     """
     graph = joint.graph
-    if not any(own_slice_group(node) for node in graph.nodes):
+    if not any(local_slice_group(node) for node in graph.nodes):
         return
     trips = _RoundTrips(joint)
     for node in list(graph.nodes):
@@ -94,7 +94,7 @@ class _RoundTrips:
             self._note_gather(node)
         elif node.target is aten.cat.default:
             self._note_cat(node)
-        elif own_slice_group(node) is not None and self._root[node] is not node:
+        elif local_slice_group(node) is not None and self._root[node] is not node:
             self._shorten(node)
 
     def sweep(self) -> None:
@@ -153,7 +153,7 @@ class _RoundTrips:
     def _shorten(self, cut: fx.Node) -> None:
         """Let readers of an own slice, and of its copies, read what this rank sent."""
         gathered = self._gathered.get(self._root[cut])
-        if gathered is None or not self._is_own_slice(cut, gathered):
+        if gathered is None or not self._is_local_slice(cut, gathered):
             return
         copies = [n for n in cut.users if n.target is aten.clone.default]
         shared = (gathered.source, gathered.wait, gathered.node, *copies)
@@ -170,11 +170,11 @@ class _RoundTrips:
                 self._unread.append(reader)
         self._unread.append(source)
 
-    def _is_own_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
+    def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
         """Whether a marked node takes this rank's part, no more and no less, of the whole."""
         ranks = self._ranks(gathered.group)
-        # own_slice_group is not None for what `visit` hands on
-        if self._ranks(str(own_slice_group(cut))) != ranks:
+        # local_slice_group is not None for what `visit` hands on
+        if self._ranks(str(local_slice_group(cut))) != ranks:
             return False
         # The cut is DTensor's own, which is what the mark speaks of: out of all that was gathered.
         whole = _viewed(cut)

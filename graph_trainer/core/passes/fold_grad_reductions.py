@@ -8,14 +8,14 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
     parameters_of,
     role_of,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     LastWrites,
     aliased_input,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, value_of
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument_nodes, storage_roots
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 

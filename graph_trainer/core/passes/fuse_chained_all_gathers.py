@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from graph_trainer.core.analysis.partitions import joined
-from graph_trainer.core.graph.joint_graph import JointGraph, Role
+from graph_trainer.core.graph.annotations import Role
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.chained_collectives import fuse_chains
 from graph_trainer.core.torch_private import c10d_functional

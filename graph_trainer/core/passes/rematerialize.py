@@ -8,13 +8,13 @@ from collections import Counter
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
     copy_annotations,
     is_backward,
     recompute_policy,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     LastWrites,
     aliased_input,

@@ -9,16 +9,15 @@ from typing import Protocol
 
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
-    compute_nodes,
     module_of,
     parameter_of,
     phase_of,
     role_of,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
 from graph_trainer.core.units import MIB
 

@@ -8,7 +8,11 @@ from typing import Literal, get_args
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket, unshard_chains
-from graph_trainer.core.graph.joint_graph import JointGraph, recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.annotations import (
+    recompute_policy,
+    set_recompute_policy,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError

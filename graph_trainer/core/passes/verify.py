@@ -5,7 +5,11 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, tensors_of, value_of
+from graph_trainer.core.graph.annotations import (
+    tensors_of,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.torch_private import FakeTensorMode, detect_fake_mode
 from graph_trainer.errors import VerificationError
 

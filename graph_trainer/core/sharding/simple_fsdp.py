@@ -21,7 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.graph.joint_graph import Role, annotation
+from graph_trainer.core.graph.annotations import (
+    Role,
+    annotation,
+)
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
 from graph_trainer.core.torch_private import StridedShard, concatenate_meshes

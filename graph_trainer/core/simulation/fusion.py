@@ -8,7 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, Phase, phase_of, tensors_of
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    phase_of,
+    tensors_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     aliased_input,

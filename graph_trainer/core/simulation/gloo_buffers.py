@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
-from graph_trainer.core.graph.joint_graph import JointGraph, tensors_of
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_name, is_collective
 
 

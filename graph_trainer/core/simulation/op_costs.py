@@ -11,7 +11,11 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
-from graph_trainer.core.graph.joint_graph import JointGraph, tensors_of, value_of
+from graph_trainer.core.graph.annotations import (
+    tensors_of,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, aten, is_collective, schema_of, storage_roots
 from graph_trainer.core.simulation.fusion import Fusion, is_free, no_fusion
 from graph_trainer.core.simulation.hardware import Hardware

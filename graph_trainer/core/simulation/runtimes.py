@@ -9,8 +9,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.analysis.memory import LiveStorage
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
     is_backward,
@@ -20,6 +19,7 @@ from graph_trainer.core.graph.joint_graph import (
     phase_of,
     set_saved_for_backward,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, aten, storage_roots
 from graph_trainer.core.simulation.allocator import Pool, one_pool, pool_per_stream
 from graph_trainer.core.simulation.fusion import Fusion, fuse, no_fusion

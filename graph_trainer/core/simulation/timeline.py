@@ -9,7 +9,8 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.joint_graph import JointGraph, role_of
+from graph_trainer.core.graph.annotations import role_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.joint_graph import phase_of
+from graph_trainer.core.graph.annotations import phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.units import format_bytes
 from graph_trainer.planner.html.words import TRAFFIC, duration

@@ -8,7 +8,11 @@ from typing import Any
 from torch import fx
 
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.joint_graph import Phase, module_of, phase_of
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    module_of,
+    phase_of,
+)
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.html.words import KINDS, WAIT
 from graph_trainer.planner.plan import Plan

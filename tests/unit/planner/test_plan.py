@@ -16,7 +16,7 @@ from rich.console import Console
 import graph_trainer as gt
 from graph_trainer.cli.plan import main
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.joint_graph import parameters_of
+from graph_trainer.core.graph.annotations import parameters_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import Budget, alone, nothing_held, remedies
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware

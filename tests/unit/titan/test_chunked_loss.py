@@ -21,15 +21,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
-    compute_nodes,
     module_of,
     phase_of,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from tests.unit.graphs import fake_mesh, fake_world
 

@@ -11,15 +11,14 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
 from graph_trainer.core.analysis.unshard_chains import is_layout_only
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     bucket_tag,
     is_backward,
     parameters_of,
     role_of,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError

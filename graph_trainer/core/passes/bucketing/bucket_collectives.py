@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from graph_trainer.core.graph.joint_graph import JointGraph, clear_bucket_tag
+from graph_trainer.core.graph.annotations import clear_bucket_tag
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.bucketing.assign import (
     Member,

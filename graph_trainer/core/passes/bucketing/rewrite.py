@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     SEPARATOR,
-    InputKind,
-    JointGraph,
     annotate_node,
     annotation,
     module_of,
@@ -21,6 +19,7 @@ from graph_trainer.core.graph.joint_graph import (
     role_of,
     value_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import argument, argument_nodes, aten
 from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode

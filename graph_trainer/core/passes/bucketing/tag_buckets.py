@@ -6,9 +6,7 @@ from enum import StrEnum
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
     parameters_of,
@@ -16,6 +14,7 @@ from graph_trainer.core.graph.joint_graph import (
     set_bucket_tag,
     tensors_of,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import LastWrites, has_effect, is_collective, is_wait, schema_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from

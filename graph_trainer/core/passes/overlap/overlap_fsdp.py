@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
     role_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import LastWrites, is_collective
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.errors import PassError

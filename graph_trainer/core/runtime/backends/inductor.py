@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from graph_trainer.core.graph.joint_graph import JointGraph, value_of
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.torch_private import compile_with_inductor
 

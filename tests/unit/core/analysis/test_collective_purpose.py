@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from tests.unit.graphs import collective
 
 UNSHARD, REDUCE = Role.UNSHARD, Role.REDUCE_GRAD

@@ -7,7 +7,7 @@ import torch
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
 
 

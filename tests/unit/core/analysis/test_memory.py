@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
-from graph_trainer.core.graph.joint_graph import InputKind, Role
+from graph_trainer.core.graph.annotations import Role
+from graph_trainer.core.graph.joint_graph import InputKind
 from tests.unit.core.simulation.machines import random_graph, steps
 from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from tests.unit.graphs import (
     BACKWARD,
     Builder,

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from graph_trainer.core.bisect.node_diff import first_difference, partners_of
-from graph_trainer.core.graph.joint_graph import Phase, copy_annotations
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    copy_annotations,
+)
 from graph_trainer.core.graph.snapshot import copy_graph
 from tests.unit.graphs import Builder, _Simulated, aten, c10d, values_for
 

@@ -9,7 +9,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes, parameter_of
+from graph_trainer.core.graph.annotations import parameter_of
+from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
 from graph_trainer.core.torch_private import FakeTensor
 from tests.unit.graphs import fake_mesh
 

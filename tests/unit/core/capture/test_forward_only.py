@@ -13,16 +13,13 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import memory_of
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
-    OutputKind,
+from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
     annotation,
-    compute_nodes,
     is_backward,
 )
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind, compute_nodes
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import Strategy, bucket_collectives
 from graph_trainer.core.passes.context import Simulator

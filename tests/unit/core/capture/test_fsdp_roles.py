@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
     annotation,

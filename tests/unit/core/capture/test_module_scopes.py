@@ -12,13 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from graph_trainer.core.capture.module_scopes import LOSS_MODULE, Scopes
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
+from graph_trainer.core.graph.annotations import (
     Phase,
-    compute_nodes,
     module_of,
     phase_of,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.names import clean_fqn
 
 aten = torch.ops.aten

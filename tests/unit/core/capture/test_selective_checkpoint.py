@@ -14,7 +14,8 @@ from torch.utils.checkpoint import (
 )
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import compute_nodes, is_backward
+from graph_trainer.core.graph.annotations import is_backward
+from graph_trainer.core.graph.joint_graph import compute_nodes
 
 aten = torch.ops.aten
 

@@ -7,7 +7,11 @@ import torch
 
 import graph_trainer as gt
 from graph_trainer.core.graph import joint_graph as jg
-from graph_trainer.core.graph.joint_graph import InputKind, Phase, Role
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    Role,
+)
+from graph_trainer.core.graph.joint_graph import InputKind
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten
 
 

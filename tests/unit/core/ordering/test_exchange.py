@@ -8,7 +8,7 @@ from torch.distributed import group as world_group
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.ordering.exchange import (
     LargestOfAllRanks,
     all_agree,

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from tests.unit.graphs import (
     BACKWARD,

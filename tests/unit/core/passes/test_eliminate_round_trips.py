@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     annotate_node,
     annotation,
     is_saved_for_backward,
-    own_slice_group,
+    local_slice_group,
     set_saved_for_backward,
 )
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
@@ -128,7 +128,7 @@ def communication(joint):
 
 
 def slices(joint):
-    return [n for n in joint.graph.nodes if own_slice_group(n) is not None]
+    return [n for n in joint.graph.nodes if local_slice_group(n) is not None]
 
 
 # --- fires -------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def gathered(b, source, ranks=2, group="0"):
 def cut(b, whole, start, stop, dim=0, group="0"):
     """A slice that capture marked."""
     node = b.call(aten.slice.Tensor, whole, dim, start, stop)
-    annotate_node(node, annotation(own_slice=group))
+    annotate_node(node, annotation(local_slice=group))
     return node
 
 
@@ -325,7 +325,7 @@ def test_another_ranks_slice_stays(rank):
     assert not fires(b.joint(total(b, copied(b, other))))
 
 
-def test_an_own_slice_of_a_slice_stays(rank):
+def test_an_local_slice_of_a_slice_stays(rank):
     """Marked, but what it was cut out of was cut before by something that is not."""
     b = Builder()
     x = b.call(aten.sin.default, b.input("x", 2, 6))
@@ -417,7 +417,7 @@ def test_what_draws_random_numbers_still_draws_them(rank):
     assert communication(joint) == [] and drawn in joint.graph.nodes
 
 
-def test_an_own_slice_of_a_sum_stays(rank):
+def test_an_local_slice_of_a_sum_stays(rank):
     b = Builder()
     x = b.call(aten.sin.default, b.input("x", 4, 6))
     reduced = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", "0"))
@@ -454,7 +454,7 @@ def test_a_returned_slice_stays(rank):
     assert not fires(b.joint(total(b, w), w=back))
 
 
-def test_a_graph_without_own_slices_needs_no_process_group():
+def test_a_graph_without_local_slices_needs_no_process_group():
     b = Builder()
     joint = b.joint(total(b, gathered(b, b.input("x", 2, 6))))
     eliminate_round_trips.function(joint, None)

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import Role, is_backward, parameter_of, role_of, value_of
+from graph_trainer.core.graph.annotations import (
+    Role,
+    is_backward,
+    parameter_of,
+    role_of,
+    value_of,
+)
 from graph_trainer.core.passes.base import NoOptions
 from graph_trainer.core.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
 from graph_trainer.core.passes.pipeline import resolve_passes

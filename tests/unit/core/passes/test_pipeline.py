@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import is_backward
+from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.pipeline import pass_by_pass, registered_passes, resolve_passes
 from graph_trainer.core.passes.report import HEADINGS, measure

@@ -8,7 +8,7 @@ from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
     annotation,

@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     FSDP_AC_GRAPH_ID,
     recompute_policy,
     set_recompute_policy,

@@ -22,7 +22,12 @@ from torch.distributed.tensor.parallel import (
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import JointGraph, Role, parameter_of, role_of
+from graph_trainer.core.graph.annotations import (
+    Role,
+    parameter_of,
+    role_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.core.torch_private import StridedShard
 from tests.unit.fake_ranks import become

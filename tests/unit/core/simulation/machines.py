@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import strategies as st
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, Phase
+from graph_trainer.core.graph.annotations import Phase
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.hardware import Hardware
 from tests.unit.graphs import Builder, aten, c10d
 

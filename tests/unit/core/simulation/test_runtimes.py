@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from graph_trainer.core.graph.joint_graph import layer_of, module_of
+from graph_trainer.core.graph.annotations import (
+    layer_of,
+    module_of,
+)
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
 from graph_trainer.core.simulation.simulate import simulate

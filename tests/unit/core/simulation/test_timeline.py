@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.simulation.op_costs import Cost, Kind, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.core.simulation.timeline import (

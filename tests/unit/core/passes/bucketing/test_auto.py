@@ -6,7 +6,10 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.joint_graph import bucket_tag, parameters_of
+from graph_trainer.core.graph.annotations import (
+    bucket_tag,
+    parameters_of,
+)
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph, put_back
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage

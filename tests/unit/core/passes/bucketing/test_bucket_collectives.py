@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Role,
     bucket_tag,
     parameters_of,

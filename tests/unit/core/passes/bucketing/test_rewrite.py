@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Role,
     bucket_tag,
     is_backward,

@@ -11,7 +11,11 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import SEPARATOR, JointGraph, Role
+from graph_trainer.core.graph.annotations import (
+    SEPARATOR,
+    Role,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
 
 FSDP, REPLICATE, TENSOR = (0, 1), (0, 2), (0, 4)

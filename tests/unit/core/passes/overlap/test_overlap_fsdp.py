@@ -3,7 +3,7 @@
 import pytest
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import (
+from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
     is_backward,

@@ -6,7 +6,7 @@ import pytest
 import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
 
-from graph_trainer.core.graph.joint_graph import Role
+from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.ops import collective_name, is_collective, is_wait
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.runtime.backends.inductor import compile_graph

@@ -1,0 +1,219 @@
+"""Annotations: typed access to `node.meta`.
+
+Passes and analyses use the accessors below and never the dictionary itself:
+
+    phase        forward, loss or backward
+    module       FQN of the module whose forward made the node, or whose backward it is
+    fsdp role    unshard or reduce_grad, with the FQN of the parameter
+    bucket       the tag of the collectives that may be merged
+    local slice  the group of which each rank takes its local slice, where DTensor does
+    recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+
+class Phase(StrEnum):
+    """The part of a train step that a node belongs to."""
+
+    FORWARD = "forward"
+    LOSS = "loss"
+    BACKWARD = "backward"
+
+
+class Role(StrEnum):
+    """What a node does for FSDP."""
+
+    UNSHARD = "unshard"
+    REDUCE_GRAD = "reduce_grad"
+
+
+_CUSTOM = "custom"  # torch.fx.traceback.annotate writes here, and fx keeps it across retracing
+_PHASE = "phase"
+_MODULE = "module"
+_ROLE = "fsdp_role"
+_PARAMETER = "fsdp_parameter"
+_INPUT_NAME = "input_name"
+_RECOMPUTE = "recompute"  # these two names are PyTorch's own
+_AC_GRAPH_ID = "ac_graph_id"
+_SAVED = "saved_for_backward"
+_LOCAL_SLICE = "local_slice"
+_BUCKET = "bucket"
+
+# Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
+# never looks like the border between two of the user's checkpoint regions.
+FSDP_AC_GRAPH_ID = 1 << 40
+
+SEPARATOR = ", "
+"""Between the FQNs of the parameters that share a bucket."""
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+def annotation(
+    *,
+    phase: Phase | None = None,
+    module: str | None = None,
+    role: Role | None = None,
+    parameter: str | None = None,
+    local_slice: str | None = None,
+) -> dict[str, str]:
+    """The entry for `torch.fx.traceback.annotate` that the accessors below read back."""
+    entries = {
+        _PHASE: phase.value if phase else None,
+        _MODULE: module,
+        _ROLE: role.value if role else None,
+        _PARAMETER: parameter,
+        _LOCAL_SLICE: local_slice,
+    }
+    return {key: value for key, value in entries.items() if value is not None}
+
+
+def annotate_node(node: fx.Node, entry: Mapping[str, str]) -> None:
+    """Add the entries of `annotation(...)` to a node, in a dictionary of its own."""
+    node.meta[_CUSTOM] = {**node.meta.get(_CUSTOM, {}), **entry}
+
+
+def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = None) -> None:
+    """Give `target` the annotations of `source`, in a dictionary of its own.
+
+    `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
+    annotate its original too. Recompute tags are decisions about one node and stay behind.
+    """
+    target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
+    if phase is not None:
+        target.meta[_CUSTOM][_PHASE] = phase.value
+    target.meta.pop(_RECOMPUTE, None)
+    target.meta.pop(_AC_GRAPH_ID, None)
+
+
+def _custom(node: fx.Node, key: str) -> str | None:
+    return (node.meta.get(_CUSTOM) or {}).get(key)
+
+
+def phase_of(node: fx.Node) -> Phase | None:
+    """The phase of a node; None for placeholders, attributes and the output."""
+    value = _custom(node, _PHASE)
+    return None if value is None else Phase(value)
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether a node belongs to backward."""
+    return _custom(node, _PHASE) == Phase.BACKWARD.value
+
+
+def module_of(node: fx.Node) -> str | None:
+    """FQN of the module that a node belongs to, None where nothing says so."""
+    return _custom(node, _MODULE)
+
+
+def layer_of(fqn: str | None) -> int | None:
+    """Index of the repeated block in an FQN: 3 for 'layers.3.attention.wo', else None."""
+    match = _LAYER.search(fqn or "")
+    return int(match.group(1)) if match else None
+
+
+def role_of(node: fx.Node) -> Role | None:
+    """What a node does for FSDP, if anything."""
+    value = _custom(node, _ROLE)
+    return None if value is None else Role(value)
+
+
+def parameter_of(node: fx.Node) -> str | None:
+    """FQN of the parameter that a node with an FSDP role serves; of several, joined."""
+    return _custom(node, _PARAMETER)
+
+
+def parameters_of(node: fx.Node) -> tuple[str, ...]:
+    """FQNs of the parameters that a node with an FSDP role serves: several for a bucket."""
+    joined = _custom(node, _PARAMETER)
+    return () if joined is None else tuple(joined.split(SEPARATOR))
+
+
+def local_slice_group(node: fx.Node) -> str | None:
+    """The group of which every rank takes its own slice here, as DTensor did at capture."""
+    return _custom(node, _LOCAL_SLICE)
+
+
+def input_name(node: fx.Node) -> str | None:
+    """FQN or path of the input that a placeholder holds."""
+    return node.meta.get(_INPUT_NAME)
+
+
+def set_input_name(node: fx.Node, name: str) -> None:
+    """Write what a placeholder holds."""
+    node.meta[_INPUT_NAME] = name
+
+
+def owner_of(node: fx.Node) -> str:
+    """FQN of the one parameter that a node serves; else of the module that it belongs to."""
+    parameters = parameters_of(node)
+    return parameters[0] if len(parameters) == 1 else module_of(node) or ""
+
+
+def bucket_tag(node: fx.Node) -> str | None:
+    """What a collective may travel with: others of the same tag. None: with nothing."""
+    return _custom(node, _BUCKET)
+
+
+def set_bucket_tag(node: fx.Node, tag: str) -> None:
+    """Write what a collective may travel with; fx keeps it when the graph is split or traced."""
+    annotate_node(node, {_BUCKET: tag})
+
+
+def clear_bucket_tag(node: fx.Node) -> None:
+    """Remove the tag of a collective that is decided about."""
+    node.meta[_CUSTOM] = {k: v for k, v in node.meta[_CUSTOM].items() if k != _BUCKET}
+
+
+def recompute_policy(node: fx.Node) -> CheckpointPolicy | None:
+    """The recompute tag of a node, whoever wrote it."""
+    return node.meta.get(_RECOMPUTE)
+
+
+def set_recompute_policy(
+    node: fx.Node, policy: CheckpointPolicy, *, ac_graph_id: int = FSDP_AC_GRAPH_ID
+) -> None:
+    """Tag a node. `ac_graph_id` names the checkpoint region; FSDP's tags have their own."""
+    node.meta[_RECOMPUTE] = policy
+    node.meta[_AC_GRAPH_ID] = ac_graph_id
+
+
+def clear_recompute_policy(node: fx.Node) -> None:
+    """Remove the tag of a node."""
+    node.meta.pop(_RECOMPUTE, None)
+    node.meta.pop(_AC_GRAPH_ID, None)
+
+
+def is_saved_for_backward(node: fx.Node) -> bool:
+    """Whether autograd or a checkpoint saved what a node made, read in backward or not."""
+    return bool(node.meta.get(_SAVED))
+
+
+def set_saved_for_backward(node: fx.Node) -> None:
+    """Write that autograd or a checkpoint saved what a node made."""
+    node.meta[_SAVED] = True
+
+
+def value_of(node: fx.Node) -> Any:
+    """The fake tensor (or nest of them) that a node produced at capture."""
+    return node.meta.get("val")
+
+
+def tensors_of(node: fx.Node) -> list[torch.Tensor]:
+    """Every fake tensor in a node's value; empty where it makes none."""
+    value = value_of(node)
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (tuple, list)):
+        return [v for v in value if isinstance(v, torch.Tensor)]
+    return []
