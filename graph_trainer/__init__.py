@@ -3,6 +3,7 @@
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.runtime.step import Step, compile
 from graph_trainer.core.sharding.simple_fsdp import (
@@ -33,6 +34,7 @@ __all__ = [
     "NoOptions",
     "NotFiniteError",
     "PassConfig",
+    "PassContext",
     "PassError",
     "Stage",
     "Step",

@@ -292,7 +292,7 @@ def passes_table() -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    from graph_trainer.core.passes.pipeline import registered_passes
+    from graph_trainer.core.passes.catalogue import registered_passes
 
     table = Table(title="Graph passes, in the order of their stages", title_justify="left")
     table.add_column("pass", no_wrap=True)
@@ -303,7 +303,6 @@ def passes_table() -> "Table":
         options = [
             f"  {f.name} = {json.dumps(getattr(each.options_type(), f.name), default=repr)}"
             for f in dataclasses.fields(each.options_type)
-            if f.repr  # what the pipeline fills in is no option
         ]
         described = "\n".join([each.summary, *options])
         # Not markup: a summary may well speak of "x[0]".

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
-from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.context import fingerprint
-from graph_trainer.core.passes.memory_limit import Agree
+from graph_trainer.core.passes.context import AllReduceMax, fingerprint
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
@@ -19,16 +17,16 @@ Passes = tuple[object, ...]
 def decided_by(joint: JointGraph) -> Passes:
     """What a rank has decided that all must decide alike."""
     found: list[object] = [*joint.history]
-    for name, options in joint.decisions.items():
-        if isinstance(options, BucketCollectivesOptions):
-            found.append((name, options.strategy, *sorted((options.caps or {}).items())))
+    for name, decision in joint.decisions.items():
+        if isinstance(decision, Mapping):  # MiB of a bucket by process group
+            found.append((name, *sorted(decision.items())))
     moved = [n.name for n in joint.graph.nodes if is_collective(n) or is_wait(n)]
     return (*found, fingerprint(moved))
 
 
 def as_agreed(
     ranks: Sequence[int],
-    run: Callable[[int, Agree], tuple[T, Passes]],
+    run: Callable[[int, AllReduceMax], tuple[T, Passes]],
     on_progress: Callable[[str], None],
 ) -> dict[int, T]:
     """What comes of each rank when all run the same passes, as they do in training.
@@ -60,7 +58,7 @@ def as_agreed(
         )
 
 
-def _agree(agreed: Sequence[int], said: list[int]) -> Agree:
+def _agree(agreed: Sequence[int], said: list[int]) -> AllReduceMax:
     def agree(mine: int) -> int:
         said.append(mine)
         return agreed[len(said) - 1] if len(said) <= len(agreed) else mine

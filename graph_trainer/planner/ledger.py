@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
-from graph_trainer.core.passes.memory_limit import Agree, alone
+from graph_trainer.core.passes.context import AllReduceMax, one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.passes.report import state_of
 from graph_trainer.core.simulation.simulate import Simulation
@@ -64,7 +64,7 @@ def ledger(
     simulate: Simulate,
     *,
     on_pass: Callable[[str], None] | None = None,
-    agree: Agree = alone,
+    agree: AllReduceMax = one_rank,
 ) -> Iterator[tuple[LedgerRow, Simulation]]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
@@ -73,7 +73,7 @@ def ledger(
     """
     simulation: Simulation | None = None
     before: list[object] = []
-    for report in pass_by_pass(joint, passes, on_pass=on_pass, agree=agree):
+    for report in pass_by_pass(joint, passes, on_pass=on_pass, all_reduce_max=agree):
         after = state_of(joint)
         if simulation is None or after != before:
             simulation = simulate(joint)

@@ -12,9 +12,10 @@ import torch
 
 from graph_trainer.core.graph.annotations import layer_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.passes.memory_limit import Agree, alone
+from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.context import AllReduceMax, one_rank
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
-from graph_trainer.core.passes.pipeline import PassConfig, resolve_passes, run_passes
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Simulation, simulate
@@ -115,7 +116,7 @@ def make_plan(
     rank: int = 0,
     runtime: Runtime = GRAPH_TRAINER,
     every_pass: bool = True,
-    agree: Agree = alone,
+    agree: AllReduceMax = one_rank,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -138,7 +139,7 @@ def make_plan(
     joint = run.capture()
     mark_saved(joint)
     passes = as_run_by(runtime, run.pass_config(), joint)
-    held = passes.held_bytes(joint)
+    held = passes.other_memory(joint)
     training = config.training
     repeats = microbatches(config, run.data_parallel_degree)
     look = partial(
@@ -153,7 +154,7 @@ def make_plan(
     if every_pass:
         simulated = list(ledger(joint, passes, look, on_pass=on_progress, agree=agree))
     else:
-        last = run_passes(joint, passes, on_pass=on_progress, agree=agree).last
+        last = run_passes(joint, passes, on_pass=on_progress, all_reduce_max=agree).last
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
     simulation = simulated[-1][1]
@@ -177,7 +178,7 @@ def make_plan(
 def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
     """The passes that make the graph what this runtime does: FSDP2 gathers the next layer's
     parameters while one layer computes."""
-    listed = {p.name for p in resolve_passes(passes)}
+    listed = {p.name for p in resolve_passes(passes.passes, passes.disable_passes)}
     if runtime is not TORCHTITAN or overlap_fsdp.name in listed:
         return passes
     layers = Counter(

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import tomli
 
-from graph_trainer.core.passes.pipeline import resolve_passes
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.report import versions
 from graph_trainer.planner.saved_plan import SavedPlan, read_plan
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.messages import show
-from graph_trainer.titan.config.run_config import pass_config
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.validate import world_size_from_environment
 
@@ -152,10 +151,7 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
 
 def pass_names(config: GraphTrainerConfig) -> list[str]:
     """The passes that a config asks for, in order."""
-    policy = config.parallelism.fsdp_reshard_after_forward
-    return [
-        p.name for p in resolve_passes(pass_config(config.compile, reshard_after_forward=policy))
-    ]
+    return [p.name for p in resolve_passes(config.compile.passes, config.compile.disable_passes)]
 
 
 def differences_to(

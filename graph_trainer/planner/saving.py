@@ -9,7 +9,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.rank_classes import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
-from graph_trainer.core.passes.memory_limit import Agree
+from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.fake_run import FakeRun
@@ -36,7 +36,7 @@ def plan_every_class(
     stands_for = classes.representatives()
     ranks = list(stands_for)
 
-    def run(rank: int, agree: Agree) -> tuple[PlannedClass, Passes]:
+    def run(rank: int, agree: AllReduceMax) -> tuple[PlannedClass, Passes]:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
         of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False, agree=agree)
         passes = decided_by(of_rank.simulation.joint)

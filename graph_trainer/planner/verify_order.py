@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from graph_trainer.core.analysis.rank_classes import RankClasses
 from graph_trainer.core.ordering.proof import OrderProof, prove_order
 from graph_trainer.core.ordering.sequences import Sequence, issued_by
-from graph_trainer.core.passes.memory_limit import Agree
+from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
@@ -77,7 +77,7 @@ def verify_order(
     start = time.perf_counter()
     done: list[int] = []
 
-    def run(rank: int, agree: Agree) -> tuple[Sequence, Passes]:
+    def run(rank: int, agree: AllReduceMax) -> tuple[Sequence, Passes]:
         try:
             sequence, passes = _capture(config, world_size, rank, device, classes, agree)
         except GraphTrainerError as error:
@@ -150,14 +150,14 @@ def _capture(
     rank: int,
     device: str,
     classes: RankClasses | None,
-    agree: Agree,
+    agree: AllReduceMax,
 ) -> tuple[Sequence, Passes]:
     """What a rank issues after its passes, and which they were."""
     run = FakeRun(config, world_size, rank, device)
     if classes is not None:
         check_shapes(run, classes)
     joint = run.capture()
-    run_passes(joint, run.pass_config(), agree=agree)
+    run_passes(joint, run.pass_config(), all_reduce_max=agree)
     return issued_by(joint, world_size), decided_by(joint)
 
 

@@ -63,5 +63,5 @@ def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: s
         config.compile,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         pipeline_parallel=parallel_dims.pp_enabled,
-        held_bytes=held_by(config, batches, device),
+        other_memory=held_by(config, batches, device),
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.passes.memory_limit import Held, HeldBytes
+from graph_trainer.core.passes.context import OtherMemory, OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
@@ -16,7 +16,7 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
-def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) -> HeldBytes:
+def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) -> OtherMemoryOf:
     """What this run holds during a step, as a function of the captured graph.
 
     Arguments:
@@ -25,8 +25,8 @@ def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) 
     """
     several = microbatches(config, data_parallel_degree) > 1
 
-    def held(joint: JointGraph) -> Held:
-        return Held(
+    def held(joint: JointGraph) -> OtherMemory:
+        return OtherMemory(
             optimizer_bytes(joint, config),
             # validation comes behind a step, whose gradients stay until the next one begins
             trained_bytes(joint) if several or not joint.signature.backward else 0,

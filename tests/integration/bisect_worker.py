@@ -36,7 +36,7 @@ MODULE = "layers.3.feed_forward"
 FACTOR = 1.0009765625  # 1 + 2**-10: no rounding takes it back in float32
 
 
-def _wrong(joint: gt.JointGraph, options: Any) -> None:
+def _wrong(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
     """The product in one feed-forward is a little more than it was."""
     product = next(
         n
@@ -50,7 +50,7 @@ def _wrong(joint: gt.JointGraph, options: Any) -> None:
     product.replace_all_uses_with(more, delete_user_cb=lambda user: user is not more)
 
 
-def _other_order(joint: gt.JointGraph, options: Any) -> None:
+def _other_order(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
     """Rank 1 adds up a weight's gradient from two halves of the batch."""
     product = next(n for n in reversed(joint.graph.nodes) if n.target is aten.mm.default)
     a, b = product.args
@@ -76,7 +76,7 @@ def _other_order(joint: gt.JointGraph, options: Any) -> None:
 
 def on_rank_1(function: Any) -> Any:
     """A pass that only one rank gets wrong."""
-    return lambda joint, options: function(joint, options) if dist.get_rank() == 1 else None
+    return lambda *given: function(*given) if dist.get_rank() == 1 else None
 
 
 WRONG = Pass("wrong", Stage.CLEANUP, "for a test", _wrong)
@@ -124,7 +124,7 @@ def limited() -> dict[str, Any]:
             return f"{type(error).__name__}: {error}"
         return ""
 
-    def lost(joint: gt.JointGraph, options: Any) -> None:
+    def lost(joint: gt.JointGraph, options: Any, context: gt.PassContext) -> None:
         raise ValueError("lost")
 
     failing = Pass("failing", Stage.SCHEDULE, "for a test", on_rank_1(lost), optional=True)

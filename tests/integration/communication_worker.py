@@ -85,7 +85,7 @@ def with_passes(captured: JointGraph, config: gt.PassConfig, variant: Variant, p
         hardware=load_hardware("cpu"),
         options={"bucket_collectives": BucketCollectivesOptions(**variant.bucketing)},
     )
-    gt.run_passes(joint, asked, agree=LargestOfAllRanks())
+    gt.run_passes(joint, asked, all_reduce_max=LargestOfAllRanks())
     check_order_across_ranks(joint)
     return gt.compile(joint)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from graph_trainer.core.passes.pipeline import registered_passes
+from graph_trainer.core.passes.catalogue import registered_passes
 from tests.unit import test_readme as readme
 
 pytestmark = pytest.mark.timeout(300)

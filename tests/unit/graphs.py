@@ -40,6 +40,7 @@ from graph_trainer.core.graph.joint_graph import (
     compute_nodes,
 )
 from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private import FakeTensorMode
 
 aten = torch.ops.aten
@@ -173,19 +174,20 @@ def code(joint: JointGraph) -> str:
     return "\n".join(f"{n.format_node()} {n.meta.get('recompute')}" for n in joint.graph.nodes)
 
 
-def check_pass(graph_pass: Pass, joint: JointGraph, options: Any = None) -> bool:
+def check_pass(
+    graph_pass: Pass, joint: JointGraph, options: Any = None, context: PassContext | None = None
+) -> bool:
     """Run one pass twice. Numbers must stay the same, and the second run change nothing.
 
     Returns:
         whether the first run changed anything.
     """
-    options = graph_pass.options_type() if options is None else options
     before, text = run(joint), code(joint)
-    graph_pass.function(joint, options)
+    graph_pass(joint, options, context)
     joint.validate()
     first = code(joint)
     assert_same(before, run(joint))
-    graph_pass.function(joint, options)
+    graph_pass(joint, options, context)
     assert code(joint) == first, "the second run changed the graph"
     return first != text
 
@@ -198,7 +200,7 @@ def targets(joint: JointGraph) -> list[Any]:
 def hungry(numbers: int, *, optional: bool = True) -> Pass:
     """A pass that holds so many float32 from the first node to the last."""
 
-    def function(joint, options):
+    def function(joint, options, context):
         first = next(n for n in joint.graph.nodes if n.op == "call_function")
         with joint.graph.inserting_before(first):
             big = joint.graph.call_function(aten.ones.default, ([numbers],))

@@ -16,7 +16,8 @@ from graph_trainer.core.capture.capture import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.exchange import LargestOfAllRanks, check_order_across_ranks
-from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass, resolve_passes
+from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.sharding.process_groups import groups_agreed_on
 from graph_trainer.errors import VerificationError
 
@@ -53,7 +54,7 @@ def bisect_passes(
         CaptureError, PassError: as `capture` and `run_passes` raise them.
     """
     passes = passes or PassConfig()
-    total = len(resolve_passes(passes))
+    total = len(resolve_passes(passes.passes, passes.disable_passes))
     runs = Runs(model, loss_fn, args, kwargs or {})
     on_event("eager: running the model itself, twice")
     reference = runs.eager()
@@ -62,7 +63,7 @@ def bisect_passes(
     on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
     joint = _together(runs.capture)
     largest = LargestOfAllRanks()
-    steps = pass_by_pass(joint, passes, agree=largest)
+    steps = pass_by_pass(joint, passes, all_reduce_max=largest)
     rows: list[Row] = []
     before: JointGraph | None = None
     while True:

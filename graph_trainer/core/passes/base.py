@@ -1,4 +1,4 @@
-"""What a pass is, and the list of all of them."""
+"""What a pass is: a function on the joint graph, and what the pipeline has to know of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.passes.context import PassContext
 
 
 class Stage(IntEnum):
@@ -23,42 +24,60 @@ class Stage(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoOptions:
-    """For a pass that has none."""
+    """The options of a pass that has none."""
+
+
+PassFunction = Callable[[JointGraph, Any, PassContext], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A registered pass: `function(joint, options)` changes the graph in place."""
+    """A graph pass: `function(joint, options, context)` changes the graph in place.
+
+    Calling the pass runs the function alone, without the pipeline's checks: `a_pass(joint)`.
+    """
 
     name: str
     stage: Stage
     summary: str
-    function: Callable[[JointGraph, Any], None]
+    """One line for `graph-trainer passes` and for the help of the config section."""
+    function: PassFunction
     options_type: type = NoOptions
+    """A frozen dataclass of what a user may set; the docstrings of its fields are the help."""
     default: bool = True
     """Whether the pass list "default" includes it."""
     optional: bool = False
     """Whether a step needs it only to be faster: it is rolled back where it would need more
     memory than `compile.memory_limit_gib`. For prefetching, bucketing, overlap."""
+    changes_sums: bool = False
+    """Whether it may change the order in which numbers are added, and so the last bits."""
+    section: str = ""
+    """The config section of its options below [compile]; the pass's name where none is given."""
+    required_for: tuple[str, str] | None = None
+    """The field of `PassConfig` and its value that no step can follow without this pass."""
+
+    def __post_init__(self) -> None:
+        if not self.section:
+            object.__setattr__(self, "section", self.name)
+
+    def __call__(
+        self, joint: JointGraph, options: Any = None, context: PassContext | None = None
+    ) -> None:
+        """Run the function; by default with default options, in a run of one rank."""
+        self.function(joint, options or self.options_type(), context or PassContext())
 
 
-def graph_pass(
-    *,
-    stage: Stage,
-    summary: str,
-    options_type: type = NoOptions,
-    default: bool = True,
-    optional: bool = False,
-) -> Callable[[Callable[[JointGraph, Any], None]], Pass]:
+def graph_pass(*, stage: Stage, summary: str, **declared: Any) -> Callable[[PassFunction], Pass]:
     """Make a function a Pass named after it.
+
+    Args:
+        stage: when it runs.
+        summary: what it does, in one line.
+        declared: other fields of `Pass`.
 
     Example::
 
-        @graph_pass(stage=Stage.CLEANUP, summary="remove what nothing reads")
-        def my_pass(joint: JointGraph, options: NoOptions) -> None: ...
+        @graph_pass(stage=Stage.CLEANUP, summary="remove unused nodes")
+        def my_pass(joint: JointGraph, options: NoOptions, context: PassContext) -> None: ...
     """
-
-    def make(function: Callable[[JointGraph, Any], None]) -> Pass:
-        return Pass(function.__name__, stage, summary, function, options_type, default, optional)
-
-    return make
+    return lambda function: Pass(function.__name__, stage, summary, function, **declared)

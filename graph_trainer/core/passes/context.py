@@ -1,86 +1,151 @@
-"""What a pass asks that decides by simulation, and how all ranks come to the same answer."""
+"""What a pass may ask about the run: its settings, its machine, and what other ranks have."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.memory_limit import Agree, HeldBytes, alone, nothing_held
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import PassError
 
-KEY = "compile.hardware"
+HARDWARE_KEY = "compile.hardware"
 
 _PER_SECOND = 10**9
 
+ReshardAfterForward = Literal["default", "always", "never"]
+
+
+class OtherMemory(NamedTuple):
+    """What determines the memory of a step on this rank, beside the graph and its inputs."""
+
+    optimizer_bytes: int = 0
+    """Optimizer state, from the second step on."""
+    accumulated_bytes: int = 0
+    """Gradients of earlier microbatches."""
+    fused: bool = False
+    """Whether the backend fuses ops, so that some results are never stored."""
+    device: str = "cuda"
+    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
+
+
+OtherMemoryOf = Callable[[JointGraph], OtherMemory]
+AllReduceMax = Callable[[int], int]
+"""All-reduces (max) an int over all ranks. Every rank must call it equally often."""
+
+
+def no_other_memory(joint: JointGraph) -> OtherMemory:
+    """Return what a run without optimizer and microbatches has."""
+    return OtherMemory()
+
+
+def one_rank(number: int) -> int:
+    """Return the number: `AllReduceMax` for a rank that asks no other."""
+    return number
+
 
 def fingerprint(decision: object) -> int:
-    """A number for what a rank has decided, to compare with other ranks' (`is_shared`)."""
+    """Return a 56-bit hash of what a rank has decided, to be compared among ranks."""
     return int.from_bytes(hashlib.sha256(repr(decision).encode()).digest()[:7], "big")
 
 
-def nothing_behind(joint: JointGraph) -> None:
-    """For a graph that no further pass runs on."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """What a run sets that is no pass's own option."""
+
+    reshard_after_forward: ReshardAfterForward = "default"
+    """Which parameters are freed after forward and gathered again in backward. "always": all
+    that backward reads. "never": none. "default": all but the last bucket (final norm and output
+    head), since backward starts with it."""
+
+    pipeline_parallel: bool = False
+    """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
+    a gather per microbatch costs more than it saves."""
+
+    hardware: Hardware | None = None
+    """The machine that the step will run on, for passes that decide by simulation."""
+
+    memory_limit_gib: float | None = None
+    """The most GiB that a step may need on a device, parameters included: an optional pass that
+    breaks the limit is rolled back, and a graph that breaks it without them is refused. None for
+    no limit."""
+
+    other_memory: OtherMemoryOf = no_other_memory
+    """What counts against the limit beside the graph and its inputs, given the graph."""
+
+    def __post_init__(self) -> None:
+        policy, known = self.reshard_after_forward, get_args(ReshardAfterForward)
+        if policy not in known:
+            hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
+            raise PassError(
+                f"reshard_after_forward is {policy!r}{hint}; it must be one of {', '.join(known)}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Simulator:
-    """The machine that a graph will run on. The pipeline hands it to options that have one."""
+class PassContext(RunSettings):
+    """What a pass may know beside its options. The pipeline makes one for each pass."""
 
-    hardware: Hardware | None = None
-    held: HeldBytes = nothing_held
-    limit_gib: float | None = None
-    """What a step may need, as `PassConfig.memory_limit_gib` has it."""
-    agree: Agree = alone
-    """Makes of this rank's number the largest of all ranks'; called equally often on each."""
-    behind: Callable[[JointGraph], None] = nothing_behind
-    """Runs the passes that come later, on a graph that is to be simulated as it will run."""
+    all_reduce_max: AllReduceMax = one_rank
+    """All-reduces an int over all ranks, so that all of them decide alike."""
+    decided: Any = None
+    """What this pass has put into `joint.decisions` for an earlier graph of the step, to be
+    followed; None where this is the first."""
+    run_later_passes: Callable[[JointGraph], None] = lambda joint: None
+    """Runs the passes that come after this one on a copy of the graph, before a simulation."""
 
-    def machine(self, asked_by: str) -> Hardware:
-        """The hardware profile.
+    def require_hardware(self, asked_by: str) -> Hardware:
+        """Return the hardware profile.
 
-        Arguments:
-            asked_by: the key and value that need one, for the message.
+        Args:
+            asked_by: the key and value, or the pass, that needs one, for the message.
 
         Raises:
-            PassError: nobody named one.
+            PassError: no hardware is named.
         """
         if self.hardware is None:
             raise PassError(
-                f"{asked_by} decides by simulation and no hardware is named: set {KEY} to one of "
-                f"{', '.join(known_hardware())}, or to the path of a profile of your own"
+                f"{asked_by} decides by simulation and no hardware is named: set {HARDWARE_KEY} to "
+                f"one of {', '.join(known_hardware())}, or to the path of a profile of your own"
             )
         return self.hardware
 
     def simulate(self, joint: JointGraph, asked_by: str) -> Simulation:
-        """This rank's step as the graph is now. Raises as `machine` does. Linear in nodes."""
-        held = self.held(joint)
+        """Simulate this rank's step as the graph is now. Linear in nodes.
+
+        Raises:
+            PassError: as `require_hardware`.
+        """
+        other = self.other_memory(joint)
         return simulate(
             joint,
-            self.machine(asked_by),
-            optimizer_bytes=held.optimizer_bytes,
-            accumulated_bytes=held.accumulated_bytes,
-            fused=held.fused,
+            self.require_hardware(asked_by),
+            optimizer_bytes=other.optimizer_bytes,
+            accumulated_bytes=other.accumulated_bytes,
+            fused=other.fused,
         )
 
-    def is_shared(self, number: int) -> bool:
-        """Whether all ranks have come to the same number."""
-        return self.agree(number) == -self.agree(-number)
+    def same_on_all_ranks(self, number: int) -> bool:
+        """Return whether all ranks call this with the same number. Two all-reduces."""
+        return self.all_reduce_max(number) == -self.all_reduce_max(-number)
 
-    def outcome(self, joint: JointGraph, asked_by: str) -> tuple[float, int, bool]:
-        """What a graph comes to with the passes behind: seconds of a step on the slowest rank,
-        bytes on the rank that needs most, and whether that is within the memory limit.
+    def simulate_on_all_ranks(self, joint: JointGraph, asked_by: str) -> tuple[float, int, bool]:
+        """Simulate the step with the later passes, on a copy of the graph. Two all-reduces.
 
-        The graph itself does not change.
+        Returns:
+            seconds of a step on the slowest rank, peak bytes on the rank that needs most, and
+            whether that peak is within the memory limit.
         """
         trial = copy_graph(joint)
-        self.behind(trial)
+        self.run_later_passes(trial)
         found = self.simulate(trial, asked_by)
-        seconds = self.agree(round(found.timeline.step_seconds * _PER_SECOND)) / _PER_SECOND
-        peak = self.agree(found.memory.peak_bytes)
-        return seconds, peak, self.limit_gib is None or peak <= self.limit_gib * GIB
+        nanoseconds = self.all_reduce_max(round(found.timeline.step_seconds * _PER_SECOND))
+        peak = self.all_reduce_max(found.memory.peak_bytes)
+        fits = self.memory_limit_gib is None or peak <= self.memory_limit_gib * GIB
+        return nanoseconds / _PER_SECOND, peak, fits

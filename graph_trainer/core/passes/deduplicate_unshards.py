@@ -11,10 +11,11 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import LastWrites
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Let all readings of a parameter share one unshard")
-def deduplicate_unshards(joint: JointGraph, options: NoOptions) -> None:
+def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Merge unshard nodes that do the same to the same input.
 
     A parameter read twice (a tied head, a checkpointed block that runs forward again in

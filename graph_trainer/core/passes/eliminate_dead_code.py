@@ -5,10 +5,11 @@ from __future__ import annotations
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import has_effect
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 
 
 @graph_pass(stage=Stage.CLEANUP, summary="Remove nodes whose result nothing reads")
-def eliminate_dead_code(joint: JointGraph, options: NoOptions) -> None:
+def eliminate_dead_code(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Remove every node without a reader that has no effect.
 
     Unread collectives and their waits go too: every rank has the same graph, so every rank

@@ -29,13 +29,14 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode, group_ranks
 
 aten = torch.ops.aten
 
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Read a rank's own slice of a gather from what it sent")
-def eliminate_round_trips(joint: JointGraph, options: NoOptions) -> None:
+def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Let readers of this rank's own slice of a gathered tensor read what the rank sent.
 
     DTensor redistributes a value for one reader (Shard -> Replicate: an all-gather, and for a

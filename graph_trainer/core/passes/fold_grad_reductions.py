@@ -26,6 +26,7 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
@@ -41,12 +42,13 @@ _COPIES = {
 
 
 @graph_pass(
-    stage=Stage.STRUCTURE,
+    stage=Stage.COMMUNICATION,
     summary="Add the gradients of one parameter before they are reduced, then reduce once",
     default=False,
     optional=True,
+    changes_sums=True,
 )
-def fold_grad_reductions(joint: JointGraph, options: NoOptions) -> None:
+def fold_grad_reductions(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Reduce once what is reduced several times for one parameter and then added.
 
     A tied weight, a layer that is called twice and a parameter that a checkpointed block reads

@@ -9,12 +9,13 @@ from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument_nodes, storage_roots
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 
 aten = torch.ops.aten
 
 
 @graph_pass(stage=Stage.CLEANUP, summary="Replace in-place index_put_ on temporaries")
-def functionalize_index_put(joint: JointGraph, options: NoOptions) -> None:
+def functionalize_index_put(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Replace `index_put_` by `index_put` where nobody can tell the difference.
 
     Applies where the written tensor was made in this graph by an op with a storage of its

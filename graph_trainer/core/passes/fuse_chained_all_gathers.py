@@ -7,13 +7,14 @@ from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.chained_collectives import fuse_chains
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private import c10d_functional
 
 
 @graph_pass(
     stage=Stage.STRUCTURE, summary="Gather a parameter at once that is split over several axes"
 )
-def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions) -> None:
+def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Gather once what is gathered over one axis of a mesh and then over another.
 
     The second gather reads what the first reads, over the ranks of both. Their order is that

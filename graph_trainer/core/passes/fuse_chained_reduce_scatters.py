@@ -7,6 +7,7 @@ from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.chained_collectives import fuse_chains
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private import c10d_functional
 
 
@@ -14,8 +15,11 @@ from graph_trainer.core.torch_private import c10d_functional
     stage=Stage.STRUCTURE,
     summary="Reduce a gradient at once that is split over several axes",
     default=False,
+    changes_sums=True,
 )
-def fuse_chained_reduce_scatters(joint: JointGraph, options: NoOptions) -> None:
+def fuse_chained_reduce_scatters(
+    joint: JointGraph, options: NoOptions, context: PassContext
+) -> None:
     """Reduce once what is reduced over one axis of a mesh and then over another.
 
     The mirror of `fuse_chained_all_gathers`, with the same conditions, on the reductions of

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
@@ -14,91 +14,65 @@ from graph_trainer.errors import PassError
 KEY = "compile.memory_limit_gib"
 
 
-class Held(NamedTuple):
-    """What decides, beside the graph and its inputs, how much is alive on this rank."""
-
-    optimizer_bytes: int = 0
-    """Optimizer state, from the second step on."""
-    accumulated_bytes: int = 0
-    """Gradients of earlier microbatches."""
-    fused: bool = False
-    """Whether the backend compiles."""
-    device: str = "cuda"
-    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
-
-
-HeldBytes = Callable[[JointGraph], Held]
-Agree = Callable[[int], int]
-"""Makes of this rank's number one that all ranks share: the largest of any."""
-
-
-def nothing_held(joint: JointGraph) -> Held:
-    """For a graph that is trained without state."""
-    return Held()
-
-
-def alone(mine: int) -> int:
-    """`Agree` for a rank that has no others, or asks none."""
-    return mine
-
-
 class Budget:
-    """Compares predicted peaks with the limit, the same on every rank.
+    """Compares predicted peaks with the limit, with the same result on every rank.
 
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the peak of the rank that needs most decides.
 
-    Arguments:
-        limit_gib: of everything on the device: parameters, buffers, batch, optimizer state,
-            gradients and what the graph allocates; None for no limit.
-        held: what is alive beside the graph.
-        agree: called equally often on every rank.
+    Args:
+        context: its limit counts everything on the device: parameters, buffers, batch, what
+            `other_memory` says, and what the graph allocates.
+
+    Raises:
+        PassError: a limit that is not above 0.
     """
 
-    def __init__(self, limit_gib: float | None, held: HeldBytes, agree: Agree) -> None:
-        if limit_gib is not None and not limit_gib > 0:
-            raise PassError(f"{KEY} = {limit_gib}: not a limit; write GiB above 0, or None")
-        self._limit_gib = limit_gib
-        self._held = held
-        self._agree = agree
+    def __init__(self, context: PassContext) -> None:
+        limit = context.memory_limit_gib
+        if limit is not None and not limit > 0:
+            raise PassError(f"{KEY} = {limit}: not a limit; write GiB above 0, or None")
+        self._context = context
+        self._limit = limit
         self._latest: int | None = None
 
     @property
     def is_set(self) -> bool:
         """Whether there is a limit."""
-        return self._limit_gib is not None
+        return self._limit is not None
 
     def memory(self, joint: JointGraph) -> Memory:
-        """What is predicted for this rank. Linear in nodes."""
-        return predicted_memory(joint, **self._held(joint)._asdict())
+        """Predict the memory of a step on this rank. Linear in nodes."""
+        return predicted_memory(joint, **self._context.other_memory(joint)._asdict())
 
     def peak(self, joint: JointGraph) -> int:
-        """Predicted peak, in bytes, of the rank that needs most; remembered until `changed`."""
+        """Return the predicted peak, in bytes, of the rank that needs most. The result is kept
+        until `changed` is called."""
         if self._latest is None:
-            self._latest = self._agree(self.memory(joint).peak_bytes)
+            self._latest = self._context.all_reduce_max(self.memory(joint).peak_bytes)
         return self._latest
 
     def changed(self) -> None:
-        """The graph is another one now."""
+        """Forget the peak, as the graph has changed."""
         self._latest = None
 
     def is_over(self, joint: JointGraph) -> bool:
-        """Whether the graph as it is now needs more than the limit."""
-        return self._limit_gib is not None and self.peak(joint) > self._limit_gib * GIB
+        """Return whether the graph as it is now needs more than the limit."""
+        return self._limit is not None and self.peak(joint) > self._limit * GIB
 
     def why_rolled_back(self, before: int, after: int) -> str:
-        """What the report says of a pass that was rolled back. Arguments: peaks in bytes."""
+        """Return what the report says of a pass that was rolled back, given peaks in bytes."""
         return (
             f"rolled back: it raises the predicted peak by {after - before:,} bytes to "
-            f"{gib(after)} GiB, {KEY} is {self._limit_gib:g}"
+            f"{gib(after)} GiB, {KEY} is {self._limit:g}"
         )
 
-    def refusal(self, joint: JointGraph, ledger: str, *, reshards: bool) -> PassError:
-        """The error for a graph that needs more than the limit whatever passes are left out.
+    def refusal(self, joint: JointGraph, ledger: str, raised: Mapping[str, int]) -> PassError:
+        """Make the error for a graph that needs more than the limit after all passes.
 
-        Arguments:
+        Args:
             ledger: the report so far, as text.
-            reshards: whether every parameter is gathered again in backward already.
+            raised: by optional pass that was kept, the bytes by which it raised the peak.
         """
         memory = self.memory(joint)
         at_peak = memory.peak_by_category()
@@ -107,12 +81,14 @@ class Budget:
             for category, size in sorted(at_peak.items(), key=lambda entry: -entry[1])
             if size
         )
+        reshards = self._context.reshard_after_forward == "always"
+        found = remedies(at_peak, reshards=reshards, raised=raised)
         return PassError(
-            f"{KEY} = {self._limit_gib:g}: the step needs {gib(self.peak(joint))} GiB at its "
-            "predicted peak on the rank that needs most, without any optional pass. This rank: "
-            f"{gib(memory.peak_bytes)} GiB, of which {parts}.\n{ledger}\n"
+            f"{KEY} = {self._limit:g}: the step needs {gib(self.peak(joint))} GiB at its "
+            f"predicted peak on the rank that needs most. This rank: {gib(memory.peak_bytes)} GiB, "
+            f"of which {parts}.\n{ledger}\n"
             f"Raise {KEY}, or set what would help, with what it frees here at most:\n"
-            + "\n".join(f"  {line}" for line in remedies(at_peak, reshards=reshards))
+            + "\n".join(f"  {line}" for line in found)
         )
 
 
@@ -134,18 +110,22 @@ _REMEDIES: tuple[tuple[tuple[Category, ...], str], ...] = (
 )
 
 
-def remedies(at_peak: dict[Category, int], *, reshards: bool = False) -> list[str]:
-    """Settings that need less memory, the one that concerns most bytes of the peak first.
+def remedies(
+    at_peak: Mapping[Category, int], *, reshards: bool = False, raised: Mapping[str, int] = {}
+) -> list[str]:
+    """Return settings that need less memory, the one that concerns most bytes first.
 
-    Arguments:
+    Args:
         at_peak: bytes of each category at the peak.
         reshards: whether every parameter is gathered again in backward already.
+        raised: by optional pass that was kept, the bytes by which it raised the peak.
     """
     concerned = [
         (sum(at_peak[c] for c in kinds), text)
         for kinds, text in _REMEDIES
         if not (reshards and kinds == (Category.UNSHARDED,))
     ]
+    concerned += [(size, f'compile.disable_passes = ["{name}"]') for name, size in raised.items()]
     concerned.sort(key=lambda entry: -entry[0])
     least = sum(at_peak.values()) / 1000  # what concerns less is no help
     return [f"{text} ({gib(size)} GiB)" for size, text in concerned if size > least]

@@ -8,6 +8,7 @@ from torch import fx
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 
 aten = torch.ops.aten
 
@@ -29,7 +30,7 @@ _VIEWS = {
 
 
 @graph_pass(stage=Stage.CLEANUP, summary="Remove no-op views, detaches and double transposes")
-def normalize_views(joint: JointGraph, options: NoOptions) -> None:
+def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Let readers read what a view shows unchanged.
 
     Removed: detach and alias, views that show exactly their input, and views of a view that

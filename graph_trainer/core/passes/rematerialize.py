@@ -24,13 +24,14 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
 
 
 @graph_pass(
     stage=Stage.REMATERIALIZE, summary="Recompute tagged nodes in backward, free them after forward"
 )
-def rematerialize(joint: JointGraph, options: NoOptions) -> None:
+def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Give backward its own copy of every node tagged MUST_RECOMPUTE that it reads.
 
     A copy stands in front of its first backward reader and serves all later ones; what it

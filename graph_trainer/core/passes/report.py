@@ -104,10 +104,8 @@ class Remarked(Protocol):
 
 
 def standing_remarks(rows: Sequence[Remarked]) -> list[str]:
-    """A line for every pass that says something of its work. Of a pass that has several rows,
-    rolled back or run again behind one that was, only the last is what the graph has."""
-    latest = {row.name: row for row in rows}
-    return [f"{row.name}: {row.remarks[0]}" for row in latest.values() if row.remarks]
+    """Return a line for every pass that has remarked on its work."""
+    return [f"{row.name}: {row.remarks[0]}" for row in rows if row.remarks]
 
 
 @dataclass(slots=True)

@@ -139,7 +139,7 @@ class TrainStep:
             captured = time.perf_counter()
             if together:
                 with groups_agreed_on(largest):
-                    report = run_passes(joint, self._passes, agree=largest)
+                    report = run_passes(joint, self._passes, all_reduce_max=largest)
             else:
                 passes = passes_like(self._passes, self._firsts[program])
                 with groups_agreed_on(no_new_groups):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 def check_hardware(config: GraphTrainerConfig) -> None:
@@ -13,12 +13,12 @@ def check_hardware(config: GraphTrainerConfig) -> None:
     Raises:
         ConfigError: a pass decides by simulation, and `compile.hardware` is unset.
     """
-    from graph_trainer.core.passes.pipeline import resolve_passes
+    from graph_trainer.core.passes.catalogue import resolve_passes
 
     compile_config = config.compile
     if compile_config.mode == "eager" or compile_config.hardware is not None:
         return
-    listed = {p.name for p in resolve_passes(pass_config(compile_config))}
+    listed = {p.name for p in resolve_passes(compile_config.passes, compile_config.disable_passes)}
     asks = {
         'compile.bucketing.strategy = "auto"': "bucket_collectives" in listed
         and compile_config.bucketing.strategy == "auto",

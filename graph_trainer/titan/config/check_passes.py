@@ -13,8 +13,8 @@ def check_passes(compile_config: Any, where: Origin) -> None:
     Raises:
         ConfigError: a name that is no pass, passes out of order, an option without effect.
     """
-    from graph_trainer.core.passes.pipeline import registered_passes, resolve_passes
-    from graph_trainer.titan.config.run_config import pass_config, pass_sections
+    from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
+    from graph_trainer.titan.config.run_config import pass_sections
 
     known = registered_passes()
     passes, disabled = compile_config.passes, compile_config.disable_passes
@@ -32,7 +32,9 @@ def check_passes(compile_config: Any, where: Origin) -> None:
                     f"{did_you_mean(name, valid)}Known passes: {', '.join(valid)}.",
                 )
     try:
-        listed = {p.name for p in resolve_passes(pass_config(compile_config))}
+        listed = {
+            p.name for p in resolve_passes(compile_config.passes, compile_config.disable_passes)
+        }
     except PassError as e:
         # Known names, so it is their order or number, which it explains with the remedy.
         place = where.of("compile.passes", "compile.disable_passes")

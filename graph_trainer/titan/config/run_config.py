@@ -1,22 +1,17 @@
 """The sections of the config that are graph_trainer's own."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 import tyro
 from torchtitan.config import CompileConfig
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.passes.bucketing.bucket_collectives import (
-    BucketCollectivesOptions,
-    BucketingOptions,
-)
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions
-from graph_trainer.core.passes.overlap.schedule_overlap import (
-    OverlapOptions,
-    ScheduleOverlapOptions,
-)
-from graph_trainer.core.passes.pipeline import PassConfig, resolve_passes
+from graph_trainer.core.passes.overlap.schedule_overlap import ScheduleOverlapOptions
+from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.simulation.hardware import load_hardware
 
@@ -60,7 +55,7 @@ class GraphCompileConfig(CompileConfig):
     disable_passes: list[str] = field(default_factory=list)
     """Passes to leave out of the list above, by name."""
 
-    bucketing: BucketingOptions = field(default_factory=BucketingOptions)
+    bucketing: BucketCollectivesOptions = field(default_factory=BucketCollectivesOptions)
     """
     How the pass bucket_collectives merges collectives; not at all unless a strategy is set.
     No effect in mode "eager".
@@ -69,7 +64,7 @@ class GraphCompileConfig(CompileConfig):
     overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
     """How far the pass overlap_fsdp reaches, where it is in the list. No effect in mode "eager"."""
 
-    schedule_overlap: OverlapOptions = field(default_factory=OverlapOptions)
+    schedule_overlap: ScheduleOverlapOptions = field(default_factory=ScheduleOverlapOptions)
     """
     How far the pass schedule_overlap reaches, where it is in the list. No effect in mode
     "eager".
@@ -138,14 +133,12 @@ class PassSection(NamedTuple):
 
 def pass_sections(config: GraphCompileConfig) -> list[PassSection]:
     """The options of those passes that have a section of their own."""
-    bucketing = BucketCollectivesOptions(**asdict(config.bucketing))
-    overlap = ScheduleOverlapOptions(**asdict(config.schedule_overlap))
     return [
-        PassSection(name, pass_name, options, getattr(config, name) == type(given)())
-        for name, pass_name, given, options in (
-            ("bucketing", "bucket_collectives", config.bucketing, bucketing),
-            ("overlap_fsdp", "overlap_fsdp", config.overlap_fsdp, config.overlap_fsdp),
-            ("schedule_overlap", "schedule_overlap", config.schedule_overlap, overlap),
+        PassSection(name, pass_name, options, options == type(options)())
+        for name, pass_name, options in (
+            ("bucketing", "bucket_collectives", config.bucketing),
+            ("overlap_fsdp", "overlap_fsdp", config.overlap_fsdp),
+            ("schedule_overlap", "schedule_overlap", config.schedule_overlap),
         )
     ]
 
@@ -166,7 +159,7 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         hardware=None if named is None else load_hardware(named, "compile.hardware"),
         **more,
     )
-    listed = {p.name for p in resolve_passes(passes)}
+    listed = {p.name for p in resolve_passes(passes.passes, passes.disable_passes)}
     options = {
         s.pass_name: s.options
         for s in pass_sections(config)

@@ -187,7 +187,7 @@ class _Writer:
 
 def _name_the_passes(properties: dict[str, _Schema]) -> None:
     """The entries of [compile]'s two lists are names that a type cannot say."""
-    from graph_trainer.core.passes.pipeline import registered_passes
+    from graph_trainer.core.passes.catalogue import registered_passes
 
     known = list(registered_passes())
     properties["passes"]["items"] = {"enum": ["default", *known]}

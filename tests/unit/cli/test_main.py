@@ -196,7 +196,7 @@ def test_every_field_of_our_section_is_documented():
 
 
 def test_the_table_of_passes_names_them_all_in_stage_order_within_100_columns(capsys):
-    from graph_trainer.core.passes.pipeline import registered_passes
+    from graph_trainer.core.passes.catalogue import registered_passes
 
     code, out, _ = run(capsys, "passes")
     assert code == 0

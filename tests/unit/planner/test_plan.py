@@ -18,7 +18,8 @@ from graph_trainer.cli.plan import main
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import parameters_of
 from graph_trainer.core.names import without_layer
-from graph_trainer.core.passes.memory_limit import Budget, alone, nothing_held, remedies
+from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.memory_limit import Budget, remedies
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
@@ -95,7 +96,7 @@ def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, h
     plan = planned("--compile.backend", backend, hardware=hardware)
     joint = plan.simulation.joint
     held = held_by(plan.config, 4, plan.hardware.device)
-    assert Budget(1.0, held, alone).memory(joint).peak_bytes == plan.peak_bytes
+    assert Budget(PassContext(other_memory=held)).memory(joint).peak_bytes == plan.peak_bytes
 
 
 def test_validation_is_held_to_the_limit_with_the_gradients_of_the_step_before():
@@ -109,7 +110,7 @@ def test_validation_is_held_to_the_limit_with_the_gradients_of_the_step_before()
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(PassError, match="write GiB above 0"):
-        Budget(limit, nothing_held, alone)
+        Budget(PassContext(memory_limit_gib=limit))
 
 
 def test_what_would_free_next_to_nothing_is_no_remedy():
@@ -133,7 +134,7 @@ def test_a_parameter_without_a_gradient_has_no_state():
 
 def test_a_pass_that_only_annotates_is_simulated():
     @gt.graph_pass(stage=gt.Stage.TAG, summary="take the roles away")
-    def forget_roles(joint, options):
+    def forget_roles(joint, options, context):
         for node in joint.graph.nodes:
             node.meta["custom"] = {
                 k: v for k, v in node.meta.get("custom", {}).items() if "fsdp" not in k

@@ -185,7 +185,9 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     for rank in (0, 2):
         run = FakeRun(config_with(1000), 3, rank, "cpu")
         joint, peaks = run.capture(), []
-        run_passes(joint, run.pass_config(), agree=lambda mine, to=peaks: to.append(mine) or mine)
+        run_passes(
+            joint, run.pass_config(), all_reduce_max=lambda peak, to=peaks: to.append(peak) or peak
+        )
         assert peaks[-1] > peaks[0], "the pass needs no memory"
         after[rank] = peaks[-1]
     assert after[2] < after[0]

@@ -16,8 +16,7 @@ from graph_trainer.core.passes.bucketing.assign import (
     without_circles,
 )
 from graph_trainer.core.passes.bucketing.rewrite import merge
-from graph_trainer.core.passes.context import Simulator
-from graph_trainer.core.passes.memory_limit import Agree
+from graph_trainer.core.passes.context import AllReduceMax, PassContext
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private import group_ranks
@@ -33,7 +32,7 @@ _NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
 
 
 def best_caps(
-    joint: JointGraph, members: Sequence[Member], simulator: Simulator, max_span: int
+    joint: JointGraph, members: Sequence[Member], context: PassContext, max_span: int
 ) -> dict[str, float]:
     """MiB that a bucket should hold, by process group.
 
@@ -45,14 +44,14 @@ def best_caps(
     Raises:
         PassError: no hardware is named.
     """
-    hardware = simulator.machine(ASKED_BY)
-    start = _saturating(members, hardware, simulator.agree)
+    hardware = context.require_hardware(ASKED_BY)
+    start = _saturating(members, hardware, context.all_reduce_max)
     tried = []
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
         merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
-        tried.append(_Tried(caps, *simulator.outcome(trial, ASKED_BY)))
+        tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial, ASKED_BY)))
     best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
     joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
     joint.remarks += [str(each) for each in tried if each is not best and each.caps]
@@ -82,7 +81,9 @@ class _Tried:
         )
 
 
-def _saturating(members: Sequence[Member], hardware: Hardware, agree: Agree) -> dict[str, float]:
+def _saturating(
+    members: Sequence[Member], hardware: Hardware, all_reduce_max: AllReduceMax
+) -> dict[str, float]:
     """For each group the largest that one of its kinds of collectives asks for, on any rank: of
     the groups along one axis of a mesh, one may be within a machine and another not."""
     asked = cache(group_ranks)
@@ -95,7 +96,7 @@ def _saturating(members: Sequence[Member], hardware: Hardware, agree: Agree) -> 
         seen.add((member.route.tag, group))
         collective = collective_of(member.node, asked, None)
         caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
-    return {group: agree(cap) for group, cap in caps.items()}
+    return {group: all_reduce_max(cap) for group, cap in caps.items()}
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:

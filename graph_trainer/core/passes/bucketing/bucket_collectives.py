@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from graph_trainer.core.graph.annotations import clear_bucket_tag
@@ -19,7 +19,7 @@ from graph_trainer.core.passes.bucketing.assign import (
 )
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
-from graph_trainer.core.passes.context import Simulator, fingerprint
+from graph_trainer.core.passes.context import PassContext, fingerprint
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
 
@@ -29,7 +29,7 @@ _BY_SIZE = ("size", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketingOptions:
+class BucketCollectivesOptions:
     """Which collectives travel together."""
 
     strategy: Strategy = "none"
@@ -68,22 +68,17 @@ class BucketingOptions:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketCollectivesOptions(BucketingOptions):
-    """How collectives are merged, and what "auto" asks."""
-
-    simulator: Simulator | None = field(default=None, repr=False)
-    caps: Mapping[str, float] | None = field(default=None, repr=False)
-    """What "auto" has decided for another graph of the step: MiB by process group."""
-
-
 @graph_pass(
     stage=Stage.COMMUNICATION,
     summary="Merge tagged collectives into buckets",
     options_type=BucketCollectivesOptions,
     optional=True,
+    changes_sums=True,
+    section="bucketing",
 )
-def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> None:
+def bucket_collectives(
+    joint: JointGraph, options: BucketCollectivesOptions, context: PassContext
+) -> None:
     """Replace the tagged collectives of each bucket by one.
 
     The members of a bucket have their tag, group, reduction and dtype in common; gathers may
@@ -101,36 +96,36 @@ def bucket_collectives(joint: JointGraph, options: BucketCollectivesOptions) -> 
     if options.strategy == "none":
         return
     members = members_of(joint)
-    buckets = without_circles(_buckets(joint, members, options))
-    simulator = options.simulator or Simulator()
-    undecided = options.strategy in _BY_SIZE and options.caps is None
-    if undecided and not simulator.is_shared(_number(members, buckets)):
+    buckets = without_circles(_buckets(joint, members, options, context))
+    undecided = options.strategy in _BY_SIZE and context.decided is None
+    if undecided and not context.same_on_all_ranks(_fingerprint(members, buckets)):
         joint.remarks[:] = [
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'
         ]
-        joint.decisions[bucket_collectives.name] = replace(options, strategy="none", simulator=None)
+        joint.decisions[bucket_collectives.name] = {}
         buckets = []
     for member in members:  # decided, alone or not: nobody decides again
         clear_bucket_tag(member.node)
     merge(joint, buckets)
 
 
-def _number(members: Sequence[Member], buckets: Sequence[Sequence[Member]]) -> int:
-    """The same number for the same members in the same buckets, whatever else a rank has."""
+def _fingerprint(members: Sequence[Member], buckets: Sequence[Sequence[Member]]) -> int:
+    """Return the same number for the same members in the same buckets, whatever else a rank has."""
     place = {member: index for index, member in enumerate(members)}
     return fingerprint([[place[member] for member in bucket] for bucket in buckets])
 
 
 def _buckets(
-    joint: JointGraph, members: Sequence[Member], options: BucketCollectivesOptions
+    joint: JointGraph,
+    members: Sequence[Member],
+    options: BucketCollectivesOptions,
+    context: PassContext,
 ) -> list[list[Member]]:
     if options.strategy == "transformer_block":
         return by_transformer_block(joint, members)
-    if options.strategy == "size":
-        return by_size(members, options.cap_mib, options.max_span)
-    caps = options.caps
-    if caps is None:
-        caps = best_caps(joint, members, options.simulator or Simulator(), options.max_span)
-        joint.decisions[bucket_collectives.name] = replace(options, caps=caps, simulator=None)
-    return by_size(members, caps, options.max_span)
+    caps: float | Mapping[str, float] | None = context.decided
+    if caps is None and options.strategy == "auto":
+        caps = best_caps(joint, members, context, options.max_span)
+        joint.decisions[bucket_collectives.name] = caps
+    return by_size(members, options.cap_mib if caps is None else caps, options.max_span)

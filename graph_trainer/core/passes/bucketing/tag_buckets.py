@@ -18,6 +18,7 @@ from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import LastWrites, has_effect, is_collective, is_wait, schema_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from
+from graph_trainer.core.passes.context import PassContext
 
 
 class Travel(StrEnum):
@@ -40,7 +41,7 @@ _REDUCTIONS = {
     stage=Stage.COMMUNICATION,
     summary="Mark gathers of parameters and reductions of gradients that may be merged",
 )
-def tag_buckets(joint: JointGraph, options: NoOptions) -> None:
+def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write a bucket tag on every collective that `bucket_collectives` may merge.
 
     A gather is tagged when it and all that comes before it read one parameter and nothing else;

@@ -15,6 +15,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import LastWrites, is_collective
 from graph_trainer.core.passes.base import Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
 
 
@@ -37,7 +38,7 @@ class OverlapFsdpOptions:
     default=False,
     optional=True,
 )
-def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions) -> None:
+def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassContext) -> None:
     """Move the start of gathers up and the wait for reductions down.
 
     A gather starts as soon as fewer than `in_flight` are under way and is waited for where it

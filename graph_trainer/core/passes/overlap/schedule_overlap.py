@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import Simulator, fingerprint
+from graph_trainer.core.passes.context import PassContext, fingerprint
 from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import View, view_of
 from graph_trainer.core.passes.overlap.scheduler import Limits, Scheduler
@@ -24,7 +24,7 @@ KEY = "compile.schedule_overlap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OverlapOptions:
+class ScheduleOverlapOptions:
     """How far collectives and compute may move, and what that may cost."""
 
     prefetch_depth: int = 2
@@ -76,15 +76,6 @@ class Decided:
     order: list[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOverlapOptions(OverlapOptions):
-    """The same, and the machine that the graph will run on."""
-
-    simulator: Simulator | None = field(default=None, repr=False)
-    decided: Decided | None = field(default=None, repr=False)
-    """What has been decided for another graph of the step."""
-
-
 @graph_pass(
     stage=Stage.SCHEDULE,
     summary="Start collectives early and wait late, by the simulator's clock",
@@ -92,7 +83,9 @@ class ScheduleOverlapOptions(OverlapOptions):
     default=False,
     optional=True,
 )
-def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None:
+def schedule_overlap(
+    joint: JointGraph, options: ScheduleOverlapOptions, context: PassContext
+) -> None:
     """Put every collective's start and wait where communication hides behind compute.
 
     Follows the graph's order with a clock, and deviates from it where that hides communication:
@@ -119,9 +112,8 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         PassError: nobody named the hardware.
         VerificationError: a collective of which nothing can be said (see `collectives`).
     """
-    simulator = options.simulator or Simulator()
-    hardware = simulator.machine(f"the pass '{schedule_overlap.name}'")
-    view = view_of(joint, hardware, simulator.held(joint).fused)
+    hardware = context.require_hardware(f"the pass '{schedule_overlap.name}'")
+    view = view_of(joint, hardware, context.other_memory(joint).fused)
     limits = Limits(
         prefetch_depth=options.prefetch_depth,
         max_in_flight=int(options.max_in_flight_mib * MIB),
@@ -129,20 +121,19 @@ def schedule_overlap(joint: JointGraph, options: ScheduleOverlapOptions) -> None
         max_consecutive_compute=options.max_consecutive_compute,
     )
     program = _program(joint)
-    again = options.decided is not None and options.decided.program == program
-    if options.decided is not None and again:
-        order = options.decided.order
+    decided: Decided | None = context.decided
+    again = decided is not None and decided.program == program
+    if decided is not None and again:
+        order = decided.order
     else:
         order = Scheduler(view, hardware, limits).run()
-        if not simulator.is_shared(_number(view, order)):
+        if not context.same_on_all_ranks(_number(view, order)):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
                 "or their tensor-parallel parts being of unlike sizes"
             )
             order = sorted(order)
-    # without the simulator: a rank that captures again is alone and may ask nobody
-    decided = replace(options, decided=Decided(program, order), simulator=None)
-    joint.decisions[schedule_overlap.name] = decided
+    joint.decisions[schedule_overlap.name] = Decided(program, order)
     if order == sorted(order):
         return
     before, peak = play(joint, view.issued, view.cost, hardware), _peak_bytes(joint, hardware)

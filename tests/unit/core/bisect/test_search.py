@@ -21,7 +21,7 @@ from graph_trainer.core.bisect.search import bisect_passes
 from graph_trainer.core.bisect.tensor_diff import Difference, compare, digest, distance
 from graph_trainer.core.bisect.verdict import Row, Verdict
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.pipeline import resolve_passes
+from graph_trainer.core.passes.catalogue import resolve_passes
 from tests.unit.graphs import aten
 
 NAN, INF = math.nan, math.inf
@@ -117,7 +117,7 @@ def own(function, name="own", stage=Stage.CLEANUP):
     return Pass(name, stage, "for a test", function)
 
 
-def wrong(joint, options):
+def wrong(joint, options, context):
     """The multiplication by 5 becomes one by a little more."""
     products = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     (node,) = [n for n in products if n.args[1] == 5.0 and n.name == "mul_1"]
@@ -128,10 +128,10 @@ def test_right_passes_are_found_right_and_the_model_stays_as_it_was():
     model = Net()
     model.body.weight.grad = torch.ones(6, 4)
     before, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    idle = own(lambda joint, options: None, stage=Stage.SCHEDULE)
+    idle = own(lambda joint, options, context: None, stage=Stage.SCHEDULE)
     verdict, lines = examined(passes=["default", idle], model=model)
     assert verdict.culprit is None and verdict.nodes == []
-    listed = [p.name for p in resolve_passes(gt.PassConfig())]
+    listed = [p.name for p in resolve_passes(["default"])]
     assert [row.name for row in verdict.rows] == ["capture", *listed, idle.name]
     assert all(row.found == [[]] for row in verdict.rows)
     assert verdict.compared == 1 + 6 + 3, "loss, gradients, buffers"
@@ -143,7 +143,7 @@ def test_right_passes_are_found_right_and_the_model_stays_as_it_was():
 
 
 def test_a_wrong_pass_and_its_node_are_found():
-    after = own(lambda joint, options: pytest.fail("the search goes on"), "after")
+    after = own(lambda joint, options, context: pytest.fail("the search goes on"), "after")
     verdict, _ = examined(passes=["normalize_views", own(wrong), after])
     assert verdict.culprit == "own"
     assert [bool(row.ranks) for row in verdict.rows] == [False, False, True]
@@ -155,7 +155,7 @@ def test_a_wrong_pass_and_its_node_are_found():
 
 
 def test_a_pass_that_changes_only_a_buffer_is_found():
-    def forget(joint, options):
+    def forget(joint, options, context):
         sums = joint.graph.find_nodes(op="call_function", target=aten.add_.Tensor)
         (node,) = [n for n in sums if n.args[1] == 1]
         node.args = (node.args[0], 2)
@@ -197,7 +197,7 @@ def test_every_run_begins_with_the_same_random_numbers():
 
 
 def test_a_failing_pass_is_an_error_not_a_verdict():
-    def failing(joint, options):
+    def failing(joint, options, context):
         raise ValueError("lost")
 
     with pytest.raises(gt.PassError, match="'own'.*lost"):

@@ -21,9 +21,12 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind, compute_nodes
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.bucketing.bucket_collectives import Strategy, bucket_collectives
-from graph_trainer.core.passes.context import Simulator
-from graph_trainer.core.passes.pipeline import registered_passes
+from graph_trainer.core.passes.bucketing.bucket_collectives import (
+    BucketCollectivesOptions,
+    Strategy,
+)
+from graph_trainer.core.passes.catalogue import registered_passes
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
@@ -186,20 +189,12 @@ HARDWARE = load_hardware("cpu", "hardware")
 STRATEGIES = get_args(Strategy)
 
 
-def options_of(graph_pass: Pass, **changes: Any) -> Any:
-    """Options under which a pass works, on some machine where it asks for one."""
-    options = dataclasses.replace(graph_pass.options_type(), **changes)
-    if hasattr(options, "simulator"):
-        options = dataclasses.replace(options, simulator=Simulator(hardware=HARDWARE))
-    return options
-
-
 @pytest.mark.parametrize("graph_pass", registered_passes().values(), ids=lambda p: p.name)
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
 def test_each_pass_keeps_numbers_and_the_contract(graph_pass: Pass, mode: str) -> None:
     joint = forward_only(fsdp={"mode": mode})
     gt.run_passes(joint)
-    check_pass(graph_pass, joint, options_of(graph_pass))
+    check_pass(graph_pass, joint, context=PassContext(hardware=HARDWARE))
     assert not any(map(is_backward, compute_nodes(joint.graph)))
 
 
@@ -213,7 +208,7 @@ def test_all_passes_in_a_row(strategy: str, policy: str) -> None:
         reshard_after_forward=policy,
         verify_passes=True,
         hardware=HARDWARE,
-        options={"bucket_collectives": options_of(bucket_collectives, strategy=strategy)},
+        options={"bucket_collectives": BucketCollectivesOptions(strategy=strategy)},
     )
     gt.run_passes(joint, config)
     assert joint.history == list(registered_passes())

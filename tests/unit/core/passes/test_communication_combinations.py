@@ -20,9 +20,10 @@ from tests.unit.core.passes.rank_order import OuterFirst, run_world, world_of
 from tests.unit.core.simulation.machines import machine
 
 ALWAYS_ON = ("normalize_views", "functionalize_index_put", "eliminate_dead_code")
-CLEANS = ("deduplicate_unshards", "eliminate_round_trips", "fold_grad_reductions")
+CLEANS = ("deduplicate_unshards", "eliminate_round_trips")
 FUSES = ("fuse_chained_all_gathers", "fuse_chained_reduce_scatters")
 KEEPS = ("tag_fsdp_unshards", "rematerialize")
+FOLDS = ("fold_grad_reductions",)
 MERGES = ("tag_buckets", "bucket_collectives")
 SCHEDULES = ("overlap_fsdp", "schedule_overlap")
 KIB = 1 / 1024
@@ -66,6 +67,7 @@ chosen = st.fixed_dictionaries(
     {
         "clean": st.sets(st.sampled_from(CLEANS)),
         "fuse": st.sets(st.sampled_from(FUSES)),
+        "fold": st.sets(st.sampled_from(FOLDS)),
         "policy": st.sampled_from(["always", "never", "default", None]),
         "strategy": st.sampled_from(["none", "size", "transformer_block", "auto"]),
         "cap_kib": st.sampled_from([0.3, 1.0, 100.0]),
@@ -99,6 +101,7 @@ def run(joint: JointGraph, chosen: dict) -> None:
         *(n for n in CLEANS if n in chosen["clean"]),
         *(n for n in FUSES if n in chosen["fuse"]),
         *(KEEPS if chosen["policy"] else ()),
+        *(n for n in FOLDS if n in chosen["fold"]),
         *MERGES,
         *(n for n in SCHEDULES if n in chosen["schedule"]),
     ]

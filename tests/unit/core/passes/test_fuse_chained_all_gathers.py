@@ -20,7 +20,6 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.passes import chained_collectives
-from graph_trainer.core.passes.base import NoOptions
 from graph_trainer.core.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import process_groups
@@ -48,7 +47,7 @@ GATHER = c10d.all_gather_into_tensor.default
 
 
 def fuse(joint):
-    fuse_chained_all_gathers.function(joint, NoOptions())
+    fuse_chained_all_gathers(joint)
 
 
 def gathers(joint):

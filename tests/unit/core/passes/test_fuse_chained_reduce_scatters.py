@@ -5,7 +5,6 @@ import math
 import pytest
 import torch
 
-import graph_trainer as gt
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -13,9 +12,8 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     value_of,
 )
-from graph_trainer.core.passes.base import NoOptions
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
-from graph_trainer.core.passes.pipeline import resolve_passes
 from tests.unit.core.passes.rank_order import inner_first, outer_first, run_world, world_of
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import c10d, code
@@ -24,7 +22,7 @@ REDUCE = c10d.reduce_scatter_tensor.default
 
 
 def fuse(joint):
-    fuse_chained_reduce_scatters.function(joint, NoOptions())
+    fuse_chained_reduce_scatters(joint)
 
 
 def reductions(joint):
@@ -94,4 +92,4 @@ def test_other_reductions_of_the_two_are_left_alone():
 
 def test_it_is_not_in_the_default_list():
     """The sum is the same but for its order: numbers may differ in the last bit."""
-    assert fuse_chained_reduce_scatters not in resolve_passes(gt.PassConfig())
+    assert fuse_chained_reduce_scatters not in resolve_passes(["default"])

@@ -117,7 +117,7 @@ def test_a_view_of_what_a_pass_laid_out_anew_becomes_a_reshape():
     viewed.replace_input_with(computed, back)
     with pytest.raises(RuntimeError, match="view"):
         run(joint)
-    normalize_views.function(joint, None)
+    normalize_views(joint)
     assert viewed.target is aten.reshape.default
     assert viewed.meta["val"].is_contiguous()
     assert not check_pass(normalize_views, joint)

@@ -6,9 +6,10 @@ import torch
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
-from graph_trainer.core.passes.pipeline import pass_by_pass, registered_passes, resolve_passes
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
+from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import HEADINGS, measure
-from graph_trainer.core.passes.tag_fsdp_unshards import TagFsdpUnshardsOptions
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, captured_decoder, code, unshards
 
 NAMES = [
@@ -43,7 +44,7 @@ def refused(*words, **config):
 
 
 def test_passes_and_the_default_list_are_in_stage_order():
-    assert [p.name for p in resolve_passes(gt.PassConfig())] == NAMES
+    assert [p.name for p in resolve_passes(["default"])] == NAMES
     assert [p.name for p in registered_passes().values() if p.default] == NAMES
     stages = [p.stage for p in registered_passes().values()]
     assert stages == sorted(stages)
@@ -64,10 +65,10 @@ def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
     beside = [n for n, p in registered_passes().items() if not p.default]
     assert len(beside) > 2
     for name in beside:
-        selected = [p.name for p in resolve_passes(gt.PassConfig(passes=["default", name]))]
+        selected = [p.name for p in resolve_passes(["default", name])]
         assert [n for n in selected if n != name] == NAMES
         assert selected == [n for n in registered_passes() if n in selected]
-        assert selected == [p.name for p in resolve_passes(gt.PassConfig(passes=[name, "default"]))]
+        assert selected == [p.name for p in resolve_passes([name, "default"])]
 
 
 def test_a_list_out_of_order_names_both_passes():
@@ -81,7 +82,7 @@ def test_a_text_where_a_list_belongs_is_refused(key):
 
 
 def test_what_is_neither_name_nor_pass_is_refused():
-    refused("neither a name nor a Pass", passes=[lambda joint, options: None])
+    refused("neither a name nor a Pass", passes=[lambda joint, options, context: None])
 
 
 def test_disabled_passes_do_not_run():
@@ -92,17 +93,16 @@ def test_disabled_passes_do_not_run():
 
 def test_a_pass_of_ones_own_runs_and_can_be_disabled_by_name():
     ran = []
-    mine = custom(lambda joint, options: ran.append(options), Stage.SCHEDULE)
+    mine = custom(lambda joint, options, context: ran.append(options), Stage.SCHEDULE)
     joint = small()
     gt.run_passes(joint, gt.PassConfig(passes=["default", mine]))
     assert ran == [NoOptions()] and joint.history[-1] == "custom"
-    config = gt.PassConfig(passes=["default", mine], disable_passes=["custom"])
-    assert [p.name for p in resolve_passes(config)] == NAMES
+    assert [p.name for p in resolve_passes(["default", mine], ["custom"])] == NAMES
 
 
 def test_the_decorator_names_a_pass_after_its_function():
     @gt.graph_pass(stage=gt.Stage.TAG, summary="says what it does")
-    def my_pass(joint, options):
+    def my_pass(joint, options, context):
         pass
 
     assert (my_pass.name, my_pass.stage, my_pass.summary) == (
@@ -117,10 +117,10 @@ def test_the_decorator_names_a_pass_after_its_function():
 
 def test_options_of_the_wrong_type_are_refused():
     refused(
-        "'tag_fsdp_unshards'",
+        "'bucket_collectives'",
         "NoOptions",
-        "TagFsdpUnshardsOptions",
-        options={"tag_fsdp_unshards": NoOptions()},
+        "BucketCollectivesOptions",
+        options={"bucket_collectives": NoOptions()},
     )
 
 
@@ -128,7 +128,7 @@ def test_options_for_a_pass_that_does_not_run_are_refused():
     refused("'rematerialise'", options={"rematerialise": NoOptions()})
 
 
-def test_the_shorthand_reaches_the_pass():
+def test_a_setting_of_the_run_reaches_the_pass_that_carries_it_out():
     joint = captured_decoder()
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward="never"))
     assert unshards(joint) == unshards(joint, FORWARD)
@@ -136,14 +136,12 @@ def test_the_shorthand_reaches_the_pass():
 
 def test_options_reach_the_pass():
     joint = captured_decoder()
-    options = {"tag_fsdp_unshards": TagFsdpUnshardsOptions(reshard_after_forward="never")}
+    options = {"bucket_collectives": BucketCollectivesOptions(strategy="transformer_block")}
     gt.run_passes(joint, gt.PassConfig(options=options))
-    assert unshards(joint) == unshards(joint, FORWARD)
+    assert len(unshards(joint, FORWARD)) < len(unshards(captured_decoder(), FORWARD))
 
 
-def test_a_shorthand_that_would_get_lost_is_refused():
-    given = {"tag_fsdp_unshards": TagFsdpUnshardsOptions(reshard_after_forward="never")}
-    refused("'always'", "one of the two", reshard_after_forward="always", options=given)
+def test_a_setting_that_no_pass_carries_out_is_refused():
     refused(
         "'always'",
         "'tag_fsdp_unshards'",
@@ -157,7 +155,7 @@ def test_a_shorthand_that_would_get_lost_is_refused():
 
 
 def failing(error):
-    def function(joint, options):
+    def function(joint, options, context):
         raise error
 
     return custom(function, Stage.SCHEDULE, "failing")
@@ -180,7 +178,7 @@ def test_our_own_errors_keep_their_type():
 
 
 def test_a_pass_that_leaves_an_invalid_graph_is_named():
-    def unmarked(joint, options):
+    def unmarked(joint, options, context):
         (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
         node.meta.pop("custom")
 
@@ -188,12 +186,12 @@ def test_a_pass_that_leaves_an_invalid_graph_is_named():
         gt.run_passes(small(), gt.PassConfig(passes=[custom(unmarked)]))
 
 
-def lying(joint, options):
+def lying(joint, options, context):
     (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     node.meta["val"] = node.meta["val"].new_empty(2, 2)
 
 
-def breaking(joint, options):
+def breaking(joint, options, context):
     (node,) = joint.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     node.target = aten.mm.default
     node.args = (node.args[0], node.args[0])

@@ -69,7 +69,7 @@ def decided(ranks, world, make, **config):
         become(rank, world)
         torch.manual_seed(0)
         seen[rank] = make()
-        gt.run_passes(seen[rank], gt.PassConfig(**config), agree=agree)
+        gt.run_passes(seen[rank], gt.PassConfig(**config), all_reduce_max=agree)
         return issued_by(seen[rank], world), decided_by(seen[rank])
 
     found = as_agreed(ranks, run, lambda line: None)
@@ -150,7 +150,7 @@ def test_auto_asks_the_slowest_links_of_an_axis():
     config = {"options": buckets("auto"), "hardware": load_hardware("h100-sxm")}
 
     def caps(graphs):
-        return [tuple(j.decisions["bucket_collectives"].caps.values()) for j in graphs]
+        return [tuple(j.decisions["bucket_collectives"].values()) for j in graphs]
 
     kinds = (0, 2, 6, 8)
     alone = [caps(decided([rank], 12, hybrid, **config)[1])[0] for rank in kinds]

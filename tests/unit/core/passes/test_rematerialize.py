@@ -211,7 +211,7 @@ def test_many_readers_of_many_arguments_are_all_redirected():
 
 def refused(joint, *words):
     with pytest.raises(gt.PassError) as caught:
-        rematerialize.function(joint, None)
+        rematerialize(joint)
     for word in (*words, "MUST_SAVE"):
         assert word in str(caught.value)
 

@@ -12,8 +12,9 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
     set_recompute_policy,
 )
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
-from graph_trainer.core.passes.tag_fsdp_unshards import TagFsdpUnshardsOptions, tag_fsdp_unshards
+from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
 from tests.unit.graphs import Decoder, aten, c10d, captured, captured_decoder, check_pass
 
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
@@ -22,11 +23,11 @@ LAYERS = {f"layers.{i}.{name}.weight" for i in range(2) for name in ("norm", "up
 LAST = {"norm.weight", "head.weight"}
 
 
-def tag(joint, policy="default", **options):
+def tag(joint, policy="default", **settings):
     """Tag, and say what each chain that backward reads was given: one tag a chain."""
-    deduplicate_unshards.function(joint, None)
-    options = TagFsdpUnshardsOptions(reshard_after_forward=policy, **options)
-    check_pass(tag_fsdp_unshards, joint, options)
+    deduplicate_unshards(joint)
+    context = PassContext(reshard_after_forward=policy, **settings)
+    check_pass(tag_fsdp_unshards, joint, context=context)
     found = {}
     for chain in unshard_chains(joint):
         policies = {recompute_policy(n) for n in chain.nodes}
@@ -35,8 +36,8 @@ def tag(joint, policy="default", **options):
     return found
 
 
-def gathered_again(joint, policy="default", **options):
-    return {name for name, found in tag(joint, policy, **options).items() if found is RECOMPUTE}
+def gathered_again(joint, policy="default", **settings):
+    return {name for name, found in tag(joint, policy, **settings).items() if found is RECOMPUTE}
 
 
 def test_always_gathers_everything_again_that_backward_reads():
@@ -119,8 +120,7 @@ def test_a_decision_of_the_users_wins(policy, mine):
     joint = captured_decoder()
     chain = unshard_chains(joint)[2]
     set_recompute_policy(chain.nodes[0], mine, ac_graph_id=7)
-    options = TagFsdpUnshardsOptions(reshard_after_forward=policy)
-    tag_fsdp_unshards.function(joint, options)
+    tag_fsdp_unshards(joint, context=PassContext(reshard_after_forward=policy))
     assert recompute_policy(chain.nodes[0]) is mine
     assert chain.nodes[0].meta["ac_graph_id"] == 7
 
@@ -154,4 +154,4 @@ def test_a_graph_without_fsdp_is_left_alone():
 
 def test_an_unknown_policy_names_the_nearest():
     with pytest.raises(gt.PassError, match="'allways'.*did you mean 'always'"):
-        TagFsdpUnshardsOptions(reshard_after_forward="allways")
+        PassContext(reshard_after_forward="allways")

@@ -167,7 +167,7 @@ def test_it_knows_every_key_that_can_be_set_and_documents_ours_and_most_others(s
 
 
 def test_the_passes_that_it_offers_are_those_that_there_are(schema):
-    from graph_trainer.core.passes.pipeline import registered_passes
+    from graph_trainer.core.passes.catalogue import registered_passes
 
     (passes,) = properties_of(schema, "compile.passes")
     assert passes["items"]["enum"] == ["default", *registered_passes()]

@@ -22,8 +22,8 @@ STRATEGIES = {
 
 
 def bucket(joint, **options):
-    tag_buckets.function(joint, None)
-    bucket_collectives.function(joint, BucketCollectivesOptions(**options))
+    tag_buckets(joint)
+    bucket_collectives(joint, BucketCollectivesOptions(**options))
     joint.validate()
     return joint
 

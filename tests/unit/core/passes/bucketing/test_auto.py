@@ -1,4 +1,4 @@
-"""How large a bucket is, where the network and the simulator decide."""
+"""How large a bucket is, where the network and the context decide."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import Simulator
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
@@ -45,7 +45,7 @@ def tagged(**decoder):
     joint = captured(**decoder)
     off = ["tag_buckets", "bucket_collectives"]
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", disable_passes=off))
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     return joint
 
 
@@ -56,7 +56,7 @@ def tried(joint, hardware):
     for factor in FACTORS:
         trial = copy_graph(joint)
         options = BucketCollectivesOptions(strategy="size", cap_mib=factor * first or 1e-9)
-        bucket_collectives.function(trial, options)
+        bucket_collectives(trial, options)
         step = simulate(trial, hardware)
         found[factor * first] = (step.timeline.step_seconds, step.memory.peak_bytes)
     return found
@@ -82,7 +82,7 @@ def test_the_size_that_saturates_a_group_is_the_smallest(profile, kind, ranks):
 def test_collectives_stay_alone_where_merging_gains_nothing():
     joint = tagged()
     hardware = dataclasses.replace(SLOW, collective_seconds=0.0, node_latency_seconds=0.0)
-    (cap,) = best_caps(joint, members_of(joint), Simulator(hardware=hardware), SPAN).values()
+    (cap,) = best_caps(joint, members_of(joint), PassContext(hardware=hardware), SPAN).values()
     assert cap == 0
 
 
@@ -90,7 +90,7 @@ def test_collectives_stay_alone_where_merging_gains_nothing():
 def test_the_fastest_size_is_taken(latency):
     joint = tagged()
     hardware = dataclasses.replace(SLOW, collective_seconds=latency)
-    (cap,) = best_caps(joint, members_of(joint), Simulator(hardware=hardware), SPAN).values()
+    (cap,) = best_caps(joint, members_of(joint), PassContext(hardware=hardware), SPAN).values()
     by_cap = tried(joint, hardware)
     assert by_cap[cap][0] == pytest.approx(min(seconds for seconds, _ in by_cap.values()))
 
@@ -98,10 +98,10 @@ def test_the_fastest_size_is_taken(latency):
 @pytest.mark.parametrize("limit_gib", [None, 1e-3], ids=["fits", "does not fit"])
 def test_it_says_what_it_tried(limit_gib):
     joint = tagged()
-    options = dataclasses.replace(AUTO, simulator=Simulator(hardware=SLOW, limit_gib=limit_gib))
+    context = PassContext(hardware=SLOW, memory_limit_gib=limit_gib)
     by_cap = tried(joint, SLOW)
-    bucket_collectives.function(joint, options)
-    (cap,) = joint.decisions["bucket_collectives"].caps.values()
+    bucket_collectives(joint, AUTO, context)
+    (cap,) = joint.decisions["bucket_collectives"].values()
     told = {}
     for size, (seconds, peak) in by_cap.items():
         size_told = f"up to {size:g} MiB" if size else "each alone"
@@ -117,9 +117,9 @@ def test_what_does_not_fit_is_not_taken():
     joint = tagged()
     slow = dataclasses.replace(SLOW, collective_seconds=1e-2)
     by_cap = tried(joint, slow)
-    (free,) = best_caps(joint, members_of(joint), Simulator(hardware=slow), SPAN).values()
+    (free,) = best_caps(joint, members_of(joint), PassContext(hardware=slow), SPAN).values()
     smaller = [peak for _, peak in by_cap.values() if peak < by_cap[free][1]]
-    limit = Simulator(hardware=slow, limit_gib=max(smaller) / GIB)
+    limit = PassContext(hardware=slow, memory_limit_gib=max(smaller) / GIB)
     (cap,) = best_caps(joint, members_of(joint), limit, SPAN).values()
     assert by_cap[cap][1] <= max(smaller) < by_cap[free][1]
 
@@ -133,8 +133,8 @@ def test_the_slowest_rank_decides():
         said.append(mine)
         return 10**15 if len(said) > 1 else mine  # first how large a bucket is asked for
 
-    simulator = Simulator(hardware=SLOW, agree=agree)
-    (cap,) = best_caps(joint, members_of(joint), simulator, SPAN).values()
+    context = PassContext(hardware=SLOW, all_reduce_max=agree)
+    (cap,) = best_caps(joint, members_of(joint), context, SPAN).values()
     by_cap = tried(joint, SLOW)
     assert cap == list(by_cap)[FACTORS.index(1.0)]
     assert by_cap[cap][0] > min(seconds for seconds, _ in by_cap.values())
@@ -144,7 +144,7 @@ def test_the_slowest_rank_decides():
 def test_the_passes_behind_are_simulated_too():
     joint = captured()
     seen = []
-    mine = Pass("mine", Stage.SCHEDULE, "", lambda j, o: seen.append(j), NoOptions)
+    mine = Pass("mine", Stage.SCHEDULE, "", lambda j, o, c: seen.append(j), NoOptions)
     options = {"bucket_collectives": AUTO}
     config = gt.PassConfig(passes=["default", mine], options=options, hardware=SLOW)
     gt.run_passes(joint, config)
@@ -164,7 +164,7 @@ def test_another_graph_of_the_step_is_bucketed_alike_and_asks_nobody(options):
     options = {"bucket_collectives": options}
     config = gt.PassConfig(passes=passes, options=options, hardware=SLOW)
     asked = []
-    gt.run_passes(first, config, agree=lambda mine: asked.append(mine) or mine)
+    gt.run_passes(first, config, all_reduce_max=lambda mine: asked.append(mine) or mine)
     so_far = len(asked)
     alike = dataclasses.replace(
         passes_like(config, first), hardware=dataclasses.replace(SLOW, collective_seconds=10.0)
@@ -178,8 +178,7 @@ def test_another_graph_of_the_step_is_bucketed_alike_and_asks_nobody(options):
 def test_a_decision_is_rolled_back_with_its_pass():
     joint = tagged()
     before, text = copy_graph(joint), code(joint)
-    options = dataclasses.replace(AUTO, simulator=Simulator(hardware=SLOW))
-    bucket_collectives.function(joint, options)
+    bucket_collectives(joint, AUTO, PassContext(hardware=SLOW))
     assert joint.decisions and copy_graph(joint).decisions == joint.decisions
     put_back(joint, before)
     assert not joint.decisions and code(joint) == text

@@ -24,7 +24,6 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.assign import block_of, members_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
-    BucketingOptions,
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
@@ -87,7 +86,7 @@ def on_a_mesh(mode, layers=3):
 def test_fewer_collectives_and_the_same_numbers(decoder, options):
     joint = prepared(layers=3, **decoder)
     before, plain = run(joint), counts(joint)
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     assert check_pass(bucket_collectives, joint, BucketCollectivesOptions(**options))
     assert_same(before, run(joint))
     assert all(new <= old for new, old in zip(counts(joint), plain, strict=True))
@@ -172,11 +171,9 @@ def three_layers():
 @given(cap=st.floats(1e-4, 5e-3), span=st.integers(5, 400))
 def test_buckets_are_as_full_as_they_may_be(cap, span):
     joint = copy_graph(three_layers())
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     members = {m.parameter + m.route.tag: m for m in members_of(joint)}
-    bucket_collectives.function(
-        joint, BucketCollectivesOptions(strategy="size", cap_mib=cap, max_span=span)
-    )
+    bucket_collectives(joint, BucketCollectivesOptions(strategy="size", cap_mib=cap, max_span=span))
     for role, backward, tag in (
         (Role.UNSHARD, False, "unshard_forward"),
         (Role.UNSHARD, True, "unshard_backward"),
@@ -213,7 +210,7 @@ def test_the_payload_is_in_the_order_of_the_parameters():
 
 def test_none_changes_nothing():
     joint = prepared()
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     assert not check_pass(bucket_collectives, joint, BucketCollectivesOptions())
 
 
@@ -233,7 +230,7 @@ def test_a_bucket_is_cast_as_a_whole():
 
 def test_a_member_is_as_large_as_the_larger_of_what_it_reads_and_makes():
     joint = prepared(layers=1)
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     for member in members_of(joint):
         (made,), (sent,) = tensors_of(member.node), collective_inputs(member.node)
         assert made.numel() != sent.numel()
@@ -242,7 +239,7 @@ def test_a_member_is_as_large_as_the_larger_of_what_it_reads_and_makes():
 
 def test_tags_survive_a_split_of_the_graph():
     joint = prepared()
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     tags = [bucket_tag(n) for n in joint.graph.nodes if is_collective(n)]
     copy = fx.Graph()
     copy.output(copy.graph_copy(joint.graph, {}))
@@ -277,14 +274,14 @@ def test_a_forward_only_graph_is_bucketed():
 )
 def test_bad_options(options, message):
     with pytest.raises(PassError, match=message):
-        BucketingOptions(**options)
+        BucketCollectivesOptions(**options)
 
 
 def test_a_collective_without_a_group():
     joint = gathering(Builder(), [("layers.0.p", "", torch.float32)])
     set_bucket_tag(next(n for n in joint.graph.nodes if is_collective(n)), "unshard_forward")
     with pytest.raises(PassError, match="names no process group"):
-        bucket_collectives.function(joint, BucketCollectivesOptions(strategy="size"))
+        bucket_collectives(joint, BucketCollectivesOptions(strategy="size"))
 
 
 def test_forward_and_backward_never_share_a_bucket():

@@ -145,7 +145,7 @@ def test_what_is_not_a_parameters_alone_is_not_tagged():
         if other:  # its gradient reads another's
             grads[other] = b.call(aten.add.Tensor, grads[other], grads[name], phase=BACKWARD)
     joint = finish(b, loss, grads)
-    tag_buckets.function(joint, None)
+    tag_buckets(joint)
     tagged = [n for n in joint.graph.nodes if bucket_tag(n)]
     assert [(role_of(n), n.all_input_nodes[0]) for n in tagged if not is_backward(n)] == [
         (Role.UNSHARD, p)

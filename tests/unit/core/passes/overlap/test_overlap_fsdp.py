@@ -82,7 +82,7 @@ def test_collectives_of_one_role_keep_their_order():
         ]
 
     joint, before = prepared(), prepared()
-    overlap_fsdp.function(joint, OverlapFsdpOptions())
+    overlap_fsdp(joint)
     for role in (Role.UNSHARD, Role.REDUCE_GRAD):
         assert order(joint, role) == order(before, role)
 
@@ -166,7 +166,7 @@ def test_a_gather_of_what_is_written_stays_where_it_is():
     with joint.graph.inserting_before(last):
         joint.graph.call_function(aten.add_.Tensor, (shard, 1))
     position = list(joint.graph.nodes).index(last)
-    overlap_fsdp.function(joint, OverlapFsdpOptions(in_flight=100))
+    overlap_fsdp(joint, OverlapFsdpOptions(in_flight=100))
     assert list(joint.graph.nodes).index(last) == position
 
 

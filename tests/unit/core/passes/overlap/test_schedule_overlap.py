@@ -26,8 +26,7 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.context import Simulator
-from graph_trainer.core.passes.memory_limit import Held
+from graph_trainer.core.passes.context import OtherMemory, PassContext
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
@@ -67,16 +66,17 @@ MANY = settings(
 
 
 def options(**changes):
+    """Options of the pass, and its context on some machine."""
     hardware = machine(**changes.pop("machine", {}))
-    held = Held(fused=changes.pop("fused", False), device=hardware.device)
-    simulator = Simulator(hardware=hardware, held=lambda joint: held)
-    return ScheduleOverlapOptions(simulator=simulator, **changes)
+    other = OtherMemory(fused=changes.pop("fused", False), device=hardware.device)
+    context = PassContext(hardware=hardware, other_memory=lambda joint: other)
+    return ScheduleOverlapOptions(**changes), context
 
 
 def scheduled(joint, **changes):
     """A copy, scheduled."""
     joint = copy_graph(joint)
-    schedule_overlap.function(joint, options(**changes))
+    schedule_overlap(joint, *options(**changes))
     joint.validate()
     return joint
 

@@ -1,0 +1,166 @@
+"""The built-in passes, one line each, and how a list of names becomes a list of passes."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+
+from graph_trainer.core.passes.base import Pass
+from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
+from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
+from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
+from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
+from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
+from graph_trainer.core.passes.functionalize_index_put import functionalize_index_put
+from graph_trainer.core.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
+from graph_trainer.core.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
+from graph_trainer.core.passes.normalize_views import normalize_views
+from graph_trainer.core.passes.overlap.overlap_fsdp import overlap_fsdp
+from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
+from graph_trainer.core.passes.rematerialize import rematerialize
+from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.errors import PassError
+
+# In the order in which they run; the list "default" has those that say so.
+_BUILT_IN: tuple[Pass, ...] = (
+    normalize_views,
+    functionalize_index_put,
+    eliminate_dead_code,
+    deduplicate_unshards,
+    eliminate_round_trips,
+    fuse_chained_all_gathers,
+    fuse_chained_reduce_scatters,
+    tag_fsdp_unshards,
+    rematerialize,
+    fold_grad_reductions,
+    tag_buckets,
+    bucket_collectives,
+    overlap_fsdp,
+    schedule_overlap,
+)
+
+
+def registered_passes() -> dict[str, Pass]:
+    """Return every built-in pass by name, in the order in which they run."""
+    return {p.name: p for p in _BUILT_IN}
+
+
+def load_pass(text: str) -> Pass:
+    """Import a pass of a user's own.
+
+    Args:
+        text: "package.module:name", of a function with `@graph_pass`.
+
+    Raises:
+        PassError: no such module or name, what is found is no pass, or a pass with the name of a
+            built-in one.
+    """
+    module_name, _, name = text.partition(":")
+    entry = f"compile.passes: '{text}'"
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if not f"{module_name}.".startswith(f"{missing}."):
+            raise PassError(f"{entry}: importing {module_name} failed: {error}") from error
+        raise PassError(
+            f"{entry}: there is no module '{missing}'; write package.module:name and put the "
+            "folder of the package on PYTHONPATH"
+        ) from error
+    except Exception as error:
+        raise PassError(
+            f"{entry}: importing {module_name} failed: {type(error).__name__}: {error}"
+        ) from error
+    found = getattr(module, name, None)
+    if found is None:
+        passes = [key for key, value in vars(module).items() if isinstance(value, Pass)]
+        near = f"; it has the passes {', '.join(passes)}" if passes else " and no other pass"
+        raise PassError(f"{entry}: the module {module_name} has no '{name}'{near}")
+    if not isinstance(found, Pass):
+        raise PassError(
+            f"{entry} is {type(found).__name__} and not a pass; make a function a pass with "
+            "@graph_pass(stage=..., summary=...)"
+        )
+    if registered_passes().get(found.name, found) is not found:
+        raise PassError(
+            f"{entry} is a pass named '{found.name}', as a built-in one is; give the function "
+            "another name"
+        )
+    return found
+
+
+def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] = ()) -> list[Pass]:
+    """Return the passes that two lists name, checked: known, once each, stages in order.
+
+    Args:
+        passes: names of built-in passes, "default" for the default list, "package.module:name" for
+            a pass of a user's own, or passes. Beside "default" every other entry joins the list at
+            its stage; without "default" the order is that of `passes`.
+        disable_passes: names of passes to leave out.
+
+    Raises:
+        PassError: naming the pass, and the nearest known name where there is one.
+    """
+    known = registered_passes()
+    for names in (passes, disable_passes):
+        if isinstance(names, str):
+            raise PassError(
+                "compile.passes and compile.disable_passes are lists of names; got the text "
+                f"{names!r}"
+            )
+    selected: list[Pass] = []
+    for entry in passes:
+        if isinstance(entry, Pass):
+            selected.append(entry)
+        elif not isinstance(entry, str):
+            raise PassError(
+                f"compile.passes: {entry!r} is neither a name nor a Pass; make a function a pass "
+                "with @graph_pass(stage=..., summary=...)"
+            )
+        elif entry == "default":
+            selected += [p for p in known.values() if p.default]
+        else:
+            selected.append(load_pass(entry) if ":" in entry else _lookup(entry, known, "passes"))
+    for name in disable_passes:
+        if name not in known and name not in {p.name for p in selected}:
+            _lookup(name, known, "disable_passes")
+    selected = [p for p in selected if p.name not in disable_passes]
+    _check_unique(selected)
+    if "default" in passes:
+        # of one stage: built-in passes as the catalogue has them, others where they were put
+        built_in = iter([p for p in known.values() if p in selected])
+        selected = [next(built_in) if known.get(p.name) == p else p for p in selected]
+        selected.sort(key=lambda p: p.stage)
+    _check_stages(selected)
+    return selected
+
+
+def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
+    if name in known:
+        return known[name]
+    hint = did_you_mean(name, [*known, "default"], otherwise=".")
+    raise PassError(
+        f"compile.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
+    )
+
+
+def _check_unique(selected: Sequence[Pass]) -> None:
+    seen: set[str] = set()
+    for each in selected:
+        if each.name in seen:
+            raise PassError(
+                f"compile.passes: '{each.name}' is listed twice; a pass runs once: remove one"
+            )
+        seen.add(each.name)
+
+
+def _check_stages(selected: Sequence[Pass]) -> None:
+    for before, after in zip(selected, selected[1:], strict=False):
+        if after.stage < before.stage:
+            raise PassError(
+                f"compile.passes: '{after.name}' (stage {after.stage.name}) stands after "
+                f"'{before.name}' (stage {before.stage.name}); put it in front, stages run in "
+                "the order CLEANUP, STRUCTURE, TAG, REMATERIALIZE, COMMUNICATION, SCHEDULE"
+            )
