@@ -12,6 +12,11 @@ from typing import Any
 
 import torch
 
+from graph_trainer.core.analysis.collective_kinds import (
+    FUNCTIONAL_NAMESPACES,
+    Effect,
+    kind_named,
+)
 from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.torch_private import TorchDispatchMode
@@ -21,8 +26,6 @@ WARM_UP = 3
 WATCHED_STEP = 2
 """The step in which collectives and what the graph makes are counted, which slows it down."""
 _STEPS_KEPT = 1000
-
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +60,7 @@ class IssuedCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
-        if namespace in _NAMESPACES and name != "wait_tensor":
+        if namespace in FUNCTIONAL_NAMESPACES and kind_named(name).effect is Effect.STARTS:
             kind = name.removesuffix("_out").removesuffix("_")  # as Inductor calls them
             self.count[kind] = self.count.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import mergeable_kinds
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import (
     owner_of,
@@ -25,12 +26,6 @@ from graph_trainer.planner.plan import Plan
 
 _OWNERS_SHOWN = 8
 _WAITS_SHOWN = 5
-
-_KINDS = (
-    ("all_gather_into_tensor", "all-\ngather"),
-    ("reduce_scatter_tensor", "reduce-\nscatter"),
-    ("all_reduce", "all-\nreduce"),
-)
 
 
 def report(plan: Plan) -> RenderableType:
@@ -91,8 +86,9 @@ def ledger_table(rows: list[LedgerRow]) -> Table:
     columns: list[tuple[str, Callable[[LedgerRow], float], str]] = [
         ("nodes", lambda row: row.nodes, ",.0f")
     ]
-    for kind, heading in _KINDS:
+    for kind, shown in mergeable_kinds().items():
         if any(row.of_kind(kind).count for row in rows):
+            heading = shown.replace("-", "-\n")
             columns.append((heading, lambda row, k=kind: row.of_kind(k).count, ",.0f"))  # type: ignore[misc]
             columns.append((unit, lambda row, k=kind: row.of_kind(k).bytes / size, ",.1f"))  # type: ignore[misc]
     milliseconds = ",.1f" if max(row.step_seconds for row in rows) < 1 else ",.0f"

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import CollectiveKind, kind_named
 from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     Phase,
@@ -85,6 +86,11 @@ class Collective:
     """Of an all-to-all, where data does not decide them."""
 
     @property
+    def row(self) -> CollectiveKind:
+        """What the table of `collective_kinds` says of its kind."""
+        return kind_named(self.kind)
+
+    @property
     def dtype(self) -> str:
         """Of the first tensor that is sent."""
         return self.inputs[0][0]
@@ -128,7 +134,7 @@ def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
     """The (fake) tensors that a collective sends; a buffer that it is told to fill is none."""
     schema = schema_of(node)
     assert schema is not None
-    sources = {"input", "inputs", "tensor", "tensors", "input_tensor", "input_tensors"}
+    sources = kind_named(collective_name(node)).inputs
     named = [argument(node, entry.name) for entry in schema.arguments if entry.name in sources]
     return [t for n in argument_nodes(named) for t in tensors_of(n)]
 
@@ -167,7 +173,8 @@ def collective_of(
             "(torch.distributed._functional_collectives) in a step that is captured"
         )
     ranks = ranks_of_group(str(group))
-    reduction = argument(node, "reduce_op", argument(node, "src"))
+    agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
+    reduction = next((value for value in agreed if value is not None), None)
     inputs = tuple((str(t.dtype), t.numel()) for t in sources)
     splits = None
     if has_splits(node):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
@@ -13,8 +14,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import (
     aten,
-    collective_name,
-    is_collective,
+    collective_kind,
     is_wait,
     written_arguments,
 )
@@ -34,12 +34,12 @@ def find_fsdp_roles(joint: JointGraph) -> None:
     seen: set[fx.Node] = set()
     for node in joint.graph.nodes:
         source = node.all_input_nodes[0] if is_wait(node) else node
-        if not is_collective(source):
+        kind = collective_kind(source)
+        if kind is None:
             continue
-        kind = collective_name(source)
-        if "all_gather" in kind and source in parameter:
+        if kind.result is Result.GATHERED and source in parameter:
             _mark_unshard(node, parameter, seen)
-        elif ("reduce_scatter" in kind or "all_reduce" in kind) and gradient.get(source):
+        elif kind.reduces and gradient.get(source):
             _mark(node, Role.REDUCE_GRAD, gradient[source])
 
 

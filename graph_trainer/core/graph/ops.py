@@ -13,6 +13,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import (
+    IN_PLACE_NAMESPACE,
+    CollectiveKind,
+    Effect,
+    kind_of_op,
+)
 from graph_trainer.core.torch_private import detect_fake_mode, storage_id
 
 aten = torch.ops.aten
@@ -46,21 +52,6 @@ _MAY_COPY = {
     "aten::reshape",
     "aten::reshape_as",
     "aten::to",
-}
-
-_FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
-# The ops behind dist.all_reduce(tensor) and its like: they write into what they are given,
-# and their schemas say nothing of it.
-_IN_PLACE_COLLECTIVES = "c10d"
-_NOT_COLLECTIVES = {
-    "_c10d_functional::_wrap_tensor_autograd",
-    "c10d::check_for_nan",
-}
-# Between two ranks, which run different ops: one may not be dropped without the other.
-_POINT_TO_POINT = {
-    "_c10d_functional::isend",
-    "_c10d_functional::irecv",
-    "_c10d_functional::batch_p2p_ops",
 }
 
 
@@ -124,7 +115,7 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
         return operands if any(_writes_its_inputs(m.graph) for m in subgraphs(node)) else []
-    if _namespace(schema) == _IN_PLACE_COLLECTIVES:
+    if _namespace(schema) == IN_PLACE_NAMESPACE:
         return list(node.all_input_nodes)
     written: list[fx.Node] = []
     for position, entry in enumerate(schema.arguments):
@@ -134,8 +125,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
             entry.name, node.args[position] if position < len(node.args) else None
         )
         written += argument_nodes(value)
-    if schema.name == "_c10d_functional::irecv":
-        written += argument_nodes(argument(node, "tensor"))
+    kind = kind_of_op(schema.name)
+    if kind is not None:
+        written += argument_nodes([argument(node, name) for name in kind.written])
     if schema.name in _HIDDEN_WRITES and argument(node, "training", argument(node, "train", True)):
         written += argument_nodes([argument(node, "running_mean"), argument(node, "running_var")])
     return written
@@ -149,21 +141,30 @@ def _namespace(schema: torch.FunctionSchema) -> str:
     return schema.name.split("::")[0]
 
 
+def collective_kind(node: fx.Node) -> CollectiveKind | None:
+    """The row of `collective_kinds` for the op of a node, None for an op that is not about
+    communication. An unknown op in a namespace of collectives has the row `UNKNOWN`."""
+    schema = schema_of(node)
+    return None if schema is None else kind_of_op(schema.name)
+
+
+def plain_kind(node: fx.Node) -> CollectiveKind | None:
+    """The same for a collective of one tensor that returns a new one; None for the variants
+    that write into a buffer or take several tensors, and for ops without a row."""
+    kind = collective_kind(node)
+    return kind if kind is not None and collective_name(node) in kind.ops[:1] else None
+
+
 def is_collective(node: fx.Node) -> bool:
     """Whether a node starts communication between ranks."""
-    schema = schema_of(node)
-    return (
-        schema is not None
-        and _namespace(schema) in (*_FUNCTIONAL_COLLECTIVES, _IN_PLACE_COLLECTIVES)
-        and schema.name not in _NOT_COLLECTIVES
-        and not is_wait(node)
-    )
+    kind = collective_kind(node)
+    return kind is not None and kind.effect is Effect.STARTS
 
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective; its result is its input, finished."""
-    schema = schema_of(node)
-    return schema is not None and schema.name.endswith("::wait_tensor")
+    kind = collective_kind(node)
+    return kind is not None and kind.effect is Effect.WAITS
 
 
 def collective_name(node: fx.Node) -> str:
@@ -202,7 +203,8 @@ def has_effect(node: fx.Node) -> bool:
     # an op without a schema could do anything; one that returns nothing is called for its effect
     if schema is None or not schema.returns:
         return True
-    if schema.name in _POINT_TO_POINT or _namespace(schema) == _IN_PLACE_COLLECTIVES:
+    kind = kind_of_op(schema.name)
+    if kind is not None and (kind.paired or _namespace(schema) == IN_PLACE_NAMESPACE):
         return True
     if is_wait(node):
         return not _waits_for_nothing_else(node)

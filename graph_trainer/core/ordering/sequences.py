@@ -10,7 +10,14 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
 from graph_trainer.core.graph.annotations import module_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import is_collective, is_getitem, is_wait, schema_of, subgraphs
+from graph_trainer.core.graph.ops import (
+    collective_kind,
+    is_collective,
+    is_getitem,
+    is_wait,
+    schema_of,
+    subgraphs,
+)
 from graph_trainer.core.ordering.all_to_all import Splits
 from graph_trainer.core.torch_private import group_ranks
 
@@ -20,7 +27,6 @@ Ranks = tuple[int, ...]
 _COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
 # Modules of the functions that compute with sizes.
 _ARITHMETIC = {"_operator", "math", "torch"}
-_COLLECTIVES = {"_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +85,7 @@ def may_communicate(node: fx.Node) -> bool:
         return True
     schema = schema_of(node)
     if schema is not None:
-        return schema.name.split("::")[0] not in _COMPUTE | _COLLECTIVES
+        return collective_kind(node) is None and schema.name.split("::")[0] not in _COMPUTE
     if next(subgraphs(node), None) is not None:
         return False  # what it runs is looked at node by node
     return getattr(node.target, "__module__", "") not in _ARITHMETIC

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.partitions import Partition, partitions_of
 from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import (
@@ -26,6 +27,7 @@ from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
     is_wait,
+    plain_kind,
     schema_of,
     written_arguments,
 )
@@ -57,11 +59,11 @@ class _Chain:
     """The others with what lies between, each before those that it reads."""
 
 
-def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: Join) -> None:
-    """Let the last of each chain of `op` read what the first reads, over a group of them all.
+def fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> None:
+    """Let the last of each chain of one op read what the first reads, over a group of them all.
 
     Arguments:
-        op: the collective, a function of `input`, `group_size` and `group_name`.
+        result: of the kind, whose op takes `input`, `group_size` and `group_name`.
         role: that both need, with the same parameter: of parameters is known how other ranks
             hold them, and so that other ranks have the same chains.
         join: the partition over which one collective does what two do, given theirs in order.
@@ -73,8 +75,11 @@ def fuse_chains(joint: JointGraph, op: Callable[..., object], role: Role, join: 
     """
     pairs = {
         node: before
-        for node in joint.graph.find_nodes(op="call_function", target=op)
-        if (before := _before(node)) is not None and _same_for_fsdp(before.node, node, role)
+        for node in joint.graph.nodes
+        if (kind := plain_kind(node)) is not None
+        and kind.result is result
+        and (before := _before(node)) is not None
+        and _same_for_fsdp(before.node, node, role)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
     groups = groups_within([chain.partition for chain in chains.values()])

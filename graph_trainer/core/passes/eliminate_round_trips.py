@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
     is_saved_for_backward,
@@ -26,11 +27,12 @@ from graph_trainer.core.graph.ops import (
     has_effect,
     is_getitem,
     is_wait,
+    plain_kind,
     storage_roots,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode, group_ranks
+from graph_trainer.core.torch_private import detect_fake_mode, group_ranks
 
 aten = torch.ops.aten
 
@@ -120,7 +122,8 @@ class _RoundTrips:
 
     def _note_gather(self, wait: fx.Node) -> None:
         (gather,) = wait.all_input_nodes
-        if gather.target is not c10d_functional.all_gather_into_tensor.default:
+        kind = plain_kind(gather)
+        if kind is None or kind.result is not Result.GATHERED:
             return
         source = gather.all_input_nodes[0]
         sent = _tensor(source)

@@ -20,9 +20,9 @@ from graph_trainer.core.graph.ops import (
     LastWrites,
     aliased_input,
     argument,
-    collective_name,
     is_collective,
     is_wait,
+    plain_kind,
     written_arguments,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -31,7 +31,6 @@ from graph_trainer.core.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
 
-_REDUCTIONS = {"reduce_scatter_tensor", "all_reduce"}
 _LINEAR = {"sum", "avg"}
 _SCALES = {aten.div.Tensor, aten.mul.Tensor}
 _COPIES = {
@@ -146,7 +145,8 @@ def _is_step(node: fx.Node) -> bool:
     ):
         return False
     if is_collective(node):
-        return collective_name(node) in _REDUCTIONS and argument(node, "reduce_op") in _LINEAR
+        kind = plain_kind(node)
+        return kind is not None and kind.reduces and argument(node, "reduce_op") in _LINEAR
     if node.target in _SCALES:
         return not isinstance(node.args[1], fx.Node)
     if node.target in _COPIES or is_wait(node):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.partitions import joined
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.chained_collectives import fuse_chains
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.torch_private import c10d_functional
 
 
 @graph_pass(
@@ -35,5 +35,4 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
 
     Linear in nodes and in ranks of the world.
     """
-    gather = c10d_functional.all_gather_into_tensor.default
-    fuse_chains(joint, gather, Role.UNSHARD, joined)
+    fuse_chains(joint, Result.GATHERED, Role.UNSHARD, joined)

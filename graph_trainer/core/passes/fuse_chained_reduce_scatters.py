@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.partitions import joined
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.chained_collectives import fuse_chains
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.torch_private import c10d_functional
 
 
 @graph_pass(
@@ -28,6 +28,7 @@ def fuse_chained_reduce_scatters(
 
     Linear in nodes and in ranks of the world.
     """
-    reduce = c10d_functional.reduce_scatter_tensor.default
     # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
-    fuse_chains(joint, reduce, Role.REDUCE_GRAD, lambda first, second: joined(second, first))
+    fuse_chains(
+        joint, Result.SCATTERED, Role.REDUCE_GRAD, lambda first, second: joined(second, first)
+    )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from graph_trainer.core.analysis.collective_kinds import KINDS, Result
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
@@ -153,10 +154,11 @@ def _cells(row: PassReport, before: PassReport | None) -> list[str]:
         return f"{text} {value - old:+,.{digits}f}"
 
     def gathers(report: PassReport, *phases: Phase) -> int:
-        return sum(report.count("all_gather_into_tensor", phase) for phase in phases)
+        found = [n for n, kind in KINDS.items() if kind.result is Result.GATHERED]
+        return sum(report.count(name, phase) for name in found for phase in phases)
 
     def reductions(report: PassReport) -> int:
-        return report.count("reduce_scatter_tensor") + report.count("all_reduce")
+        return sum(report.count(name) for name, kind in KINDS.items() if kind.reduces)
 
     def old(function: object) -> float | None:
         return None if before is None else function(before)  # type: ignore[operator]

@@ -25,6 +25,7 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
@@ -54,7 +55,9 @@ def failed_collective(error: RuntimeError, joint: JointGraph) -> CollectiveError
         node = nodes.get(assigned[1]) if assigned else None
         if frame.filename.startswith("<eval_with_key>") and node is not None:
             return CollectiveError(_describe(node, joint), _reason(error))
-        if "_c10d_functional" in (frame.line or ""):  # Inductor's code has names of its own
+        if any(
+            each in (frame.line or "") for each in FUNCTIONAL_NAMESPACES
+        ):  # Inductor's code has names of its own
             return CollectiveError(f"the compiled graph, at '{frame.line}'", _reason(error))
     return CollectiveError("the compiled graph", _reason(error))
 

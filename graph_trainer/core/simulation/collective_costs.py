@@ -23,7 +23,8 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     size = len(collective.ranks)
     if size == 1:
         return 0.0
-    moved, rounds = _moved(collective, size)
+    kind = collective.row
+    moved = kind.link_bytes(collective.input_bytes, collective.output_bytes, size)
     nodes, members, most = placement(collective.ranks, hardware.devices_per_node)
     if nodes == 1:
         ring_bandwidth = tree_bandwidth = hardware.node_bytes_per_second
@@ -43,9 +44,9 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
         )
 
     def seconds(latency: float, bandwidth: float) -> float:
-        return rounds * latency + moved / (bandwidth * hardware.link_efficiency)
+        return kind.rounds * latency + moved / (bandwidth * hardware.link_efficiency)
 
-    if "all_to_all" in collective.kind:  # every rank's own card carries what it sends away
+    if kind.through_one_card:
         return hardware.collective_seconds + seconds(ring_latency, tree_bandwidth)
     fastest = min(seconds(ring_latency, ring_bandwidth), seconds(tree_latency, tree_bandwidth))
     return hardware.collective_seconds + fastest
@@ -58,11 +59,3 @@ def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, in
     """
     per_node = Counter(rank // devices_per_node for rank in ranks)
     return len(per_node), min(per_node.values()), max(per_node.values())
-
-
-def _moved(collective: Collective, size: int) -> tuple[float, int]:
-    """Bytes over each rank's link, and how often the ranks go round."""
-    kind, part = collective.kind, (size - 1) / size
-    if "all_reduce" in kind or "allreduce" in kind:
-        return 2 * part * collective.input_bytes, 2
-    return part * max(collective.input_bytes, collective.output_bytes), 1

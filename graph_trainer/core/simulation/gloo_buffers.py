@@ -1,4 +1,4 @@
-"""What backends allocate inside a collective, beside what the graph gives them."""
+"""Scratch memory that gloo allocates inside collectives."""
 
 from __future__ import annotations
 
@@ -7,25 +7,19 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import collective_name, is_collective
+from graph_trainer.core.graph.ops import collective_kind, is_collective
 
 
 def gloo_scratch(joint: JointGraph) -> dict[fx.Node, int]:
-    """Bytes that gloo allocates while a collective of a graph is under way. Linear in nodes.
+    """Return the bytes that gloo allocates while each collective runs, where it does.
 
-    An all-gather receives into a copy, a reduce-scatter is an all-reduce of a copy, and several
-    tensors at once are sent as a copy of all of them. Everything else happens in place. nccl
-    allocates its buffers once, for a group, and nothing for a collective.
+    The table of `collective_kinds` says how many. nccl allocates its buffers once for a group,
+    and nothing for a collective. Linear in nodes.
     """
-    found = {node: _gloo_bytes(node) for node in joint.graph.nodes if is_collective(node)}
-    return {node: num for node, num in found.items() if num}
-
-
-def _gloo_bytes(node: fx.Node) -> int:
-    kind = collective_name(node)
-    sent = collective_inputs(node)
-    if kind.startswith("reduce_scatter"):
-        return sum(map(num_bytes, sent))
-    together = kind.startswith(("all_gather", "all_reduce")) and len(sent) > 1
-    received = tensors_of(node) if kind.startswith("all_gather") else []
-    return sum(map(num_bytes, received)) + (sum(map(num_bytes, sent)) if together else 0)
+    found = {}
+    for node in joint.graph.nodes:
+        kind = collective_kind(node)
+        if kind is not None and is_collective(node):
+            sent = [num_bytes(t) for t in collective_inputs(node)]
+            found[node] = kind.gloo_bytes(sent, [num_bytes(t) for t in tensors_of(node)])
+    return {node: scratch for node, scratch in found.items() if scratch}

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from typing import Any
 
+from graph_trainer.core.analysis.collective_kinds import mergeable_kinds, shown_name
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import phase_of
 from graph_trainer.core.names import without_layer
@@ -18,12 +19,6 @@ from graph_trainer.planner.text import CATEGORIES, headline, served_by
 from graph_trainer.titan.config.serialize import config_to_toml
 
 _SHOWN = 12
-
-_COLLECTIVES = {
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "all_reduce": "all-reduce",
-}
 
 
 def content(plan: Plan) -> dict[str, Any]:
@@ -106,7 +101,8 @@ def ledger_title(rows: list[LedgerRow]) -> str:
 
 def ledger(rows: list[LedgerRow]) -> dict[str, Any]:
     """A row a pass; every cell its value and what the pass changed in it."""
-    kinds = {k: title for k, title in _COLLECTIVES.items() if any(r.of_kind(k).count for r in rows)}
+    every = mergeable_kinds().items()
+    kinds = {kind: title for kind, title in every if any(r.of_kind(kind).count for r in rows)}
     heads = [
         "nodes",
         *(head for title in kinds.values() for head in (title, "moved")),
@@ -214,7 +210,7 @@ def waits(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
     return [
         (
             owner or "(the model itself)",
-            f"{why}: {_COLLECTIVES.get(kind, kind)}",
+            f"{why}: {shown_name(kind)}",
             held[(why, kind, owner)],
             f"{count[(why, kind, owner)]:,}",
             duration(seconds),

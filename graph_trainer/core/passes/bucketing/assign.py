@@ -32,6 +32,7 @@ class Route(NamedTuple):
     """What collectives of one bucket have in common."""
 
     tag: str
+    op: str
     group: str
     reduction: str
     """Empty for a gather."""
@@ -83,6 +84,7 @@ def members_of(joint: JointGraph) -> list[Member]:
         (parameter,) = parameters_of(node)
         first = Route(
             tag,
+            str(node.target),
             str(group),
             "" if reduction is None else str(reduction),
             str(sent[0].dtype) if apart else "",

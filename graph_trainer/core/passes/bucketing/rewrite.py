@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     annotate_node,
@@ -20,7 +21,13 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import argument, argument_nodes, aten
+from graph_trainer.core.graph.ops import (
+    argument,
+    argument_nodes,
+    aten,
+    collective_kind,
+    schema_of,
+)
 from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode
 
@@ -106,13 +113,14 @@ class _Bucket:
 
     def merged(self) -> list[fx.Node]:
         """Merge, and return the new nodes in their order."""
-        route = self.members[0].route
-        if not route.reduction:
-            results = self._gathered(route.group)
-        elif "reduce_scatter" in str(self.first.target):
-            results = self._scattered(route.group, route.reduction)
+        kind = collective_kind(self.first)
+        assert kind is not None
+        if kind.result is Result.GATHERED:
+            results = self._gathered()
+        elif kind.result is Result.SCATTERED:
+            results = self._scattered()
         else:
-            results = self._reduced(route.group, route.reduction)
+            results = self._elementwise()
         for member, result in zip(self.members, results, strict=True):
             (wait,) = member.node.users
             wait.replace_all_uses_with(result)
@@ -120,7 +128,7 @@ class _Bucket:
             self._erase_unread(member.node)
         return self.made
 
-    def _gathered(self, group: str) -> list[fx.Node]:
+    def _gathered(self) -> list[fx.Node]:
         """[rows, ...] of each member -> [ranks * rows, ...] of each.
 
         The bucket is [bytes or elements of all members]; gathered, [ranks, the same]."""
@@ -132,8 +140,7 @@ class _Bucket:
             flat = [self._of(m, aten.view.dtype, f, torch.uint8) for m, f in self._with(flat)]
         sizes = [_tensor(f).numel() for f in flat]
         bucket = self._make(aten.cat.default, flat)
-        whole = self._make(c10d_functional.all_gather_into_tensor.default, bucket, ranks, group)
-        whole = self._make(c10d_functional.wait_tensor.default, whole)
+        whole = self._communicated(bucket)
         rows = self._make(aten.view.default, whole, [ranks, sum(sizes)])
         parts = self._split(rows, sizes, 1)
         results = []
@@ -146,7 +153,7 @@ class _Bucket:
             results.append(self._of(m, aten.view.default, part, list(_tensor(m.node).shape)))
         return results
 
-    def _scattered(self, group: str, reduction: str) -> list[fx.Node]:
+    def _scattered(self) -> list[fx.Node]:
         """[ranks * rows, ...] of each member -> the sum's [rows, ...] of each.
 
         The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
@@ -161,19 +168,25 @@ class _Bucket:
         bucket = self._make(aten.cat.default, parts, 1)
         bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
         bucket = self._cast(bucket, cast)
-        op = c10d_functional.reduce_scatter_tensor.default
-        mine = self._make(op, bucket, reduction, ranks, group)
-        return self._apart(self._make(c10d_functional.wait_tensor.default, mine), sizes)
+        return self._apart(self._communicated(bucket), sizes)
 
-    def _reduced(self, group: str, reduction: str) -> list[fx.Node]:
+    def _elementwise(self) -> list[fx.Node]:
         """[...] of each member -> the sum, in the same shape."""
         sources, cast = self._before_casts()
         flat = [self._flat(m, source) for m, source in self._with(sources)]
         bucket = self._cast(self._make(aten.cat.default, flat), cast)
-        op = c10d_functional.all_reduce.default
-        summed = self._make(op, bucket, reduction, group)
         sizes = [_tensor(f).numel() for f in flat]
-        return self._apart(self._make(c10d_functional.wait_tensor.default, summed), sizes)
+        return self._apart(self._communicated(bucket), sizes)
+
+    def _communicated(self, bucket: fx.Node) -> fx.Node:
+        """The complete result of the members' collective on the bucket.
+
+        All members have its op and its arguments but for the input: they share a `Route`."""
+        schema = schema_of(self.first)
+        assert schema is not None
+        others = [argument(self.first, entry.name) for entry in schema.arguments[1:]]
+        result = self._make(self.first.target, bucket, *others)
+        return self._make(c10d_functional.wait_tensor.default, result)
 
     def _apart(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
         """Views of a flat bucket in the members' shapes."""

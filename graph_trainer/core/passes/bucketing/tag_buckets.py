@@ -6,6 +6,7 @@ from enum import StrEnum
 
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -15,7 +16,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import LastWrites, has_effect, is_collective, is_wait, schema_of
+from graph_trainer.core.graph.ops import LastWrites, has_effect, is_collective, is_wait, plain_kind
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from
 from graph_trainer.core.passes.context import PassContext
@@ -28,13 +29,6 @@ class Travel(StrEnum):
     UNSHARD_BACKWARD = "unshard_backward"
     REDUCE_SCATTER = "reduce_scatter_grad"
     ALL_REDUCE = "all_reduce_grad"
-
-
-_GATHER = "_c10d_functional::all_gather_into_tensor"
-_REDUCTIONS = {
-    "_c10d_functional::reduce_scatter_tensor": Travel.REDUCE_SCATTER,
-    "_c10d_functional::all_reduce": Travel.ALL_REDUCE,
-}
 
 
 @graph_pass(
@@ -65,11 +59,12 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
 
 def _tag(node: fx.Node) -> Travel | None:
-    schema = schema_of(node)
-    assert schema is not None
-    if role_of(node) is Role.REDUCE_GRAD:
-        return _REDUCTIONS.get(schema.name)
-    if role_of(node) is Role.UNSHARD and schema.name == _GATHER:
+    kind = plain_kind(node)
+    if kind is None or not kind.mergeable:
+        return None
+    if role_of(node) is Role.REDUCE_GRAD and kind.reduces:
+        return Travel.REDUCE_SCATTER if kind.result is Result.SCATTERED else Travel.ALL_REDUCE
+    if role_of(node) is Role.UNSHARD and kind.result is Result.GATHERED:
         return Travel.UNSHARD_BACKWARD if is_backward(node) else Travel.UNSHARD_FORWARD
     return None
 

@@ -27,6 +27,7 @@ from itertools import accumulate
 
 from torch import fx
 
+from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
@@ -338,7 +339,7 @@ class _Looking:
                 continue  # the wait for the first reduction, what it receives is padded
             if behind:
                 most = max(found.get(n, _elements(n)) for n in behind)
-                if node in self.collective and "scatter" in self.collective[node].kind:
+                if node in self.collective and _scatters(self.collective[node]):
                     most = -(-most // len(self.collective[node].ranks))
                 found[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
         return found
@@ -356,7 +357,7 @@ class _Looking:
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
         if node in self.elements:
             received = _itemsize(node) * self.elements[node]
-            sent = received * (len(c.ranks) if "scatter" in c.kind else 1)
+            sent = received * (len(c.ranks) if _scatters(c) else 1)
             c = replace(c, input_bytes=sent, output_bytes=received)
         return c
 
@@ -437,6 +438,10 @@ def _is_random_or_effect(node: fx.Node) -> bool:
     if is_collective(node):
         return has_effect(node)
     return is_random(node) or (has_effect(node) and not written_arguments(node))
+
+
+def _scatters(collective: Collective) -> bool:
+    return collective.row.result is Result.SCATTERED
 
 
 def _elements(node: fx.Node) -> int:

@@ -1,0 +1,168 @@
+"""The one table of communication ops: what each kind costs, allocates and allows.
+
+Everything in the package that depends on which collective an op is reads it here, by
+`graph.ops.collective_kind(node)` or by name. To support another op, add a row. This module
+imports nothing of the package, so that every module can import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+IN_PLACE_NAMESPACE = "c10d"
+"""Ops behind `dist.all_reduce(tensor)` and the like: they write into their arguments, and their
+schemas do not say so."""
+FUNCTIONAL_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
+"""Ops that return their result, which is complete after a wait."""
+
+_INPUTS = ("input", "inputs", "tensor", "tensors", "input_tensor", "input_tensors")
+
+GlooBytes = Callable[[Sequence[int], Sequence[int]], int]
+"""Scratch memory of a collective, in bytes, from the bytes of each tensor sent and received."""
+
+
+class Effect(StrEnum):
+    """What an op does to communication."""
+
+    STARTS = "starts"
+    WAITS = "waits"
+    """Returns its input when the collective that makes it is complete."""
+    NONE = "none"
+    """Local, although it lives in a namespace of collectives."""
+
+
+class Result(StrEnum):
+    """How the result of one rank relates to what it sends.
+
+    It decides how several collectives of a kind merge into one, as `bucketing.rewrite` does.
+    """
+
+    GATHERED = "gathered"
+    """[rows, ...] of every rank -> [ranks * rows, ...], in the order of the ranks."""
+    SCATTERED = "scattered"
+    """[ranks * rows, ...] -> [rows, ...]: a part for each rank, in the order of the ranks."""
+    SAME = "same"
+    """[...] -> [...]: element by element, or sizes that only the arguments tell."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveKind:
+    """One row of the table. The defaults are what is assumed of an op without a row."""
+
+    ops: tuple[str, ...] = ()
+    """Names without a namespace. The first is the plain op, which takes one tensor and returns a
+    new one; the others write into a buffer or take several tensors."""
+    shown: str = ""
+    """The name in tables for people."""
+    effect: Effect = Effect.STARTS
+    result: Result = Result.SAME
+    reduces: bool = False
+    """Whether the result is a reduction over the ranks."""
+    mergeable: bool = False
+    """Whether one of the plain op can replace several: whether `bucket_collectives` and the
+    columns of a plan's tables know the kind."""
+    rounds: int = 1
+    """How often the data passes the ring of ranks."""
+    through_one_card: bool = False
+    """Whether each rank sends across nodes through its own network card alone."""
+    gloo_bytes: GlooBytes = lambda sent, received: 0
+    """What gloo allocates while the collective runs (measured on 2 and 4 ranks)."""
+    paired: bool = False
+    """Whether other ranks run another op at the same time (send and receive): the op has to run
+    even if its result is unused."""
+    inputs: tuple[str, ...] = _INPUTS
+    """Arguments that are sent: their dtypes and element counts must agree across the group."""
+    written: tuple[str, ...] = ()
+    """Arguments that are written in place although the schema does not say so."""
+    agreed: tuple[str, ...] = ("reduce_op", "src")
+    """The argument that must agree across the group beside the inputs: the first one present."""
+
+    def link_bytes(self, input_bytes: int, output_bytes: int, ranks: int) -> float:
+        """Bytes that pass each rank's link, from the bytes that one rank sends and receives.
+
+        All ranks but one forward each part once a round: (ranks - 1) / ranks of the larger side.
+        """
+        return self.rounds * ((ranks - 1) / ranks) * max(input_bytes, output_bytes)
+
+
+def _sent_if_several(sent: Sequence[int], received: Sequence[int]) -> int:
+    """gloo sends several tensors as one copy of them all."""
+    return sum(sent) if len(sent) > 1 else 0
+
+
+_TABLE = (
+    CollectiveKind(
+        ops=(
+            "all_gather_into_tensor",
+            "all_gather_into_tensor_out",
+            "all_gather_into_tensor_coalesced",
+        ),
+        shown="all-gather",
+        result=Result.GATHERED,
+        mergeable=True,
+        # gloo receives into a copy
+        gloo_bytes=lambda sent, received: sum(received) + _sent_if_several(sent, received),
+    ),
+    CollectiveKind(
+        ops=(
+            "reduce_scatter_tensor",
+            "reduce_scatter_tensor_out",
+            "reduce_scatter_tensor_coalesced",
+        ),
+        shown="reduce-scatter",
+        result=Result.SCATTERED,
+        reduces=True,
+        mergeable=True,
+        # gloo all-reduces a copy
+        gloo_bytes=lambda sent, received: sum(sent),
+    ),
+    CollectiveKind(
+        ops=("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+        shown="all-reduce",
+        reduces=True,
+        mergeable=True,
+        rounds=2,  # a reduce-scatter and an all-gather
+        gloo_bytes=_sent_if_several,
+    ),
+    CollectiveKind(ops=("all_to_all_single",), shown="all-to-all", through_one_card=True),
+    CollectiveKind(ops=("broadcast", "broadcast_"), shown="broadcast"),
+    CollectiveKind(ops=("isend",), shown="send", paired=True),
+    CollectiveKind(ops=("irecv",), shown="receive", paired=True, written=("tensor",)),
+    CollectiveKind(ops=("batch_p2p_ops",), shown="sends and receives", paired=True),
+    CollectiveKind(ops=("wait_tensor",), shown="wait", effect=Effect.WAITS),
+    CollectiveKind(ops=("_wrap_tensor_autograd", "check_for_nan"), effect=Effect.NONE),
+)
+
+KINDS = {op: kind for kind in _TABLE for op in kind.ops}
+"""The row of every op, by its name without a namespace."""
+
+UNKNOWN = CollectiveKind()
+"""What is assumed of an op that has no row, in a namespace of collectives."""
+
+
+def kind_named(name: str) -> CollectiveKind:
+    """Return the row of an op by its name without a namespace, `UNKNOWN` where it has none."""
+    return KINDS.get(name, UNKNOWN)
+
+
+def kind_of_op(qualified_name: str) -> CollectiveKind | None:
+    """Return the row of an op, None for an op that has nothing to do with collectives.
+
+    Args:
+        qualified_name: as a schema has it, `_c10d_functional::all_reduce`.
+    """
+    namespace, _, name = qualified_name.partition("::")
+    known = namespace in FUNCTIONAL_NAMESPACES or namespace == IN_PLACE_NAMESPACE
+    return kind_named(name) if known else None
+
+
+def mergeable_kinds() -> dict[str, str]:
+    """Return the plain op of each kind that merges, with the name that tables show."""
+    return {kind.ops[0]: kind.shown for kind in KINDS.values() if kind.mergeable}
+
+
+def shown_name(name: str) -> str:
+    """Return what tables call an op, its own name where it has no row."""
+    return kind_named(name).shown or name
