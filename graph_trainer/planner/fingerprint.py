@@ -16,7 +16,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, compute_nodes
-from graph_trainer.core.ordering.sequences import Issued, issued_by
+from graph_trainer.core.ordering.sequences import Issued, issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
 
 
@@ -121,9 +121,7 @@ def _tensor(tensor: torch.Tensor) -> str:
 
 
 def _issue(each: Issued, group: str) -> str:
-    after = each.waited_after
-    waited = "never waited for" if after is None else f"waited for when {after} are issued"
-    return f"{entry_text(each.entry, group, each.splits)}, {waited}"
+    return f"{entry_text(each.entry, group, each.splits)}, {waited_text(each)}"
 
 
 def _group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:

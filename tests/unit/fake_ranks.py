@@ -1,6 +1,13 @@
-"""Be any rank of any number of ranks, in one process, on a process group that does nothing."""
+"""Many ranks in one process: one after the other on a fake process group, or a thread each."""
 
 from __future__ import annotations
+
+import pickle
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -10,10 +17,46 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def become(rank: int, ranks: int) -> None:
     """Start over as `rank` of `ranks`.
 
-    DTensor remembers what an op gave for which meshes, and hands out the mesh of an earlier
-    process group where it looks the same: another rank's, with groups that are gone.
+    DTensor caches the results of ops by mesh, and returns the mesh of an earlier process group
+    where the two look the same: that of another rank, with groups that no longer exist.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
+def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    """Run `work(rank)` of every rank in a thread, with dist.all_gather_object among them.
+
+    Returns:
+        by rank, the result or the exception. A rank that gathers alone gets a BrokenBarrierError.
+    """
+    local, barrier = threading.local(), threading.Barrier(ranks)
+    objects: list[bytes] = [b""] * ranks
+
+    def all_gather_object(everyone: list[Any], mine: Any) -> None:
+        objects[local.rank] = pickle.dumps(mine)
+        barrier.wait(timeout=20)
+        everyone[:] = map(pickle.loads, objects)
+        barrier.wait(timeout=20)
+
+    def run(rank: int) -> Any:
+        local.rank = rank
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with (
+        mock.patch.multiple(
+            dist,
+            all_gather_object=all_gather_object,
+            get_rank=lambda: local.rank,
+            get_world_size=lambda: ranks,
+            get_backend=lambda: "threads",
+            is_initialized=lambda: True,
+        ),
+        ThreadPoolExecutor(ranks) as pool,
+    ):
+        return list(pool.map(run, range(ranks)))

@@ -93,7 +93,7 @@ def _together(work: Callable[[], T], largest: LargestOfAllRanks | None = None) -
     try:
         return work()
     except Exception as error:
-        if largest is not None and largest.heard_of_failure:
+        if largest is not None and largest.received_failure:
             raise
         check_order_across_ranks(error)
         raise AssertionError("an error is raised where it is handed in") from error

@@ -1,4 +1,5 @@
-"""The same collectives in the same order on every rank: recorded, proved, exchanged.
+"""The order check: the same collectives in the same order on every rank.
 
-Nothing here changes the order; a difference is an error.
+`proof` (all sequences at hand) and `exchange` (one rank each) are its two front ends. Nothing
+here changes an order; a difference is an error.
 """

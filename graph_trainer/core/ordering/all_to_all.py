@@ -1,4 +1,4 @@
-"""What the members of an all-to-all send each other: unlike sizes, of which any two must fit."""
+"""Splits of an all-to-all: the sizes differ from member to member, and must fit pair by pair."""
 
 from __future__ import annotations
 
@@ -21,33 +21,41 @@ _SENT, _RECEIVED = "input_split_sizes", "output_split_sizes"
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The all-to-all of one rank."""
+    """The splits of one rank's all-to-all."""
 
     sent: tuple[int, ...]
-    """Rows to each member of the group, in group order."""
+    """Number of rows to each member of the group, in group order."""
     received: tuple[int, ...]
-    """Rows from each."""
+    """Number of rows from each member, in group order."""
 
     def __str__(self) -> str:
         return f"sends {list(self.sent)} rows and receives {list(self.received)}"
 
 
 def has_splits(node: fx.Node) -> bool:
-    """Whether a collective may send every member another number of rows."""
+    """Return whether a collective may send every member another number of rows."""
     return argument(node, _SENT) is not None
 
 
 def splits_of(node: fx.Node, source: fx.Node, members: int) -> Splits | None:
-    """The splits of an all-to-all of `source`; None where data decides them.
+    """Read the splits of an all-to-all from its node.
+
+    Args:
+        node: the all-to-all.
+        source: the node of the tensor that it sends.
+        members: number of ranks of its group.
+
+    Returns:
+        the splits; None where data decides them.
 
     Raises:
-        VerificationError: not one for each member of the group.
+        VerificationError: there is not one size for each member of the group.
     """
     both = []
     for name, tensor in ((_SENT, source), (_RECEIVED, node)):
         sizes = argument(node, name)
         assert isinstance(sizes, (list, tuple))
-        if not sizes:  # as the op reads it: the same to all
+        if not sizes:  # the op reads an empty list as equal sizes
             sizes = [tensors_of(tensor)[0].shape[0] // members] * members
         if not all(isinstance(size, int) for size in sizes):
             return None
@@ -60,15 +68,20 @@ def splits_of(node: fx.Node, source: fx.Node, members: int) -> Splits | None:
     return Splits(*both)
 
 
-def first_mismatch(splits: Mapping[int, Splits], speaks: Sequence[int]) -> tuple[int, int] | None:
-    """Two ranks of which the second does not expect what the first sends it; None if all fit.
+def first_mismatch(
+    splits: Mapping[int, Splits], representatives: Sequence[int]
+) -> tuple[int, int] | None:
+    """Find two ranks of which the second does not expect what the first sends it.
 
-    Arguments:
+    Args:
         splits: by rank whose graph was read.
-        speaks: by place in the group, which of them speaks for the member there.
+        representatives: by place in the group, the rank whose graph stands for the member there.
+
+    Returns:
+        the sender and the receiver; None if all splits fit.
     """
     places: dict[int, list[int]] = defaultdict(list)
-    for place, rank in enumerate(speaks):
+    for place, rank in enumerate(representatives):
         places[rank].append(place)
     for one, two in itertools.product(splits, repeat=2):
         sent = {splits[one].sent[place] for place in places[two]}
@@ -78,16 +91,19 @@ def first_mismatch(splits: Mapping[int, Splits], speaks: Sequence[int]) -> tuple
     return None
 
 
-def balance(splits: Splits, own: int, key: object) -> int:
-    """A number that the members of a group can add up without telling each other their splits:
-    the sum is 0 modulo MODULUS where all fit, and hardly ever else.
+def balance(splits: Splits, place: int, key: object) -> int:
+    """Compute a number whose sum over the group tells whether the splits fit.
 
-    Arguments:
-        own: this rank's place in the group.
-        key: which all-to-all it is; the same on every member.
+    The sum is 0 modulo MODULUS where all splits fit, and almost never otherwise; so the members
+    need not send each other their splits.
+
+    Args:
+        splits: of this rank.
+        place: of this rank in the group.
+        key: identifies the all-to-all; the same on every member.
     """
-    sent = sum(_mark(key, own, other, rows) for other, rows in enumerate(splits.sent))
-    received = sum(_mark(key, other, own, rows) for other, rows in enumerate(splits.received))
+    sent = sum(_mark(key, place, other, rows) for other, rows in enumerate(splits.sent))
+    received = sum(_mark(key, other, place, rows) for other, rows in enumerate(splits.received))
     return (sent - received) % MODULUS
 
 

@@ -23,7 +23,7 @@ from graph_trainer.core.torch_private import group_ranks
 
 Ranks = tuple[int, ...]
 
-# Namespaces whose ops compute and nothing else, whatever their names.
+# Namespaces whose ops only compute, whatever their names.
 _COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
 # Modules of the functions that compute with sizes.
 _ARITHMETIC = {"_operator", "math", "torch"}
@@ -31,44 +31,50 @@ _ARITHMETIC = {"_operator", "math", "torch"}
 
 @dataclass(frozen=True, slots=True)
 class Issued:
-    """One collective in the sequence of what a rank issues; or an op that may be one."""
+    """One collective in the sequence that a rank issues; or an op that may be a collective."""
 
     entry: Entry
     """What the other ranks of its group must agree on."""
     waited_after: int | None
-    """How many have been issued when it is waited for; None if never."""
+    """How many collectives have been issued when it is waited for; None if never."""
     line: str
-    """The same for a person, with the module."""
+    """The collective as messages show it, with module and node."""
     where: str = ""
-    """Module and node alone, for a person."""
+    """Module and node alone."""
     splits: Splits | None = None
-    """Of an all-to-all: what each member must fit to, and not repeat."""
+    """Splits of an all-to-all: they must fit those of the other members, not equal them."""
 
 
 Sequence = list[Issued]
 """What one rank issues, in order."""
 
 
+def waited_text(issued: Issued) -> str:
+    """Describe when a collective is waited for."""
+    after = issued.waited_after
+    return "never waited for" if after is None else f"waited for when {after} are issued"
+
+
 def sequence_of(collectives: list[Collective]) -> Sequence:
-    """The sequence of a graph whose collectives are known."""
+    """Make the sequence of the collectives of a graph."""
     return [Issued(c.entry(), c.waited_after, c.describe(), c.where, c.splits) for c in collectives]
 
 
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
-    """What the rank issues that this graph was captured on. Linear in nodes.
+    """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 
-    An op that nobody knows counts as communicating, among all ranks and before it returns. The
-    process groups of the capture must still be there.
+    An op that is not known counts as communication among all ranks that ends before the op
+    returns. The process groups of the capture must still exist.
 
     Raises:
         VerificationError: see `collectives`.
     """
     everyone = tuple(range(world_size))
-    asked = cache(group_ranks)
+    ranks_of_group = cache(group_ranks)
     sequence = []
     for node, waited_after in issued(joint.graph, may_communicate):
         if is_collective(node):
-            sequence += sequence_of([collective_of(node, asked, waited_after)])
+            sequence += sequence_of([collective_of(node, ranks_of_group, waited_after)])
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
             line = f"{node.target}, an op that nobody here knows and that may communicate, {where}"
@@ -78,7 +84,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
 
 
 def may_communicate(node: fx.Node) -> bool:
-    """Whether a node is a collective, or an op of which no one can say that it is none."""
+    """Return whether a node is a collective, or an op that is not known to be none."""
     if node.op in ("placeholder", "get_attr", "output") or is_getitem(node) or is_wait(node):
         return False
     if is_collective(node):
@@ -87,5 +93,5 @@ def may_communicate(node: fx.Node) -> bool:
     if schema is not None:
         return collective_kind(node) is None and schema.name.split("::")[0] not in _COMPUTE
     if next(subgraphs(node), None) is not None:
-        return False  # what it runs is looked at node by node
+        return False  # the nodes of its subgraphs are asked one by one
     return getattr(node.target, "__module__", "") not in _ARITHMETIC

@@ -80,14 +80,14 @@ def is_collective_failure(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
 
 
-def tell_failure(text: str) -> None:
+def publish_failure(text: str) -> None:
     """Leave word for the other ranks, which will find this one missing."""
     if dist.is_initialized() and dist.get_backend() != "fake":
         default_store().set(_FAILURE, f"rank {dist.get_rank()} {text}")
 
 
-def told_failure() -> str:
-    """What a rank that left has said with `tell_failure`; "" if none has."""
+def published_failure() -> str:
+    """What a rank that left has said with `publish_failure`; "" if none has."""
     try:
         store = default_store()
         return store.get(_FAILURE).decode() if store.check([_FAILURE]) else ""
@@ -102,7 +102,7 @@ def with_the_others(error: CollectiveError, step: int) -> TrainingError:
     """
     what = f"step {step}: {error.place} failed: {error.reason}"
     try:
-        failure = told_failure()
+        failure = published_failure()
         found = failure or ask_around(
             error, default_store(), dist.get_rank(), dist.get_world_size()
         )

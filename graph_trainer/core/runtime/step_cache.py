@@ -23,7 +23,7 @@ from graph_trainer.core.ordering.exchange import (
 )
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
-from graph_trainer.core.runtime.collective_failure import tell_failure, told_failure
+from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
 from graph_trainer.core.runtime.step import Gradients, Step, compile
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import pytree
@@ -105,7 +105,7 @@ class TrainStep:
         try:
             return step(model, *args, **kwargs)
         except CollectiveError as error:
-            failure = told_failure()
+            failure = published_failure()
             if failure:
                 raise VerificationError(failure) from error
             raise
@@ -150,9 +150,9 @@ class TrainStep:
             if not together:
                 check_same_collectives(self._firsts[program], joint)
         except Exception as error:
-            if together and not largest.heard_of_failure:
+            if together and not largest.received_failure:
                 check_order_across_ranks(error)
-            tell_failure(f"could not capture the step again, {_said(error)}")
+            publish_failure(f"could not capture the step again, {_said(error)}")
             raise
         if together:
             check_order_across_ranks(joint)
@@ -162,7 +162,7 @@ class TrainStep:
         except Exception as error:
             if together:
                 check_all_compiled(error)
-            tell_failure(f"could not compile the step again, {_said(error)}")
+            publish_failure(f"could not compile the step again, {_said(error)}")
             raise
         compiled = time.perf_counter()
         if together:

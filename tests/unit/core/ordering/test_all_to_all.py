@@ -7,16 +7,11 @@ import torch
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.rank_classes import RankClasses
-from graph_trainer.core.ordering.exchange import (
-    all_agree,
-    check_order_across_ranks,
-    check_same_collectives,
-    check_sequences,
-    handed_out,
-)
+from graph_trainer.core.ordering.exchange import check_same_collectives
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.planner.fingerprint import fingerprint_of
+from tests.unit.core.ordering.front_ends import FRONT_ENDS, refused
 from tests.unit.graphs import Builder, aten, c10d, fake_world
 
 WORLD = 3
@@ -44,30 +39,14 @@ def name_of_world():
     return torch.distributed.group.WORLD.group_name
 
 
-def refused(joints, words):
-    """By the proof and by what ranks do at run time."""
-    sequences = [issued_by(joint, len(joints)) for joint in joints]
-    assert not all_agree([handed_out(s, rank) for rank, s in enumerate(sequences)])
-    for check in (
-        lambda: prove_order(dict(enumerate(sequences))),
-        lambda: check_sequences(sequences),
-    ):
-        with pytest.raises(gt.VerificationError) as caught:
-            check()
-        for word in words:
-            assert word in str(caught.value)
-
-
-def accepted(joints):
-    sequences = [issued_by(joint, len(joints)) for joint in joints]
-    assert all_agree([handed_out(s, rank) for rank, s in enumerate(sequences)])
-    check_sequences(sequences)
-    prove_order(dict(enumerate(sequences)))
+def issued(joints):
+    return [issued_by(joint, len(joints)) for joint in joints]
 
 
 FLOAT, DOUBLE, LONG = torch.float32, torch.float64, torch.int64
 
 
+@FRONT_ENDS
 @pytest.mark.parametrize(
     "one, two",
     [
@@ -77,10 +56,11 @@ FLOAT, DOUBLE, LONG = torch.float32, torch.float64, torch.int64
     ],
     ids=["order", "dtype", "number"],
 )
-def test_every_tensor_of_a_coalesced_collective_counts(one, two):
+def test_every_tensor_of_a_coalesced_collective_counts(check, one, two):
     fake_world(2)
-    accepted([coalesced(*one), coalesced(*one)])
-    refused([coalesced(*one), coalesced(*two)], [f"{two[-1][0]} x {two[-1][1]}"])
+    assert check(issued([coalesced(*one), coalesced(*one)])) is None
+    different = issued([coalesced(*one), coalesced(*two)])
+    refused(*different, words=[f"{two[-1][0]} x {two[-1][1]}"], check=check)
     classes = RankClasses(("fsdp",), ((0, 1),))
     prints = [fingerprint_of(coalesced(*each), 0, classes).digest for each in (one, one, two)]
     assert prints[0] == prints[1] != prints[2]
@@ -90,24 +70,30 @@ SENT = [[1, 2, 3], [0, 2, 5], [4, 0, 1]]
 RECEIVED = [list(column) for column in zip(*SENT, strict=True)]
 
 
-def test_an_all_to_all_may_send_every_member_another_number_of_rows():
+@FRONT_ENDS
+def test_an_all_to_all_may_send_every_member_another_number_of_rows(check):
     fake_world(WORLD)
-    accepted([exchange(s, r) for s, r in zip(SENT, RECEIVED, strict=True)])
-    accepted([exchange([], [2, 2, 2]), exchange([2, 2, 2], [2, 2, 2]), exchange([], [2, 2, 2])])
+    even = [2, 2, 2]
+    rows = [exchange(s, r) for s, r in zip(SENT, RECEIVED, strict=True)]
+    for joints in (rows, [exchange([], even), exchange(even, even), exchange([], even)]):
+        assert check(issued(joints)) is None
 
 
+@FRONT_ENDS
 @pytest.mark.parametrize("wrong", [[1, 3, 2], [2, 2, 3], [1, 2, 2]])
-def test_what_a_member_does_not_expect_is_refused(wrong):
+def test_what_a_member_does_not_expect_is_refused(check, wrong):
     fake_world(WORLD)
     good = [exchange(s, r) for s, r in zip(SENT, RECEIVED, strict=True)]
     words = ["does not expect", "rank 0", f"sends {wrong} rows and receives [1, 0, 4]"]
-    refused([exchange(wrong, RECEIVED[0]), *good[1:]], words)
+    refused(*issued([exchange(wrong, RECEIVED[0]), *good[1:]]), words=words, check=check)
 
 
-def test_rows_are_of_one_size():
+@FRONT_ENDS
+def test_rows_are_of_one_size(check):
     fake_world(WORLD)
     even = [2, 2, 2]
-    refused([exchange(even, even), exchange(even, even, 3), exchange(even, even)], ["of 3 x"])
+    joints = [exchange(even, even), exchange(even, even, 3), exchange(even, even)]
+    refused(*issued(joints), words=["of 3 x"], check=check)
 
 
 def test_one_rank_speaks_for_its_class():
@@ -134,59 +120,3 @@ def test_there_is_one_split_for_each_member():
     fake_world(2)
     with pytest.raises(gt.VerificationError, match="has 2 members: give one size for each"):
         issued_by(exchange([3, 3, 2], [4, 4]), 2)
-
-
-def answers(monkeypatch, *others):
-    """Let one other rank say these things, one at each exchange."""
-    said = list(others)
-    monkeypatch.setattr("graph_trainer.core.ordering.exchange._alone", lambda: False)
-
-    def exchanged(theirs, mine):
-        heard.append(mine)
-        theirs[:] = [mine, said.pop(0)]
-
-    heard = []
-    monkeypatch.setattr("torch.distributed.all_gather_object", exchanged)
-    return heard
-
-
-def test_the_ranks_of_a_run_tell_each_other_of_wrong_splits(monkeypatch):
-    """Two ranks, one after the other: what each says is what the other heard."""
-    from graph_trainer.core.ordering.exchange import _balances
-
-    fake_world(2, rank=1)
-    joints = [exchange([4, 4], [4, 4]), exchange([6, 2], [4, 4])]
-    theirs = issued_by(joints[1], 2)
-    by_place = {place: number for (_, place), number in _balances(theirs, 1).items()}
-    fake_world(2)
-    answers(monkeypatch, ("", handed_out(theirs, 1)), {}, by_place, theirs[0])
-    monkeypatch.setattr(
-        "graph_trainer.core.ordering.exchange.disagreeing_pairs", lambda digests: []
-    )
-    with pytest.raises(gt.VerificationError, match="rank 0 does not expect .* rank 1 sends it"):
-        check_order_across_ranks(joints[0])
-
-
-def test_an_unknown_group_is_told_to_the_others(monkeypatch):
-    fake_world(2)
-    b = Builder()
-    reduced = b.call(c10d.all_reduce.default, b.input("x", 4), "sum", "no such group")
-    joint = b.joint(b.call(aten.sum.default, b.call(c10d.wait_tensor.default, reduced)))
-    heard = answers(monkeypatch, ("", {}))
-    with pytest.raises(RuntimeError, match="no such group"):
-        check_order_across_ranks(joint)
-    assert "no such group" in heard[0][0]
-
-
-def test_a_group_of_others_is_refused(monkeypatch):
-    fake_world(2)
-    monkeypatch.setattr(
-        "graph_trainer.core.ordering.sequences.group_ranks", lambda group: {"others": (1,)}[group]
-    )
-    b = Builder()
-    reduced = b.call(c10d.all_reduce.default, b.input("x", 4), "sum", "others")
-    joint = b.joint(b.call(aten.sum.default, b.call(c10d.wait_tensor.default, reduced)))
-    heard = answers(monkeypatch, ("", {}))
-    with pytest.raises(gt.VerificationError, match="rank 0 issues .* is no member of that group"):
-        check_order_across_ranks(joint)
-    assert "is no member" in heard[0][0]

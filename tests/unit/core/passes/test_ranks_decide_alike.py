@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import graph_trainer as gt
-from graph_trainer.core.ordering.exchange import check_sequences
+from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -90,7 +90,7 @@ def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_k
     for rows in (5, 6):
         make = functools.partial(split_over_tp, rows)
         found, graphs = sequences(4, make, options=buckets(cap_mib=cap_kib * KIB))
-        check_sequences(found)
+        prove_order(dict(enumerate(found)))
         told = {line for joint in graphs for line in joint.remarks}
         assert bool(told) is (rows == 5 and cap_kib < 1)
 
@@ -134,7 +134,7 @@ def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
     config = {"passes": ["default", "schedule_overlap"], "hardware": hardware}
     for rows, unlike in ((9, True), (8, False)):
         found, graphs = sequences(4, functools.partial(pairs, rows), **config)
-        check_sequences(found)
+        prove_order(dict(enumerate(found)))
         told = [line for joint in graphs for line in joint.remarks if "nothing moved" in line]
         assert bool(told) is unlike
 
@@ -142,7 +142,7 @@ def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
 @pytest.mark.parametrize("max_span", [1, 3, 5, 8, 13, 21, 34])
 def test_padding_does_not_move_the_borders_of_buckets(max_span):
     found, graphs = sequences(3, padded, options=buckets(max_span=max_span))
-    check_sequences(found)
+    prove_order(dict(enumerate(found)))
     assert not any(joint.remarks for joint in graphs), "they need not even ask"
 
 

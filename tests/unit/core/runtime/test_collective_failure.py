@@ -144,6 +144,6 @@ def test_many_missing_ranks_are_counted(count: int, expected: str) -> None:
 def test_a_failure_is_told_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Callable[[], Any] = dist.HashStore
     dist.init_process_group("gloo", store=store(), rank=0, world_size=1)
-    assert stall.told_failure() == ""
-    stall.tell_failure("could not capture the step again, CaptureError: why")
-    assert stall.told_failure() == "rank 0 could not capture the step again, CaptureError: why"
+    assert stall.published_failure() == ""
+    stall.publish_failure("could not capture the step again, CaptureError: why")
+    assert stall.published_failure() == "rank 0 could not capture the step again, CaptureError: why"

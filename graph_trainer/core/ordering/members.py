@@ -1,0 +1,88 @@
+"""What the members of a process group must agree on: the check that both front ends share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from typing import NoReturn, TypeVar
+
+from graph_trainer.core.ordering.all_to_all import first_mismatch
+from graph_trainer.core.ordering.sequences import Issued, Ranks
+from graph_trainer.errors import VerificationError
+
+REMEDY = (
+    "Look for code in the model or the loss that depends on the rank, and for different configs "
+    "or versions on the ranks."
+)
+
+G = TypeVar("G")
+
+
+def check_member(issued: Issued, rank: int) -> None:
+    """Refuse a collective of a rank on a group that the rank is not in.
+
+    Raises:
+        VerificationError: the rank is no member; the message names the collective.
+    """
+    if rank not in issued.entry[1]:
+        raise VerificationError(
+            f"rank {rank} issues {issued.line} and is no member of that group; a rank can "
+            "communicate in its own groups only"
+        )
+
+
+def disagreeing_members(
+    members: Mapping[G, Ranks], issued_on: Callable[[int, G], object]
+) -> dict[G, tuple[int, int]]:
+    """Find the groups whose members do not all issue the same. Linear in the sizes of the groups.
+
+    Args:
+        members: by group, the ranks to compare.
+        issued_on: what a rank issues on a group, or a digest of that.
+
+    Returns:
+        by group, the first member and the first other member that differs from it.
+    """
+    found = {}
+    for group, (first, *others) in members.items():
+        expected = issued_on(first, group)
+        other = next((rank for rank in others if issued_on(rank, group) != expected), None)
+        if other is not None:
+            found[group] = (first, other)
+    return found
+
+
+def first_difference(one: Sequence[object], two: Sequence[object]) -> int:
+    """Find the first place at which two lists differ that are not equal."""
+    pairs = enumerate(zip_longest(one, two))
+    return next(place for place, (a, b) in pairs if a != b)
+
+
+def refuse_order(place: str, one: int, line: str, two: int, other_line: str) -> NoReturn:
+    """Raise a VerificationError that shows what two ranks issue at the first difference."""
+    raise VerificationError(
+        "the ranks' graphs do not issue the same collectives in the same order; running them "
+        f"would hang. First difference, collective {place}: rank {one} issues {line}; rank {two} "
+        f"issues {other_line}. {REMEDY}"
+    )
+
+
+def check_splits(members: Mapping[int, Issued], representatives: Sequence[int]) -> None:
+    """Refuse an all-to-all unless every member expects of each other member what that one sends.
+
+    Args:
+        members: the all-to-all of each rank whose graph was read.
+        representatives: by place in the group, the rank whose graph stands for the member there.
+
+    Raises:
+        VerificationError: with the splits of two ranks that do not fit.
+    """
+    splits = {rank: each.splits for rank, each in members.items() if each.splits is not None}
+    found = first_mismatch(splits, representatives)
+    if found is not None:
+        one, two = found
+        raise VerificationError(
+            f"rank {two} does not expect of an all-to-all what rank {one} sends it; running them "
+            f"would hang, or mix up rows: rank {one} issues {members[one].line}; rank {two} issues "
+            f"{members[two].line}. {REMEDY}"
+        )
