@@ -8,43 +8,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
-from graph_trainer.errors import ConfigError, GraphTrainerError
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
-
-MAX_RESTARTS = "MAX_RESTARTS"
-"""The variable that says how often torchrun may start all ranks anew after one has failed."""
-
-VALIDATE_ONLY = "--validate-only"
+from graph_trainer.errors import GraphTrainerError
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the flags given; with --plan FILE, only what that file planned.
-
-    With --validate-only check them, print how many ranks they are for and return: WORLD_SIZE
-    where it is set, or else what the degrees of parallelism multiply to.
 
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
     from graph_trainer.planner.plan_check import held_to
     from graph_trainer.titan.config.check_hardware import check_hardware
-    from graph_trainer.titan.config.validate import check_config, wanted_ranks
 
-    words = list(sys.argv[1:] if argv is None else argv)
-    validate_only = VALIDATE_ONLY in words
-    config, plan = held_to([word for word in words if word != VALIDATE_ONLY])
+    config, plan = held_to(sys.argv[1:] if argv is None else argv)
     check_hardware(config)
-    if validate_only:
-        wanted = wanted_ranks(config) if plan is None else plan.plan.world_size
-        ranks = int(os.environ.get("WORLD_SIZE", wanted))
-        check_config(config, ranks)
-        restarts(config)
-        print(ranks)
-        return
 
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
@@ -70,33 +49,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         trainer.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def restarts(config: GraphTrainerConfig) -> int:
-    """How often the launcher may start the ranks anew: MAX_RESTARTS in the environment, or 0.
-
-    Raises:
-        ConfigError: it is no number, or a restart would not go on where the run had been.
-    """
-    text = os.environ.get(MAX_RESTARTS, "0")
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(
-            f"environment: {MAX_RESTARTS} = {text!r}: not a number of restarts. Set it to 0 or "
-            "more, or unset it."
-        )
-    checkpoint = config.checkpoint
-    for key, value, wanted in (
-        ("enable", checkpoint.enable, True),
-        ("load_only", checkpoint.load_only, False),
-        ("load_step", checkpoint.load_step, -1),
-    ):
-        if int(text) and value != wanted:
-            raise ConfigError(
-                f"environment: {MAX_RESTARTS} = {text}, but checkpoint.{key} = {value}: a restart "
-                "goes on from the newest checkpoint of the run. Set checkpoint."
-                f"{key} = {wanted}, or unset {MAX_RESTARTS}."
-            )
-    return int(text)
 
 
 def run(argv: Sequence[str] | None = None) -> int:

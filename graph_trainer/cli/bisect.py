@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from graph_trainer.cli import launcher
 from graph_trainer.cli.bisect_worker import VERDICT_FILE
 from graph_trainer.core.bisect.verdict import Verdict
 from graph_trainer.errors import ConfigError
@@ -71,21 +69,19 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
         ConfigError: bad input, found before any rank is started.
     """
     from graph_trainer.cli.bisect_table import verdict_table
-    from graph_trainer.cli.main import launch
     from graph_trainer.planner.console import print_table
     from graph_trainer.titan.config.load import load_config
 
     if {"-h", "--help"} & set(argv):
         print(HELP, end="")
         return 0
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    argv = launcher.with_names_of_environment(argv)
     _check_mode(load_config(argv))
-    with tempfile.TemporaryDirectory() as folder, _without_gpus():
+    with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "verdict.json"
-
-        def execute(command: Sequence[str], environment: dict[str, str]) -> int:
-            return _run(command, environment | {VERDICT_FILE: str(file)})
-
-        launch(argv, module=worker, execute=execute)
+        os.environ[VERDICT_FILE] = str(file)
+        launcher.start(launcher.prepare(argv, module=worker))
         if not file.exists():  # the ranks have said why
             return 2
         verdict = Verdict.from_dict(json.loads(file.read_text()))
@@ -99,33 +95,3 @@ def _check_mode(config: GraphTrainerConfig) -> None:
             f"compile.mode is '{config.compile.mode}': there is no captured step whose passes "
             'could be examined. Set compile.mode = "aot_fx_trace".'
         )
-
-
-def _run(command: Sequence[str], environment: dict[str, str]) -> int:
-    """Run the launcher; a signal that ends this process ends the ranks."""
-    launched = subprocess.Popen(command, env=environment)
-
-    def pass_on(number: int, _: Any) -> None:
-        launched.send_signal(number)
-
-    before = {s: signal.signal(s, pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        return launched.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _without_gpus() -> Iterator[None]:
-    """Let this process and its ranks see no GPU."""
-    name = "CUDA_VISIBLE_DEVICES"
-    before = os.environ.get(name)
-    os.environ[name] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before

@@ -8,13 +8,12 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
     from rich.table import Table
 
 _EXAMPLES = """\
@@ -51,9 +50,6 @@ names.
 """
 
 SCHEMA = "--schema"
-TRAIN = "graph_trainer.train"
-
-Exec = Callable[[Sequence[str], dict[str, str]], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -115,108 +111,11 @@ def train(argv: Sequence[str]) -> int:
         from graph_trainer.train import leave, run
 
         leave(run(argv))
-    return launch(argv)
+    from graph_trainer.cli import launcher
 
-
-def launch(argv: Sequence[str], *, module: str = TRAIN, execute: Exec | None = None) -> int:
-    """Check the config once, then replace this process by torchrun.
-
-    The environment decides the ranks, as torchtitan's run_train.sh has it: NGPU on each
-    machine (default: its GPUs; without
-    any, what the degrees of parallelism multiply to, or 2), NNODES, NODE_RANK and RDZV_ENDPOINT for
-    several machines, LOG_RANK for the local ranks that print (default 0), MAX_RESTARTS for how
-    often all ranks are started anew after one has failed (default 0).
-
-    Arguments:
-        argv: the config's flags.
-        module: what each rank runs.
-        execute: runs a command with an environment, in place of os.execve.
-    Raises:
-        ConfigError: the config, or one of these variables, cannot be used.
-    """
-    from graph_trainer.planner.plan_check import held_to
-    from graph_trainer.titan.config.check_hardware import check_hardware
-    from graph_trainer.titan.config.validate import check_config, wanted_ranks
-    from graph_trainer.train import restarts
-
-    machines = _positive("NNODES", 1)
-    ranks = ranks_per_machine()
-    if ranks is None and machines == 1:
-        config, plan = held_to(argv)
-        ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
-        check_config(config, ranks)
-    else:
-        ranks = ranks or 2
-        config, _ = held_to(argv, world_size=ranks * machines)
-    check_hardware(config)
-    again = restarts(config)
-    command = torchrun_command(argv, ranks, machines, module)
-    environment = dict(os.environ)
-    # torchrun gives each rank one thread where nobody says otherwise; on a CPU the
-    # threads are what trains.
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
-    if again:
-        # The agent's own store keeps the addresses of the ranks that are gone, and new ranks
-        # connect to those (torch 2.13; pytorch issue 167288). Every start makes its own then.
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return (execute or _execve)(command, environment)
-
-
-def torchrun_command(
-    argv: Sequence[str], ranks: int, machines: int = 1, module: str = TRAIN
-) -> list[str]:
-    """The torchrun command that trains with these flags, or runs another module with them.
-
-    Raises:
-        ConfigError: several machines without an address to meet at.
-    """
-    endpoint = os.environ.get("RDZV_ENDPOINT", "localhost:0")
-    if machines > 1 and "RDZV_ENDPOINT" not in os.environ:
-        raise ConfigError(
-            f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
-            "host:port of one of the machines, the same on all of them."
-        )
-    command = [sys.executable, "-m", "torch.distributed.run"]
-    command += [f"--nproc_per_node={ranks}", f"--nnodes={machines}"]
-    if "NODE_RANK" in os.environ:
-        command.append(f"--node_rank={os.environ['NODE_RANK']}")
-        if machines > 1:
-            # torchrun's guess by host name fails behind aliases
-            command.append(f"--rdzv_conf=is_host={int(os.environ['NODE_RANK'] == '0')}")
-    command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
-    command.append(f"--max_restarts={os.environ.get('MAX_RESTARTS', '0')}")
-    command += [f"--local-ranks-filter={os.environ.get('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
-    return [*command, "-m", module, *argv]
-
-
-def ranks_per_machine() -> int | None:
-    """NGPU, or else the number of GPUs, or None on a machine without any.
-
-    Raises:
-        ConfigError: NGPU is not a positive number.
-    """
-    if "NGPU" in os.environ:
-        return _positive("NGPU", 1)
-    import torch
-
-    return torch.cuda.device_count() or None
-
-
-def _positive(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(
-            f"environment: {name} = {text!r}: not a positive number. Set it to 1 or more, or "
-            "unset it."
-        )
-    return int(text)
-
-
-def _execve(command: Sequence[str], environment: dict[str, str]) -> int:
-    # The process becomes torchrun, so that a signal sent to it reaches the ranks.
-    os.execve(command[0], list(command), environment)
+    if {"-h", "--help"} & set(argv):
+        print(launcher.USAGE, end="", flush=True)
+    return launcher.start(launcher.prepare(argv))
 
 
 def print_config(argv: Sequence[str]) -> int:
@@ -264,25 +163,20 @@ def print_schema() -> int:
 
 def print_passes() -> int:
     """Print the table of all passes, at most 100 columns wide."""
-    _print_table(passes_table())
+    from graph_trainer.planner.console import print_table
+
+    print_table(passes_table())
     return 0
 
 
 def print_doctor() -> int:
     """Print what this machine has and lacks; 1 where something keeps it from training."""
     from graph_trainer.cli import doctor
+    from graph_trainer.planner.console import print_table
 
     findings = doctor.examine()
-    _print_table(doctor.report(findings))
+    print_table(doctor.report(findings))
     return int(any(each.state is doctor.State.BROKEN for each in findings))
-
-
-def _print_table(table: "RenderableType") -> None:
-    from rich.console import Console
-
-    terminal = Console()
-    width = min(terminal.width, 100) if terminal.is_terminal else 100
-    Console(width=width).print(table)
 
 
 def passes_table() -> "Table":

@@ -1,0 +1,197 @@
+"""Start the ranks of a run with torchrun: `graph-trainer train`, `run_train.sh`, `bisect-passes`.
+
+The whole configuration is checked once before any rank starts, so that a mistake is one message
+and not one traceback a rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from graph_trainer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graph_trainer.titan.config.run_config import GraphTrainerConfig
+
+USAGE = """\
+usage: graph-trainer train [--module MODULE] [--config CONFIG] [--plan FILE] [--section.key VALUE]
+       ./run_train.sh with the same flags: installs what is missing first
+
+In the environment (a flag wins over it):
+  NGPU           ranks on this machine: the number of GPUs; where there is none, as many as the
+                 parallelism degrees multiply to, or 2 where they leave it open
+  MODULE         the model's module: graph_trainer.llama3
+  CONFIG         a name under configs/ or a path to a TOML file: debugmodel
+  LOG_RANK       the ranks whose output is shown, separated by commas: 0
+  NNODES         machines: 1
+  NODE_RANK      which of them this one is, from 0; rank 0 hosts the rendezvous
+  RDZV_ENDPOINT  where the machines meet, host:port; needed when there are several
+  MAX_RESTARTS   how often all ranks are started anew after one has failed, going on from the last
+                 checkpoint; needs checkpoint.enable: 0
+  PYTHON         the Python with which run_train.sh makes .venv
+
+"""
+
+RANK_MODULE = "graph_trainer.train"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What torchrun is to start."""
+
+    arguments: list[str]
+    """torchrun's command line, without its name."""
+    environment: dict[str, str]
+    """Variables of the ranks beside those of this process."""
+
+
+def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
+    """Decide from flags and environment what to start, and check the configuration for it.
+
+    Args:
+        argv: the config's flags, which every rank gets.
+        module: what each rank runs.
+    Raises:
+        ConfigError: the config, or a variable of USAGE, cannot be used.
+    """
+    machines = _number("NNODES", 1, least=1, meaning="the number of machines")
+    machine = _number("NODE_RANK", 0, least=0, meaning="which of the machines this one is")
+    restarts = _number("MAX_RESTARTS", 0, least=0, meaning="how often the ranks may be restarted")
+    ranks = _number("NGPU", 0, least=1, meaning="the number of ranks on this machine")
+    endpoint = _variable("RDZV_ENDPOINT", "localhost:0")  # port 0: each run finds a free one
+    if machine >= machines:
+        raise ConfigError(
+            f"environment: NODE_RANK = {machine}, but there are {machines} machines (NNODES). Set "
+            f"it to 0 to {machines - 1}."
+        )
+    if machines > 1 and not _variable("RDZV_ENDPOINT"):
+        raise ConfigError(
+            f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
+            "host:port of one of the machines, the same on all of them."
+        )
+    # Last, since these take seconds to import.
+    import torch
+
+    argv = with_names_of_environment(argv)
+    gpus = torch.cuda.device_count()
+    ranks = ranks or gpus or (2 if machines > 1 else 0)
+    config, ranks = _checked(argv, ranks, machines)
+    _check_restarts(config, restarts)
+
+    environment = {}
+    if gpus and not _variable("PYTORCH_ALLOC_CONF"):
+        # Less fragmentation; torchtitan's own default.
+        environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    if ranks > 1 and not _variable("OMP_NUM_THREADS"):
+        # Each rank would otherwise start a thread for every core of the machine.
+        environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
+    if restarts:
+        # The agent's own store keeps the addresses of the ranks that are gone, and new ranks
+        # connect to those (torch 2.13; pytorch issue 167288). Without it every start makes a store.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    arguments = [f"--nproc_per_node={ranks}", f"--nnodes={machines}", f"--node_rank={machine}"]
+    arguments += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
+    if machines > 1 and _variable("NODE_RANK"):
+        # torchrun's guess by host name fails behind aliases.
+        arguments.append(f"--rdzv_conf=is_host={int(machine == 0)}")
+    arguments.append(f"--max_restarts={restarts}")
+    arguments += [f"--local-ranks-filter={_variable('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
+    return Launch([*arguments, "-m", module, *argv], environment)
+
+
+def start(launch: Launch) -> int:
+    """Run torchrun in this process, which saves importing torch again; return its exit code.
+
+    A signal that reaches this process ends every rank, as with torchrun itself.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    os.environ.update(launch.environment)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        torchrun(launch.arguments)
+    except (ChildFailedError, SignalException) as error:  # a traceback of torchrun explains nothing
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def with_names_of_environment(argv: Sequence[str]) -> list[str]:
+    """Return the flags with --module and --config from MODULE and CONFIG where no flag names them.
+
+    A resolved file names its own module, so there is no default here.
+    """
+    words = list(argv)
+    for flag in ("--config", "--module"):
+        value = _variable(flag.removeprefix("--").upper())
+        if value and not any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            words[:0] = [flag, value]
+    return words
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _variable(name: str, default: str = "") -> str:
+    """Read a variable; an empty one counts as unset."""
+    return os.environ.get(name) or default
+
+
+def _number(name: str, default: int, *, least: int, meaning: str) -> int:
+    text = _variable(name)
+    if not text:
+        return default
+    if not re.fullmatch("0|[1-9][0-9]{0,6}", text, re.ASCII) or int(text) < least:
+        raise ConfigError(
+            f"environment: {name} = {text!r}: {meaning} is a whole number, {least} or more. Write "
+            "such a number, or unset it."
+        )
+    return int(text)
+
+
+def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrainerConfig, int]:
+    """Load the config and check it for its ranks.
+
+    Args:
+        ranks: of each machine; 0 leaves the number to the degrees of parallelism.
+    Returns:
+        The config, and the ranks of each machine.
+    """
+    from graph_trainer.planner.plan_check import held_to
+    from graph_trainer.titan.config.check_hardware import check_hardware
+    from graph_trainer.titan.config.validate import check_config, wanted_ranks
+
+    config, plan = held_to(argv, world_size=ranks * machines or None)
+    if not ranks:
+        ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
+        check_config(config, ranks)
+    check_hardware(config)
+    return config, ranks
+
+
+def _check_restarts(config: GraphTrainerConfig, restarts: int) -> None:
+    """Refuse restarts that would not go on where the run had been."""
+    checkpoint = config.checkpoint
+    for key, value, wanted in (
+        ("enable", checkpoint.enable, True),
+        ("load_only", checkpoint.load_only, False),
+        ("load_step", checkpoint.load_step, -1),
+    ):
+        if restarts and value != wanted:
+            raise ConfigError(
+                f"environment: MAX_RESTARTS = {restarts}, but checkpoint.{key} = {value}: a "
+                "restart goes on from the newest checkpoint of the run. Set checkpoint."
+                f"{key} = {wanted}, or unset MAX_RESTARTS."
+            )
