@@ -248,6 +248,7 @@ def test_every_flag_and_key_in_the_text_is_one():
 
 def test_every_name_in_the_text_is_one():
     import graph_trainer as gt
+    from graph_trainer.cli import launcher
 
     names = {n for code in INLINE for n in re.findall(r"\bgt\.(\w+)", code)}
     assert names
@@ -255,10 +256,9 @@ def test_every_name_in_the_text_is_one():
     stages = [code for code in INLINE if code.isupper() and code in gt.Stage.__members__]
     once = list(dict.fromkeys(stages))
     assert once == [stage.name for stage in gt.Stage]
-    script = (ROOT / "run_train.sh").read_text()
     variables = [code for code in INLINE if re.fullmatch(r"[A-Z_]+", code) and code not in stages]
     assert variables
-    assert not [name for name in variables if f"\n  {name} " not in script]
+    assert not [name for name in variables if f"\n  {name} " not in launcher.USAGE]
 
 
 def test_every_file_that_the_text_names_is_there():

@@ -24,16 +24,14 @@ TOOLS = [
     "bash",
     "cat",
     "cksum",
+    "cp",
     "dirname",
     "env",
     "flock",
     "grep",
-    "head",
     "mkdir",
-    "cp",
     "readlink",
     "sleep",
-    "tr",
 ]
 
 # Knows the modules named in the file beside it with the ending .has; logs what it runs.
@@ -51,8 +49,8 @@ elif [[ $1 == -V ]]; then
     exit 0
 fi
 {
-    printf '%q ' "$self" "$PWD" "${WORLD_SIZE:-}" "${OMP_NUM_THREADS:-}" "${HF_HUB_OFFLINE:-}" \\
-        "${CI:-}" "${NODE_RANK:-}" "${PYTORCH_ALLOC_CONF:-}" "$@"
+    printf '%q ' "$self" "$PWD" "${OMP_NUM_THREADS:-}" "${HF_HUB_OFFLINE:-}" "${CI:-}" \\
+        "${NNODES:-}" "${NODE_RANK:-}" "${RDZV_ENDPOINT:-}" "$@"
     echo
 } >>"$STUB_LOG"
 case "$*" in
@@ -63,12 +61,13 @@ case "$*" in
     ;;
 "-m ensurepip") echo pip >>"$self.has" ;;
 "-m pip install"*) sleep "${STUB_PIP_TAKES:-0}" ;;
-*--help*) echo "the options" ;;
-*--validate-only*) echo "${STUB_RANKS:-2}" ;;
 "-m pytest"*) cat >>"$STUB_LOG.stdin" ;;
 esac
 if [[ -n ${STUB_FAILS:-} && "$*" == *$STUB_FAILS* ]]; then exit "${STUB_CODE:-1}"; fi
 """
+
+LOGGED = ["OMP_NUM_THREADS", "HF_HUB_OFFLINE", "CI", "NNODES", "NODE_RANK", "RDZV_ENDPOINT"]
+"""The variables that a stub Python logs, in its order."""
 
 ALL_MODULES = [
     "graph_trainer",
@@ -126,7 +125,6 @@ class Machine:
             found = shutil.which(tool)
             assert found, tool
             (self.bin / tool).symlink_to(found)
-        self.tool("nproc", "echo 8")
 
     def tool(self, name: str, body: str) -> None:
         path = self.bin / name
@@ -165,18 +163,10 @@ class Machine:
         if not self.log.exists():
             return []
         calls = []
-        names = [
-            "WORLD_SIZE",
-            "OMP_NUM_THREADS",
-            "HF_HUB_OFFLINE",
-            "CI",
-            "NODE_RANK",
-            "PYTORCH_ALLOC_CONF",
-        ]
         for line in self.log.read_text().splitlines():
             python, cwd, *rest = shlex.split(line)
-            environment = dict(zip(names, rest[: len(names)], strict=True))
-            calls.append(Call(Path(python), Path(cwd), environment, rest[len(names) :]))
+            environment = dict(zip(LOGGED, rest[: len(LOGGED)], strict=True))
+            calls.append(Call(Path(python), Path(cwd), environment, rest[len(LOGGED) :]))
         self.log.unlink()
         return calls
 
@@ -201,151 +191,17 @@ def installed(tmp_path: Path) -> Machine:
     return machine
 
 
-# ---------------------------------------------------------------------------- starting the ranks
+# --------------------------------------------------------------------------------------- training
 
 
-def test_one_check_then_the_ranks(installed: Machine) -> None:
-    installed.call("run_train.sh", "--training.steps", "3")
-    check, ranks = installed.calls()
-    flags = ["--training.steps", "3"]
-    assert check.arguments == ["-m", "graph_trainer.train", "--validate-only", *flags]
-    assert check.environment["WORLD_SIZE"] == ""
-    assert ranks.arguments[:2] == ["-m", "torch.distributed.run"]
-    assert ranks.arguments[-len(flags) - 2 :] == ["-m", "graph_trainer.train", *flags]
-    assert ranks.flag("--nproc_per_node") == "2"
-    assert ranks.flag("--rdzv_endpoint") == "localhost:0"
-    assert ranks.flag("--local-ranks-filter") == "0"
-    # Relative paths, ./outputs among them, are the user's.
-    assert check.cwd == ranks.cwd == installed.cwd
-    assert not (installed.checkout / ".venv").exists()
-
-
-def test_without_gpus_the_degrees_choose(installed: Machine) -> None:
-    """The check answers with what the degrees of parallelism multiply to."""
-    installed.call("run_train.sh", STUB_RANKS="8")
-    assert installed.calls()[-1].flag("--nproc_per_node") == "8"
-    message = installed.call("run_train.sh", expect=2, STUB_RANKS="many")
-    assert "many" in message.stderr
-
-
-def test_the_environment_chooses(installed: Machine) -> None:
-    installed.call(
-        "run_train.sh", NGPU="4", MODULE="my.model", CONFIG="my.toml", LOG_RANK="0,1", NNODES="1"
-    )
-    check, ranks = installed.calls()
-    assert check.environment["WORLD_SIZE"] == "4"
-    for call in (check, ranks):
-        assert (call.flag("--module"), call.flag("--config")) == ("my.model", "my.toml")
-    assert ranks.flag("--nproc_per_node") == "4"
-    assert ranks.flag("--local-ranks-filter") == "0,1"
-    assert ranks.flag("--max_restarts") == "0"
-
-
-def test_restarts_are_asked_for(installed: Machine) -> None:
-    installed.call("run_train.sh", MAX_RESTARTS="3")
-    assert installed.calls()[-1].flag("--max_restarts") == "3"
-
-
-@pytest.mark.parametrize(
-    "flags", [["--module", "m", "--config", "c"], ["--module=m", "--config=c"]]
-)
-def test_flags_win_over_the_environment(installed: Machine, flags: list[str]) -> None:
-    installed.call("run_train.sh", *flags, "x y", MODULE="my.model", CONFIG="my.toml")
-    for call in installed.calls():
-        assert call.arguments[-len(flags) - 1 :] == [*flags, "x y"]
-        assert not {"my.model", "my.toml", "debugmodel"} & set(call.arguments)
-
-
-@pytest.mark.parametrize(
-    ("smi", "environment", "ranks"),
-    [
-        ("printf 'GPU %s: a\\n  MIG 1g: b\\n' 0 1 2", {}, "3"),
-        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": "0,2"}, "2"),
-        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": ""}, "2"),
-        ("printf 'GPU %s: a\\n' 0 1 2", {"CUDA_VISIBLE_DEVICES": "-1"}, "2"),
-        ("printf 'GPU %s: a\\n' 0", {}, "1"),
-        ("printf 'GPU %s: a\\n' 0", {"NGPU": "4"}, "4"),
-        ("echo 'cannot reach the driver'; exit 9", {}, "2"),
-    ],
-)
-def test_as_many_ranks_as_gpus(
-    installed: Machine, smi: str, environment: dict[str, str], ranks: str
-) -> None:
-    installed.tool("nvidia-smi", smi)
-    installed.call("run_train.sh", **environment)
-    assert installed.calls()[-1].flag("--nproc_per_node") == ranks
-
-
-@pytest.mark.parametrize(
-    ("environment", "threads"),
-    [
-        ({"NGPU": "2"}, "4"),
-        ({"NGPU": "3"}, "2"),
-        ({"NGPU": "16"}, "1"),
-        ({"NGPU": "1"}, ""),
-        ({"NGPU": "2", "OMP_NUM_THREADS": "7"}, "7"),
-    ],
-)
-def test_ranks_share_the_cores(
-    installed: Machine, environment: dict[str, str], threads: str
-) -> None:
-    installed.call("run_train.sh", **environment)
-    assert installed.calls()[-1].environment["OMP_NUM_THREADS"] == threads
-
-
-def test_no_rank_starts_on_a_bad_config(installed: Machine) -> None:
-    installed.call("run_train.sh", expect=2, STUB_FAILS="--validate-only", STUB_CODE="2")
-    assert len(installed.calls()) == 1
-
-
-def test_the_exit_code_is_the_runs(installed: Machine) -> None:
-    installed.call("run_train.sh", expect=7, STUB_FAILS="torch.distributed.run", STUB_CODE="7")
-
-
-@pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_starts_no_rank(installed: Machine, flag: str) -> None:
-    done = installed.call("run_train.sh", flag)
+def test_run_train_is_graph_trainer_train(installed: Machine) -> None:
+    flags = ["--training.steps", "3", "x y"]
+    installed.call("run_train.sh", *flags, expect=7, STUB_FAILS="train", STUB_CODE="7")
     (call,) = installed.calls()
-    assert call.arguments[:2] == ["-m", "graph_trainer.train"] and flag in call.arguments
-    for name in ["NGPU", "MODULE", "CONFIG", "LOG_RANK", "NNODES", "NODE_RANK", "RDZV_ENDPOINT"]:
-        assert name in done.stdout
-    assert "MAX_RESTARTS" in done.stdout
-    if flag == "--help":
-        assert "the options" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"NGPU": "two"}, "NGPU=two"),
-        ({"NGPU": "0"}, "NGPU=0"),
-        ({"NGPU": "08"}, "NGPU=08"),
-        ({"NGPU": "-1"}, "NGPU=-1"),
-        ({"NNODES": "1:4"}, "NNODES=1:4"),
-        ({"NNODES": "2"}, "RDZV_ENDPOINT=host:port"),
-        ({"NNODES": "2", "NODE_RANK": "2", "RDZV_ENDPOINT": "a:1"}, "NODE_RANK=2"),
-        ({"NODE_RANK": "x"}, "NODE_RANK=x"),
-        ({"MAX_RESTARTS": "always"}, "MAX_RESTARTS=always"),
-    ],
-)
-def test_a_bad_environment_is_one_message(
-    installed: Machine, environment: dict[str, str], message: str
-) -> None:
-    done = installed.call("run_train.sh", expect=2, **environment)
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert installed.calls() == []
-
-
-@pytest.mark.parametrize(("node", "host"), [("0", "is_host=1"), ("1", "is_host=0")])
-def test_several_machines(installed: Machine, node: str, host: str) -> None:
-    several = {"NNODES": "2", "NGPU": "8", "RDZV_ENDPOINT": "first:29500"}
-    installed.call("run_train.sh", NODE_RANK=node, **several)
-    check, ranks = installed.calls()
-    assert check.environment["WORLD_SIZE"] == "16"
-    assert (ranks.flag("--nnodes"), ranks.flag("--node_rank")) == ("2", node)
-    assert ranks.flag("--rdzv_endpoint") == "first:29500"
-    assert ranks.flag("--rdzv_conf") == host
+    assert call.arguments == ["-m", "graph_trainer", "train", *flags]
+    # Relative paths, ./outputs among them, are the user's.
+    assert call.cwd == installed.cwd
+    assert not (installed.checkout / ".venv").exists()
 
 
 def test_slurm_gives_each_node_its_rank(installed: Machine) -> None:
@@ -364,12 +220,13 @@ def test_slurm_gives_each_node_its_rank(installed: Machine) -> None:
         SLURM_JOB_ID="1042",
         NGPU="8",
     )
-    ranks = [c for c in installed.calls() if "torch.distributed.run" in c.arguments]
-    assert [c.environment["NODE_RANK"] for c in ranks] == ["0", "1"]
-    for call in ranks:
-        assert call.flag("--nnodes") == "2"
-        assert call.flag("--rdzv_endpoint") == "node7:29542"
-        assert call.flag("--config") == "8b"
+    # The first call sets up, before the nodes start.
+    _, *nodes = installed.calls()
+    assert [c.environment["NODE_RANK"] for c in nodes] == ["0", "1"]
+    for call in nodes:
+        assert call.environment["NNODES"] == "2"
+        assert call.environment["RDZV_ENDPOINT"] == "node7:29542"
+        assert call.arguments == ["-m", "graph_trainer", "train", "--config", "8b"]
 
 
 # ------------------------------------------------------------------------------------- the set-up
@@ -382,18 +239,14 @@ def test_a_fresh_machine_installs_once(machine: Machine) -> None:
     assert [c.arguments[:2] for c in calls] == [
         ["-m", "venv"],
         ["-m", "pip"],
-        ["-m", "graph_trainer.train"],
-        ["-m", "torch.distributed.run"],
+        ["-m", "graph_trainer"],
     ]
     assert {c.python for c in calls[1:]} == {venv / "bin/python"}
     assert calls[1].flag("-c") == str(machine.checkout / "constraints.txt")
     assert calls[1].flag("-e") == str(machine.checkout)
 
     machine.call("run_train.sh")
-    assert [c.arguments[1] for c in machine.calls()] == [
-        "graph_trainer.train",
-        "torch.distributed.run",
-    ]
+    assert [c.arguments[1] for c in machine.calls()] == ["graph_trainer"]
 
 
 @pytest.mark.parametrize("changed", ["pyproject.toml", "constraints.txt"])
@@ -420,7 +273,7 @@ def test_the_dev_extra_is_added_and_serves_training(machine: Machine) -> None:
 def test_a_failed_installation_is_taken_up_again(machine: Machine) -> None:
     done = machine.call("run_train.sh", expect=2, STUB_FAILS="pip install")
     assert "set-up" in done.stderr and "again" in done.stderr
-    assert not any("torch.distributed.run" in c.arguments for c in machine.calls())
+    assert not any("train" in c.arguments for c in machine.calls())
     machine.call("run_train.sh")
     assert len(machine.installations()) == 1
 

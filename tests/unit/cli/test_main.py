@@ -6,15 +6,15 @@ import sys
 import pytest
 import tomli
 
+from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES", "NODE_RANK", "RDZV_ENDPOINT", "LOG_RANK"):
+    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("MAX_RESTARTS", raising=False)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(launcher, "start", lambda launch: pytest.fail("ranks were started"))
 
 
 def run(capsys, *argv):
@@ -31,54 +31,23 @@ def test_config_prints_what_the_flags_resolve_to(capsys):
 
 
 @pytest.mark.parametrize("command", ["config", "train"])
-def test_a_mistake_is_one_message_and_exit_code_2(command, capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_execve", lambda *a: pytest.fail("ranks were started"))
+def test_a_mistake_is_one_message_and_exit_code_2(command, capsys):
     code, out, err = run(capsys, command, "--training.stepz", "3")
     assert code == 2 and out == ""
     assert err.startswith("error: ") and "--training.steps" in err and "Traceback" not in err
 
 
 def test_train_checks_the_config_against_the_ranks_it_would_start(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_execve", lambda *a: pytest.fail("ranks were started"))
     monkeypatch.setenv("NGPU", "3")
     code, _, err = run(capsys, "train", "--parallelism.data_parallel_shard_degree", "2")
     assert code == 2 and "3 are started" in err
 
 
-def test_train_starts_torchrun_with_the_ranks_of_the_environment(monkeypatch):
+def test_the_exit_code_of_train_is_the_launchs(monkeypatch):
     started = []
-    monkeypatch.setattr(cli, "_execve", lambda *a: started.append(a) or 0)
-    monkeypatch.setenv("NGPU", "4")
-    monkeypatch.setenv("LOG_RANK", "0,1")
-    flags = ["--config", "debugmodel", "--training.steps", "3"]
-    assert cli.main(["train", *flags]) == 0
-    ((command, environment),) = started
-    assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
-    assert "--nproc_per_node=4" in command and "--nnodes=1" in command
-    assert "--local-ranks-filter=0,1" in command
-    assert command[-6:] == ["-m", "graph_trainer.train", *flags]
-    assert int(environment["OMP_NUM_THREADS"]) >= 1
-
-
-def test_train_on_several_machines_needs_a_meeting_point(capsys, monkeypatch):
-    monkeypatch.setattr(cli, "_execve", lambda command, environment: print(*command) or 0)
-    monkeypatch.setenv("NGPU", "2")
-    monkeypatch.setenv("NNODES", "2")
-    code, _, err = run(capsys, "train")
-    assert code == 2 and "RDZV_ENDPOINT" in err and "host:port" in err
-    monkeypatch.setenv("RDZV_ENDPOINT", "node0:29500")
-    monkeypatch.setenv("NODE_RANK", "1")
-    code, out, _ = run(capsys, "train", "--parallelism.data_parallel_shard_degree", "4")
-    assert code == 0
-    assert "--nnodes=2 --node_rank=1 --rdzv_conf=is_host=0" in out
-    assert "--rdzv_endpoint=node0:29500" in out
-
-
-@pytest.mark.parametrize(("name", "value"), [("NGPU", "0"), ("NGPU", "two"), ("NNODES", "-1")])
-def test_a_number_of_ranks_that_is_none_is_refused(name, value, capsys, monkeypatch):
-    monkeypatch.setenv(name, value)
-    code, _, err = run(capsys, "train")
-    assert code == 2 and name in err and value in err
+    monkeypatch.setattr(launcher, "start", lambda launch: started.append(launch) or 7)
+    assert cli.main(["train", "--training.steps", "3"]) == 7
+    assert started[0].arguments[-3:] == ["graph_trainer.train", "--training.steps", "3"]
 
 
 @pytest.mark.parametrize("status", [0, 2])
@@ -113,42 +82,6 @@ def test_a_rank_tells_its_mistake_in_one_message_and_leaves_with_2(monkeypatch):
     assert "--training.steps" in done.stderr
 
 
-def test_without_gpus_two_ranks(monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert cli.ranks_per_machine() is None
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    assert cli.ranks_per_machine() == 8
-    monkeypatch.setenv("NGPU", "3")
-    assert cli.ranks_per_machine() == 3
-
-
-@pytest.mark.parametrize(
-    ("flags", "ranks"),
-    [
-        ([], 2),
-        (["--parallelism.tensor_parallel_degree", "2"], 2),
-        (["--parallelism.data_parallel_replicate_degree", "3"], 3),
-        (["--parallelism.data_parallel_shard_degree", "1"], 1),
-        (
-            [
-                *("--parallelism.data_parallel_shard_degree", "4"),
-                *("--parallelism.tensor_parallel_degree", "2"),
-            ],
-            8,
-        ),
-    ],
-)
-def test_without_gpus_the_degrees_choose_the_ranks(flags, ranks, monkeypatch):
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    commands = []
-    cli.launch(flags, execute=lambda command, environment: commands.append(command) or 0)
-    assert f"--nproc_per_node={ranks}" in commands[0]
-
-
 def test_help_teaches_by_examples_without_torchtitans_seconds_of_import():
     probe = (
         "import sys; from graph_trainer.cli.main import main\n"
@@ -169,6 +102,7 @@ def test_the_help_of_train_lists_every_key_with_its_documentation(capsys):
         cli.main(["train", "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
+    assert out.startswith(launcher.USAGE)
     for key in settable_keys(load_config([])):
         # tyro has flags for the entries of lists and tables, none for an empty table.
         if not key.startswith(("activation_checkpoint", "optimizer.")):
@@ -227,25 +161,3 @@ def test_passes_takes_no_arguments_and_unknown_commands_are_refused(capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "examples:" in out
-
-
-def test_train_asks_for_restarts_where_a_checkpoint_is_there_to_go_on_from(capsys, monkeypatch):
-    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    monkeypatch.setattr(cli, "_execve", lambda c, e: print(*c, e.get(own_store)) or 0)
-    monkeypatch.setenv("NGPU", "2")
-    _, out, _ = run(capsys, "train")
-    assert "--max_restarts=0" in out and out.endswith(" None\n")
-    monkeypatch.setenv("MAX_RESTARTS", "3")
-    checkpoint = ["--checkpoint.enable"]
-    code, out, _ = run(capsys, "train", *checkpoint)
-    assert code == 0 and "--max_restarts=3" in out and out.endswith(" 1\n")
-    for flags, key in (
-        ([], "checkpoint.enable"),
-        ([*checkpoint, "--checkpoint.load_only"], "checkpoint.load_only"),
-        ([*checkpoint, "--checkpoint.load_step", "4"], "checkpoint.load_step"),
-    ):
-        code, out, err = run(capsys, "train", *flags)
-        assert (code, out) == (2, "") and f"MAX_RESTARTS = 3, but {key} = " in err
-    monkeypatch.setenv("MAX_RESTARTS", "twice")
-    code, _, err = run(capsys, "train", *checkpoint)
-    assert code == 2 and "MAX_RESTARTS = 'twice'" in err

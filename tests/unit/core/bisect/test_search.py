@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import os
 import re
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 import graph_trainer as gt
-from graph_trainer.cli import bisect as command
+from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 from graph_trainer.cli.bisect_table import verdict_table
 from graph_trainer.core.bisect.node_diff import NodeDifference
@@ -272,14 +273,16 @@ def launched(monkeypatch):
     def launch(verdict, *argv):
         started = []
 
-        def run(words, environment):
-            started.append((words, environment))
+        def start(launch):
+            started.append((launch.arguments, dict(os.environ)))
             if verdict is not None:
-                with open(environment["GRAPH_TRAINER_VERDICT_FILE"], "w") as file:
+                with open(os.environ["GRAPH_TRAINER_VERDICT_FILE"], "w") as file:
                     json.dump(verdict.to_dict(), file)
             return 1  # torchrun's own status says nothing of the verdict
 
-        monkeypatch.setattr(command, "_run", run)
+        monkeypatch.setattr(launcher, "start", start)
+        for name in ("CUDA_VISIBLE_DEVICES", "GRAPH_TRAINER_VERDICT_FILE"):
+            monkeypatch.setenv(name, "restored when the test ends")
         for name in ("RANK", "WORLD_SIZE", "NGPU", "NNODES"):
             monkeypatch.delenv(name, raising=False)
         return cli.main(["bisect-passes", *argv]), started

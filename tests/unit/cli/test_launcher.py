@@ -1,0 +1,187 @@
+"""What a launch starts, decided from flags and environment before any rank runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from graph_trainer.cli import launcher
+from graph_trainer.errors import ConfigError
+
+SHARD = "--parallelism.data_parallel_shard_degree"
+REPLICATE = "--parallelism.data_parallel_replicate_degree"
+TP = "--parallelism.tensor_parallel_degree"
+SEVERAL = {"NNODES": "2", "NGPU": "2", "RDZV_ENDPOINT": "first:29500"}
+OTHERS = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"]
+
+Prepare = Callable[..., launcher.Launch]
+
+
+@pytest.fixture
+def prepare(monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """Prepare a launch with these flags and variables, on a machine of 8 cores."""
+    for name in [*re.findall(r"^  ([A-Z_]+) ", launcher.USAGE, re.M), *OTHERS]:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launcher, "usable_cores", lambda: 8)
+
+    def prepare(*flags: str, gpus: int = 0, **environment: str) -> launcher.Launch:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return launcher.prepare(flags)
+
+    return prepare
+
+
+def test_two_ranks_on_a_machine_that_says_nothing(prepare: Prepare) -> None:
+    flags = ["--training.steps", "3"]
+    assert prepare(*flags) == launcher.Launch(
+        [
+            *("--nproc_per_node=2", "--nnodes=1", "--node_rank=0"),
+            *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "--max_restarts=0"),
+            *("--local-ranks-filter=0", "--role=rank", "--tee=3"),
+            *("-m", "graph_trainer.train", *flags),
+        ],
+        {"OMP_NUM_THREADS": "4"},
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "flags", "ranks"),
+    [
+        (3, {}, [], 3),
+        (1, {"NGPU": "4"}, [], 4),
+        (0, {"NGPU": "4"}, [], 4),
+        (0, {"NGPU": ""}, [], 2),
+        (0, {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, [SHARD, "4"], 2),
+        (8, {"NNODES": "2", "RDZV_ENDPOINT": "a:1"}, [SHARD, "16"], 8),
+        (0, {}, [TP, "2"], 2),
+        (0, {}, [REPLICATE, "3"], 3),
+        (0, {}, [SHARD, "1"], 1),
+        (0, {}, [SHARD, "4", TP, "2"], 8),
+    ],
+)
+def test_ngpu_then_gpus_then_the_degrees_choose_the_ranks(
+    prepare: Prepare, gpus: int, environment: dict[str, str], flags: list[str], ranks: int
+) -> None:
+    launch = prepare(*flags, gpus=gpus, **environment)
+    assert launch.arguments[0] == f"--nproc_per_node={ranks}"
+
+
+def test_the_config_is_checked_for_the_ranks_of_all_machines(prepare: Prepare) -> None:
+    with pytest.raises(ConfigError, match="= 3 ranks, but 4 are started"):
+        prepare(SHARD, "3", **SEVERAL)
+
+
+def test_the_environment_names_module_and_config_where_no_flag_does(
+    prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MODULE", "llama3")
+    arguments = prepare("--training.steps", "3", CONFIG="8b").arguments
+    assert arguments[-7:] == [
+        *("graph_trainer.train", "--module", "llama3", "--config", "8b"),
+        *("--training.steps", "3"),
+    ]
+    for flags in (["--module", "m", "--config", "c"], ["--module=m", "--config=c", "x y"]):
+        assert launcher.with_names_of_environment(flags) == flags
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said", "threads"),
+    [("2", "", "4"), ("3", "", "2"), ("16", "", "1"), ("1", "", None), ("2", "7", None)],
+)
+def test_ranks_share_the_cores(
+    prepare: Prepare, ranks: str, said: str, threads: str | None
+) -> None:
+    environment = prepare(NGPU=ranks, OMP_NUM_THREADS=said).environment
+    assert environment.get("OMP_NUM_THREADS") == threads
+
+
+def test_gpu_memory_grows_in_segments_unless_the_user_says_otherwise(prepare: Prepare) -> None:
+    name = "PYTORCH_ALLOC_CONF"
+    assert prepare(gpus=2).environment[name] == "expandable_segments:True"
+    assert name not in prepare(gpus=0).environment
+    assert name not in prepare(gpus=2, PYTORCH_ALLOC_CONF="backend:native").environment
+
+
+@pytest.mark.parametrize(("node", "host"), [("0", 1), ("1", 0)])
+def test_several_machines(prepare: Prepare, node: str, host: int) -> None:
+    assert not any("is_host" in word for word in prepare(**SEVERAL).arguments)
+    arguments = prepare(**SEVERAL, NODE_RANK=node, LOG_RANK="0,1").arguments
+    for word in (
+        *("--nnodes=2", f"--node_rank={node}", f"--rdzv_conf=is_host={host}"),
+        *("--rdzv_endpoint=first:29500", "--local-ranks-filter=0,1"),
+    ):
+        assert word in arguments
+
+
+def test_restarts_go_on_from_a_checkpoint(prepare: Prepare) -> None:
+    own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    checkpoint = "--checkpoint.enable"
+    assert own_store not in prepare(checkpoint).environment
+    launch = prepare(checkpoint, MAX_RESTARTS="3")
+    assert "--max_restarts=3" in launch.arguments and launch.environment[own_store] == "1"
+    for flags, key in (
+        ([], "checkpoint.enable"),
+        ([checkpoint, "--checkpoint.load_only"], "checkpoint.load_only"),
+        ([checkpoint, "--checkpoint.load_step", "4"], "checkpoint.load_step"),
+    ):
+        with pytest.raises(ConfigError, match=f"MAX_RESTARTS = 3, but {key} = "):
+            prepare(*flags)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"NGPU": "two"}, "NGPU = 'two': the number of ranks on this machine is a whole number, 1"),
+        ({"NGPU": "0"}, "NGPU = '0'"),
+        ({"NGPU": "08"}, "NGPU = '08'"),
+        ({"NGPU": "-1"}, "NGPU = '-1'"),
+        ({"NNODES": "1:4"}, "NNODES = '1:4'"),
+        ({"NNODES": "2"}, "RDZV_ENDPOINT is not set. Set it to host:port"),
+        (SEVERAL | {"NODE_RANK": "2"}, "NODE_RANK = 2, but there are 2 machines"),
+        ({"NODE_RANK": "x"}, "NODE_RANK = 'x'"),
+        ({"MAX_RESTARTS": "always"}, "MAX_RESTARTS = 'always'"),
+    ],
+)
+def test_a_bad_variable_is_named_before_anything_is_read(
+    prepare: Prepare,
+    monkeypatch: pytest.MonkeyPatch,
+    environment: dict[str, str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(launcher, "_checked", lambda *_: pytest.fail("the config was read"))
+    with pytest.raises(ConfigError, match=f"^environment: .*{re.escape(message)}"):
+        prepare(**environment)
+
+
+FAILED = ChildFailedError("rank", {0: ProcessFailure(0, 4321, 7, error_file="none")})
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (FAILED, 1), (SignalException("got signal: 15", 15), 1)]
+)
+def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception | None,
+    code: int,
+) -> None:
+    started = []
+
+    def torchrun(arguments: list[str]) -> None:
+        started.append((arguments, launcher.os.environ["OMP_NUM_THREADS"]))
+        if error:
+            raise error
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
+    assert launcher.start(launcher.Launch(["-m", "x"], {"OMP_NUM_THREADS": "5"})) == code
+    assert started == [(["-m", "x"], "5")]
+    assert capsys.readouterr().err == (f"{error}\n" if error else "")
