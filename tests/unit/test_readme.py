@@ -283,7 +283,7 @@ def test_every_file_that_the_text_names_is_there():
 
 
 def test_the_policies_are_those_that_there_are():
-    from graph_trainer.core.passes.tag_fsdp_unshards import ReshardAfterForward
+    from graph_trainer.core.passes.context import ReshardAfterForward
 
     table = re.search(r"^\| policy \|.*?\n\n", PROSE, re.M | re.S)
     assert table

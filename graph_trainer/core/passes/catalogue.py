@@ -13,8 +13,10 @@ from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
 from graph_trainer.core.passes.functionalize_index_put import functionalize_index_put
-from graph_trainer.core.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
-from graph_trainer.core.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
+from graph_trainer.core.passes.fuse_chained_collectives import (
+    fuse_chained_all_gathers,
+    fuse_chained_reduce_scatters,
+)
 from graph_trainer.core.passes.normalize_views import normalize_views
 from graph_trainer.core.passes.overlap.overlap_fsdp import overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap

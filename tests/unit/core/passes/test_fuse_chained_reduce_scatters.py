@@ -13,7 +13,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.passes.catalogue import resolve_passes
-from graph_trainer.core.passes.fuse_chained_reduce_scatters import fuse_chained_reduce_scatters
+from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_reduce_scatters
 from tests.unit.core.passes.rank_order import inner_first, outer_first, run_world, world_of
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import c10d, code

@@ -7,7 +7,6 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import HEADINGS, measure
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, captured_decoder, code, unshards
@@ -43,73 +42,10 @@ def refused(*words, **config):
         assert word in str(caught.value)
 
 
-def test_passes_and_the_default_list_are_in_stage_order():
-    assert [p.name for p in resolve_passes(["default"])] == NAMES
-    assert [p.name for p in registered_passes().values() if p.default] == NAMES
-    stages = [p.stage for p in registered_passes().values()]
-    assert stages == sorted(stages)
-    assert all(p.summary and p.function.__doc__ for p in registered_passes().values())
-
-
-def test_an_unknown_name_shows_the_nearest_and_all():
-    refused("'rematerialise'", "did you mean 'rematerialize'?", *NAMES, passes=["rematerialise"])
-    refused("'quite_else'", "Known passes", passes=["quite_else"])
-    refused("disable_passes", "did you mean 'rematerialize'?", disable_passes=["rematerialyze"])
-
-
-def test_a_pass_listed_twice_is_refused():
-    refused("'rematerialize'", "twice", passes=["default", "rematerialize"])
-
-
-def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
-    beside = [n for n, p in registered_passes().items() if not p.default]
-    assert len(beside) > 2
-    for name in beside:
-        selected = [p.name for p in resolve_passes(["default", name])]
-        assert [n for n in selected if n != name] == NAMES
-        assert selected == [n for n in registered_passes() if n in selected]
-        assert selected == [p.name for p in resolve_passes([name, "default"])]
-
-
-def test_a_list_out_of_order_names_both_passes():
-    names = ["rematerialize", "eliminate_dead_code"]
-    refused("'eliminate_dead_code'", "CLEANUP", "'rematerialize'", "REMATERIALIZE", passes=names)
-
-
-@pytest.mark.parametrize("key", ["passes", "disable_passes"])
-def test_a_text_where_a_list_belongs_is_refused(key):
-    refused("lists of names", "'rematerialize'", **{key: "rematerialize"})
-
-
-def test_what_is_neither_name_nor_pass_is_refused():
-    refused("neither a name nor a Pass", passes=[lambda joint, options, context: None])
-
-
 def test_disabled_passes_do_not_run():
     joint = captured_decoder()
     gt.run_passes(joint, gt.PassConfig(disable_passes=["rematerialize", "eliminate_dead_code"]))
     assert joint.history == [n for n in NAMES if n not in ("rematerialize", "eliminate_dead_code")]
-
-
-def test_a_pass_of_ones_own_runs_and_can_be_disabled_by_name():
-    ran = []
-    mine = custom(lambda joint, options, context: ran.append(options), Stage.SCHEDULE)
-    joint = small()
-    gt.run_passes(joint, gt.PassConfig(passes=["default", mine]))
-    assert ran == [NoOptions()] and joint.history[-1] == "custom"
-    assert [p.name for p in resolve_passes(["default", mine], ["custom"])] == NAMES
-
-
-def test_the_decorator_names_a_pass_after_its_function():
-    @gt.graph_pass(stage=gt.Stage.TAG, summary="says what it does")
-    def my_pass(joint, options, context):
-        pass
-
-    assert (my_pass.name, my_pass.stage, my_pass.summary) == (
-        "my_pass",
-        Stage.TAG,
-        "says what it does",
-    )
 
 
 # --- options -------------------------------------------------------------------------------

@@ -446,8 +446,12 @@ def test_it_says_what_moved_and_what_that_hides():
     program = ([4, 4], [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)] * 2, 99)
     joint = step_of(program, groups)
     slow = {"memory_bytes_per_second": 1e6, "collective_seconds": 1e-4}
-    given = options(max_peak_growth=9.0, machine=slow)
-    passes = gt.PassConfig(passes=[schedule_overlap], options={"schedule_overlap": given})
+    given, context = options(max_peak_growth=9.0, machine=slow)
+    passes = gt.PassConfig(
+        passes=[schedule_overlap],
+        options={"schedule_overlap": given},
+        hardware=context.hardware,
+    )
     before = simulate(joint, machine(**slow)).timeline.exposed_seconds()
     report = gt.run_passes(joint, passes)
     after = simulate(joint, machine(**slow)).timeline.exposed_seconds()

@@ -1,4 +1,4 @@
-"""Two collectives in a row that one over more ranks replaces."""
+"""Replace collectives in a row, each over one axis of a mesh, by one over all of these axes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,9 @@ from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.collective_kinds import Result
-from graph_trainer.core.analysis.partitions import Partition, partitions_of
+from graph_trainer.core.analysis.partitions import Partition, joined, partitions_of
 from graph_trainer.core.capture.subclasses import wrap
-from graph_trainer.core.graph.annotations import (
-    Role,
-    parameter_of,
-    phase_of,
-    role_of,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import (
     LastWrites,
@@ -31,6 +25,8 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     written_arguments,
 )
+from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.normalize_views import shows_the_same
 from graph_trainer.core.sharding.process_groups import groups_within
 from graph_trainer.core.torch_private import StridedShard, group_backend, group_ranks
@@ -39,13 +35,54 @@ from graph_trainer.errors import PassError
 Join = Callable[[Partition, Partition], Partition | None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """The collective whose result another one reads as it is."""
+@graph_pass(
+    stage=Stage.STRUCTURE, summary="Gather a parameter at once that is split over several axes"
+)
+def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
+    """Gather once what is gathered over one axis of a mesh and then over another.
 
-    node: fx.Node
-    between: tuple[fx.Node, ...]
-    """Wait and views between the two, each before those that it reads."""
+    The second gather reads what the first reads, over the ranks of both. Their order is the one
+    in which the two gathers would have put the parts: row by row where the inner axis came first,
+    column by column where the outer one did. Where no group has exactly these ranks in this
+    order it is made, by all ranks of the world at once: run the pass on all of them.
+
+    Not changed: a first gather or a view of it that another node reads; gathers with anything
+    between them but views that show their input unchanged; groups that are no axes of a mesh
+    with all ranks of the world; and parameters of which not every rank stores equally much, since
+    their gathers are padded on some ranks and all ranks must do the same.
+
+    Relies on FSDP roles, on DTensor parameters, whose meshes give the other ranks' groups, and
+    on all ranks running the same program. Guarantees equal values.
+
+    Raises:
+        PassError: a chain names a group that this process does not have.
+
+    Linear in nodes and in ranks of the world.
+    """
+    _fuse_chains(joint, Result.GATHERED, Role.UNSHARD, joined)
+
+
+@graph_pass(
+    stage=Stage.STRUCTURE,
+    summary="Reduce a gradient at once that is split over several axes",
+    default=False,
+    changes_sums=True,
+)
+def fuse_chained_reduce_scatters(
+    joint: JointGraph, options: NoOptions, context: PassContext
+) -> None:
+    """Reduce once what is reduced over one axis of a mesh and then over another.
+
+    The mirror of `fuse_chained_all_gathers`, with the same conditions, on the reductions of
+    gradients. Not in the default list: the sum has another order, so values may differ by
+    rounding.
+
+    Linear in nodes and in ranks of the world.
+    """
+    # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
+    _fuse_chains(
+        joint, Result.SCATTERED, Role.REDUCE_GRAD, lambda first, second: joined(second, first)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +91,45 @@ class _Chain:
 
     first: fx.Node
     partition: Partition
-    """Of the world, into groups that all of them together are over."""
-    gone: tuple[fx.Node, ...] = ()
-    """The others with what lies between, each before those that it reads."""
+    """The world's ranks in groups, each over the ranks of all collectives of the chain."""
+    removed: tuple[fx.Node, ...] = ()
+    """All nodes of the chain but the last, each before those that it reads."""
 
 
-def fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> None:
-    """Let the last of each chain of one op read what the first reads, over a group of them all.
+def _fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> None:
+    """Let the last of each chain of one op read what the first reads, over the ranks of all.
 
-    Arguments:
+    Args:
         result: of the kind, whose op takes `input`, `group_size` and `group_name`.
-        role: that both need, with the same parameter: of parameters is known how other ranks
-            hold them, and so that other ranks have the same chains.
+        role: what both do, for the same parameter: how other ranks store parameters is known, and
+            so it is known that they have the same chains.
         join: the partition over which one collective does what two do, given theirs in order.
 
     Raises:
-        PassError: a collective of a chain names a group that nobody knows.
-
-    Linear in nodes, and in ranks of the world for each pair of groups.
+        PassError: a collective of a chain names a group that this process does not have.
     """
     pairs = {
         node: before
         for node in joint.graph.nodes
         if (kind := plain_kind(node)) is not None
         and kind.result is result
-        and (before := _before(node)) is not None
-        and _same_for_fsdp(before.node, node, role)
+        and (before := _before(node))
+        and _same_for_fsdp(before[-1], node, role)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
     groups = groups_within([chain.partition for chain in chains.values()])
     for node, chain in chains.items():
-        _let(
+        _set_arguments(
             node,
             input=argument(chain.first, "input"),
             group_size=len(chain.partition[0]),
             group_name=groups[chain.partition],
         )
-        for each in chain.gone:
+        for each in chain.removed:
             joint.graph.erase_node(each)
 
 
-def _let(node: fx.Node, **changed: Any) -> None:
-    """Change some arguments of a node."""
+def _set_arguments(node: fx.Node, **changed: Any) -> None:
     schema = schema_of(node)
     assert schema is not None
     names = [entry.name for entry in schema.arguments]
@@ -103,18 +137,22 @@ def _let(node: fx.Node, **changed: Any) -> None:
     node.kwargs = {}
 
 
-def _before(node: fx.Node) -> _Before | None:
-    """The same op with the same reduction, if nothing but its wait and views that show what it
-    made unchanged lie between, and nothing else reads any of them."""
+def _before(node: fx.Node) -> list[fx.Node]:
+    """Find the collective of the same kind and reduction that a collective reads unchanged.
+
+    Returns:
+        what lies between (views and the wait) and then the collective, each before what it reads;
+        nothing where another node reads any of these, or where a view changes what it shows.
+    """
     sent = read = argument(node, "input")
     between: list[fx.Node] = []
     while isinstance(read, fx.Node) and not is_wait(read):
         if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:
-            return None
+            return []
         between.append(read)
         read = aliased_input(read)
     if not isinstance(read, fx.Node) or len(read.users) != 1:
-        return None
+        return []
     (first,) = read.all_input_nodes
     if (
         first.target is not node.target
@@ -122,8 +160,8 @@ def _before(node: fx.Node) -> _Before | None:
         or argument(first, "reduce_op") != argument(node, "reduce_op")
         or not shows_the_same(sent, read)  # type: ignore[arg-type]
     ):
-        return None
-    return _Before(first, (*between, read))
+        return []
+    return [*between, read, first]
 
 
 def _same_for_fsdp(first: fx.Node, second: fx.Node, role: Role) -> bool:
@@ -134,37 +172,38 @@ def _same_for_fsdp(first: fx.Node, second: fx.Node, role: Role) -> bool:
     )
 
 
-def _chains(joint: JointGraph, pairs: dict[fx.Node, _Before], join: Join) -> dict[fx.Node, _Chain]:
-    """The chains by their last collective; a chain of three grows from one of two."""
+def _chains(
+    joint: JointGraph, pairs: dict[fx.Node, list[fx.Node]], join: Join
+) -> dict[fx.Node, _Chain]:
+    """Return the chains by their last collective; a chain of three extends one of two."""
     even = _evenly_sharded(joint)
-    pairs = {node: before for node, before in pairs.items() if parameter_of(node) in even}
-    if not pairs:
-        return {}
     partition_of = _group_reader(joint)
     writes = LastWrites(joint.graph)
-    joined = cache(join)
+    join = cache(join)
     chains: dict[fx.Node, _Chain] = {}
     for node, before in pairs.items():
-        first, own = partition_of(before.node), partition_of(node)
-        so_far = chains.get(before.node)
+        if parameter_of(node) not in even:
+            continue
+        previous = before[-1]
+        first, second = partition_of(previous), partition_of(node)
+        so_far = chains.get(previous)
         if so_far is None and first is not None:
-            so_far = _Chain(before.node, first)
-        if so_far is None or own is None:
+            so_far = _Chain(previous, first)
+        if so_far is None or second is None:
             continue
         if writes.between(so_far.first, node, so_far.first.all_input_nodes[0]):
-            continue  # what the first one sends is something else by now
-        partition = joined(so_far.partition, own)
+            continue  # what the first one sends has changed by then
+        partition = join(so_far.partition, second)
         if partition is not None:
-            chains.pop(before.node, None)
-            gone = (*before.between, before.node, *so_far.gone)
-            chains[node] = _Chain(so_far.first, partition, gone)
+            chains.pop(previous, None)
+            chains[node] = _Chain(so_far.first, partition, (*before, *so_far.removed))
     return chains
 
 
 def _evenly_sharded(joint: JointGraph) -> set[str]:
-    """The parameters of which every rank holds equally much.
+    """Return the parameters of which every rank stores equally much.
 
-    Then no rank pads what it sends or cuts what it gets, and all have the same chains. Nothing
+    Then no rank pads what it sends or cuts what it receives, and all have the same chains. Nothing
     is known of a parameter that is no DTensor.
     """
     even = set()
@@ -183,8 +222,11 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
 
 
 def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
-    """A function from a collective to the partition that its group belongs to, None where no
-    mesh tells it. It raises PassError for a group that nobody knows."""
+    """Make a function from a collective to the partition that its group belongs to.
+
+    It returns None where no mesh gives the partition, and raises PassError for a group that this
+    process does not have.
+    """
     known: dict[str, Partition | None] = {}
     partitions = partitions_of(joint, dist.get_world_size()) if dist.is_initialized() else None
 

@@ -19,8 +19,8 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     value_of,
 )
-from graph_trainer.core.passes import chained_collectives
-from graph_trainer.core.passes.fuse_chained_all_gathers import fuse_chained_all_gathers
+from graph_trainer.core.passes import fuse_chained_collectives
+from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_all_gathers
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import process_groups
 from tests.unit.core.passes.rank_order import (
@@ -327,7 +327,7 @@ def test_a_group_of_another_backend_is_left_alone(monkeypatch):
     b = Sharded()
     joint = b.finish(chain(b)[1])
     backends = {b.inner: "gloo", b.outer: "fake"}
-    monkeypatch.setattr(chained_collectives, "group_backend", backends.__getitem__)
+    monkeypatch.setattr(fuse_chained_collectives, "group_backend", backends.__getitem__)
     left_alone(joint)
     monkeypatch.undo()
     fuse(joint)

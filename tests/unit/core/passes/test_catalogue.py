@@ -1,0 +1,158 @@
+"""How names become passes: built-in ones, the default list, and those of a user's own."""
+
+import sys
+
+import pytest
+
+import graph_trainer as gt
+from graph_trainer.core.passes.base import Stage
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
+from tests.unit.graphs import Builder, aten, targets
+
+DEFAULT = [
+    "normalize_views",
+    "functionalize_index_put",
+    "eliminate_dead_code",
+    "deduplicate_unshards",
+    "eliminate_round_trips",
+    "fuse_chained_all_gathers",
+    "tag_fsdp_unshards",
+    "rematerialize",
+    "tag_buckets",
+    "bucket_collectives",
+]
+CHANGE_SUMS = {"fuse_chained_reduce_scatters", "fold_grad_reductions", "bucket_collectives"}
+
+
+def names(passes, disable_passes=()):
+    return [p.name for p in resolve_passes(passes, disable_passes)]
+
+
+def refused(*words, passes=("default",), disable_passes=()):
+    with pytest.raises(gt.PassError) as caught:
+        resolve_passes(passes, disable_passes)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_passes_and_the_default_list_are_in_stage_order():
+    known = registered_passes()
+    assert names(["default"]) == [n for n, p in known.items() if p.default] == DEFAULT
+    stages = [p.stage for p in known.values()]
+    assert stages == sorted(stages)
+    assert all(p.summary and p.function.__doc__ for p in known.values())
+    assert {n for n, p in known.items() if p.changes_sums} == CHANGE_SUMS
+
+
+def test_an_unknown_name_shows_the_nearest_and_all():
+    refused("'rematerialise'", "did you mean 'rematerialize'?", *DEFAULT, passes=["rematerialise"])
+    refused("'quite_else'", "Known passes", passes=["quite_else"])
+    refused("disable_passes", "did you mean 'rematerialize'?", disable_passes=["rematerialyze"])
+
+
+def test_a_pass_listed_twice_is_refused():
+    refused("'rematerialize'", "twice", passes=["default", "rematerialize"])
+
+
+def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
+    beside = [n for n, p in registered_passes().items() if not p.default]
+    assert len(beside) > 2
+    for name in beside:
+        selected = names(["default", name])
+        assert [n for n in selected if n != name] == DEFAULT
+        assert selected == [n for n in registered_passes() if n in selected]
+        assert selected == names([name, "default"])
+
+
+def test_a_list_out_of_order_names_both_passes():
+    passes = ["rematerialize", "eliminate_dead_code"]
+    refused("'eliminate_dead_code'", "CLEANUP", "'rematerialize'", "REMATERIALIZE", passes=passes)
+
+
+@pytest.mark.parametrize("key", ["passes", "disable_passes"])
+def test_a_text_where_a_list_belongs_is_refused(key):
+    refused("lists of names", "'rematerialize'", **{key: "rematerialize"})
+
+
+def test_what_is_neither_name_nor_pass_is_refused():
+    refused("neither a name nor a Pass", passes=[lambda joint, options, context: None])
+
+
+# --- passes of a user's own --------------------------------------------------------------------
+
+FILE = """
+from dataclasses import dataclass
+
+import torch
+
+import graph_trainer as gt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleOptions:
+    factor: float = 3.0
+
+
+@gt.graph_pass(stage=gt.Stage.TAG, summary="Scale the products", options_type=ScaleOptions)
+def scale_products(joint, options, context):
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor):
+        node.args = (node.args[0], options.factor)
+
+
+@gt.graph_pass(stage=gt.Stage.CLEANUP, summary="Another pass of the same name")
+def rematerialize(joint, options, context):
+    pass
+
+
+number = 1
+"""
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """The name of a package in a temporary folder, with a module that has passes."""
+    (tmp_path / "a_users_package").mkdir()
+    (tmp_path / "a_users_package" / "passes.py").write_text(FILE)
+    (tmp_path / "a_users_package" / "broken.py").write_text("import not_there_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "a_users_package"
+    for name in [name for name in sys.modules if name.startswith("a_users_package")]:
+        del sys.modules[name]
+
+
+def test_a_pass_with_an_option_runs_by_module_and_name(mine):
+    entry = f"{mine}.passes:scale_products"
+    found = load_pass(entry)
+    assert (found.name, found.section) == ("scale_products", "scale_products")
+    assert found.options_type().factor == 3.0
+    for given, factor in (({}, 3.0), ({found.name: found.options_type(factor=5.0)}, 5.0)):
+        b = Builder()
+        joint = b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, b.input("x", 4), 2)))
+        gt.run_passes(joint, gt.PassConfig(passes=["default", entry], options=given))
+        assert joint.history[DEFAULT.index("tag_fsdp_unshards") + 1] == "scale_products"
+        assert targets(joint)[0] is aten.mul.Tensor
+        assert next(n for n in joint.graph.nodes if n.op == "call_function").args[1] == factor
+    assert names([entry, "default"]).index("scale_products") == DEFAULT.index("tag_fsdp_unshards")
+    assert names(["default", entry], ["scale_products"]) == DEFAULT
+    refused("stage TAG", passes=["rematerialize", entry])
+
+
+def test_an_entry_that_is_no_pass_names_entry_and_remedy(mine):
+    for entry, *words in (
+        ("nowhere.at_all:some_pass", "no module 'nowhere'", "PYTHONPATH"),
+        (f"{mine}.nothing:some_pass", f"no module '{mine}.nothing'", "package.module:name"),
+        (f"{mine}.broken:some_pass", "importing", "not_there_at_all"),
+        (f"{mine}.passes:scale_product", "scale_products, rematerialize"),
+        (f"{mine}.passes:number", "int and not a pass", "@graph_pass"),
+        (f"{mine}.passes:rematerialize", "'rematerialize', as a built-in", "another name"),
+    ):
+        refused(f"compile.passes: '{entry}'", *words, passes=["default", entry])
+
+
+def test_the_decorator_names_a_pass_after_its_function():
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="says what it does")
+    def my_pass(joint, options, context):
+        pass
+
+    declared = (my_pass.name, my_pass.stage, my_pass.summary, my_pass.section)
+    assert declared == ("my_pass", Stage.TAG, "says what it does", "my_pass")
