@@ -29,7 +29,6 @@ KNOWN_LONG: set[str] = {
     "tests/unit/core/analysis/test_lifetimes_brute_force.py",
     "tests/unit/core/bisect/test_node_diff.py",
     "tests/unit/core/capture/test_capture.py",
-    "tests/unit/core/ordering/test_proof.py",
     "tests/unit/core/passes/overlap/test_schedule_overlap.py",
     "tests/unit/core/passes/test_eliminate_round_trips.py",
     "tests/unit/core/passes/test_fold_grad_reductions.py",

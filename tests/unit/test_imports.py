@@ -29,9 +29,6 @@ WITH_CODE = {
     "graph_trainer.titan",  # torchtitan binds its device when it is first imported
 }
 
-# Violations that exist today. One that is mended has to be removed here.
-KNOWN = {"circle: graph_trainer.cli.bisect, graph_trainer.cli.main"}
-
 
 def sources() -> dict[str, ast.Module]:
     """Every module of the package by its dotted name; a package by its folder's."""
@@ -133,7 +130,7 @@ def violations() -> set[str]:
 
 
 def test_imports_point_down_and_stay_where_they_belong() -> None:
-    assert violations() == KNOWN
+    assert violations() == set()
 
 
 def test_every_package_says_what_lives_there_and_has_no_code() -> None:
