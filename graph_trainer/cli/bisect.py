@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from graph_trainer.cli import launcher
 from graph_trainer.cli.bisect_worker import VERDICT_FILE
-from graph_trainer.core.bisect.verdict import Verdict
+from graph_trainer.core.bisect.search import Verdict
 from graph_trainer.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from graph_trainer.core.bisect.node_diff import NodeDifference
-from graph_trainer.core.bisect.verdict import CAPTURE, Row, Verdict
+from graph_trainer.core.bisect.search import CAPTURE, Row, Verdict
 
 _RANKS_SHOWN = 8
 

@@ -15,7 +15,7 @@ from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.errors import GraphTrainerError
 
 if TYPE_CHECKING:
-    from graph_trainer.core.bisect.verdict import Verdict
+    from graph_trainer.core.bisect.search import Verdict
 
 VERDICT_FILE = "GRAPH_TRAINER_VERDICT_FILE"
 """The variable that names the file to which the first rank of each machine writes."""

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graph_trainer.core.bisect.verdict import Verdict
+from graph_trainer.core.bisect.search import Verdict
 from tests.integration.bisect_worker import FACTOR, MODULE, RESULTS
 from tests.integration.launch import ROOT
 from tests.integration.matrix import COMMON, FP32, arguments, rows, shard

@@ -1,4 +1,4 @@
-"""The first node of a graph whose value is not what it was before a pass."""
+"""Find the first node of a graph whose value differs from its value before a pass."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class NodeDifference:
     """The first node that differs on one rank."""
 
     position: int
-    """Where it stands in the graph after the pass."""
+    """Its index in the graph after the pass."""
     name: str
     op: str
     module: str
     phase: str
     after: str
-    """The node as the pass left it."""
+    """The node after the pass."""
     before: str
-    """What stood there before the pass; empty where there was nothing of the kind."""
+    """The node it is compared with, before the pass; empty where there is none."""
     kept: bool
-    """Whether a node of this name was there before the pass; otherwise the pass inserted it."""
+    """Whether a node of this name existed before the pass; otherwise the pass inserted it."""
     seen_at: str
-    """The node whose values were compared: this one, or a kept one that reads it."""
+    """The node whose values were compared: this one, or a kept node that reads it."""
     difference: Difference
 
 
@@ -54,32 +54,36 @@ def first_difference(
 ) -> NodeDifference | None:
     """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.
 
-    A node is compared with the one of its name, or with the one in whose place a kept node
-    reads it. A node counts where its difference reaches a value that differs: through readers
-    that differ too, since a pass may change what matters to no one, or make up for it behind.
-    What is not settled when it is made (memory not yet written, a collective not yet waited
-    for) is not compared, nor what differs when the graph before runs twice.
+    A node is compared with the node of its name, or with the node that a kept reader of it read
+    before. It counts only where its difference reaches a result that differs, through readers
+    that differ too: a pass may change an unused value, or reverse a change in a later node. A
+    value that is not complete when its node has run (memory not yet written, a collective not
+    yet waited for) is not compared, nor is a value that differs between two runs of the graph
+    before.
 
-    Arguments:
-        differing: names of the results that differ on this rank, as `Results` has them; none
-            where only other ranks' do. This rank then only takes part in the collectives.
+    Args:
+        runs: runs the graphs.
+        before: the graph before the pass.
+        after: the graph after the pass.
+        differing: names, as in `Results`, of the results that differ on this rank; none where
+            only those of other ranks differ. This rank then only takes part in the collectives.
 
     Returns:
-        the first node in the order of the graph after, or None where none counts.
+        the first node in the order of `after`, or None where no node counts.
     """
     was, again = _digests(runs, before), _digests(runs, before)
     now = _digests(runs, after)
     partners = partners_of(before, after)
     unstable = {name for name in was if was[name] != again[name]}
-    unstable |= {node.name for node in (*_unsettled(before.graph), *_unsettled(after.graph))}
+    unstable |= {node.name for node in (*_incomplete(before.graph), *_incomplete(after.graph))}
     known = {was[name] for name in was if name not in unstable}
 
     def same(node: fx.Node) -> bool | None:
-        """Whether a value is what it was; None where nothing tells."""
+        """Whether a value is the same as before; None where that is unknown."""
         partner = partners.get(node)
         if node.name in unstable or (partner is not None and partner.name in unstable):
             return None
-        if partner is None:  # a value that there was is not at fault, wherever it was
+        if partner is None:  # a value that existed before is right, wherever it was
             return True if now[node.name] in known else None
         return now[node.name] == was[partner.name]
 
@@ -109,10 +113,11 @@ def first_difference(
 
 
 def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]:
-    """Node of the graph after -> the node of the graph before that it is compared with.
+    """Map nodes of `after` to the nodes of `before` that they are compared with.
 
-    A node of the same name; for one that the pass inserted the node in whose place a node
-    with a partner reads it, if both call the same op on as many values. Linear in nodes.
+    The partner is the node of the same name. For an inserted node that a node with a partner
+    reads, it is what that partner reads at the same place, if both call the same op on equally
+    many values. Linear in nodes.
     """
     by_name = {node.name: node for node in before.graph.nodes}
     partners = {n: by_name[n.name] for n in after.graph.nodes if n.name in by_name}
@@ -128,7 +133,7 @@ def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]
 
 
 def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node], same: Same) -> fx.Node:
-    """An inserted node that has no partner and that a kept one reads, where there is one."""
+    """Return an inserted node without a partner that `node` reads, or `node` if there is none."""
     same_op = node.op == "call_function" and node.target == partners[node].target
     new = [s for s in node.all_input_nodes if s not in partners and not same(s)]
     return new[0] if same_op and new else node
@@ -145,20 +150,22 @@ def _digests(runs: Runs, joint: JointGraph) -> dict[str, str]:
 
 
 def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
-    """What a node gives in one more run, None for no node."""
+    """Return the value of a node in one more run; None for no node."""
     values: list[Any] = []
 
     def keep(node: fx.Node, value: Any) -> None:
         if node is wanted:
-            values.append(_kept(value))
+            values.append(_copied(value))
 
     runs.node_by_node(joint, keep)
     return values[0] if values else None
 
 
 def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> fx.Node | None:
-    """The first node that differs and from which only others that do, or of which nothing is
-    known, lead to a result of these names."""
+    """Return the first node that differs and whose difference reaches a result of these names.
+
+    It does through readers that differ too, or of which nothing is known.
+    """
     returned = _returned(joint, differing)
     roots = storage_roots(joint.graph)
     output = joint.output_node()
@@ -175,7 +182,7 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
         writes = not storages.isdisjoint(touched)
         if node not in read and not writes:
             continue
-        # what a batch norm leaves in its statistics is not in what it returns
+        # a batch norm's result does not show what it has written to its statistics
         shown = not writes or roots[node] in touched
         verdict = same(node)
         if verdict and shown:
@@ -189,7 +196,7 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
 
 
 def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
-    """The nodes that the graph returns as the loss or the gradients of these names."""
+    """List the nodes that the graph returns as the loss or the gradients of these names."""
     values = iter(joint.output_values())
     found: list[fx.Node] = []
     for spec in joint.signature.outputs:
@@ -200,30 +207,30 @@ def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
     return found
 
 
-def _unsettled(graph: fx.Graph) -> set[fx.Node]:
-    """Nodes whose value is not there yet when they have run."""
+def _incomplete(graph: fx.Graph) -> set[fx.Node]:
+    """List the nodes whose value is not complete when they have run."""
     roots = storage_roots(graph)
     written: set[Storage] = set()
-    under_way: set[Storage] = set()
+    pending: set[Storage] = set()
     found: set[fx.Node] = set()
     for node in graph.nodes:
         root = roots[node]
         touched = {roots[source] for source in written_arguments(node)}
         if is_collective(node):
-            under_way |= {root, *touched}
+            pending |= {root, *touched}
         elif is_wait(node):
             written.add(root)
-            under_way.discard(root)
+            pending.discard(root)
         else:
             written |= touched
         maker = root[0]
         without_values = is_collective(maker) or "empty" in str(maker.target)
-        if root in under_way or (without_values and root not in written):
+        if root in pending or (without_values and root not in written):
             found.add(node)
     return found
 
 
-def _kept(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
-    return [_kept(v) for v in value] if isinstance(value, (tuple, list)) else value
+    return [_copied(v) for v in value] if isinstance(value, (tuple, list)) else value

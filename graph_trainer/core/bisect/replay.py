@@ -1,4 +1,4 @@
-"""One step of one model, run again and again from the same state."""
+"""Run one step of one model many times from the same state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.bisect.tensor_diff import Results, copied
+from graph_trainer.core.bisect.tensor_diff import Results
 from graph_trainer.core.capture.capture import LossFn, capture
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -23,12 +23,14 @@ Observe = Callable[[fx.Node, Any], None]
 class Runs:
     """Runs a step as the model itself, as a compiled graph, or node by node.
 
-    Every run begins with the parameters, buffers, module attributes, batch and random numbers
-    that there were when this object was made. Its memory: a copy of all of those.
+    Every run begins with the parameters, buffers, module attributes, batch and random state of
+    the moment when this object was made. It stores a copy of all of these.
 
-    Arguments:
+    Args:
+        model: the model.
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
-        args, kwargs: one batch.
+        args: positional arguments of one batch.
+        kwargs: keyword arguments of one batch.
     """
 
     def __init__(
@@ -41,16 +43,16 @@ class Runs:
         leaves, _ = pytree.tree_flatten((self._args, self._kwargs))
         batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         parts = [part.detach() for tensor in (*self._state, *batch) for part in unwrap(tensor)[0]]
-        self._kept = [(part, part.clone()) for part in parts]
+        self._stored = [(part, part.clone()) for part in parts]
         self._random = torch.get_rng_state()
 
     def capture(self) -> JointGraph:
-        """The graph of the step, without any pass."""
+        """Capture the graph of the step, without any pass."""
         with self._fresh():
             return capture(self.model, self._loss_fn, self._args, self._kwargs)
 
     def eager(self) -> Results:
-        """What the model itself gives, without a graph."""
+        """Run the model itself, without a graph."""
         gradients = {p: p.grad for p in self.model.parameters()}
         try:
             with self._fresh():
@@ -69,15 +71,15 @@ class Runs:
                 parameter.grad = gradient
 
     def graph(self, joint: JointGraph) -> Results:
-        """What a graph gives with the eager backend."""
+        """Run a graph with the eager backend."""
         return self._step(compile(joint))
 
     def node_by_node(self, joint: JointGraph, observe: Observe) -> None:
-        """Run a graph and show every node with its value, right after it ran."""
+        """Run a graph, and call `observe(node, value)` after each node."""
 
         def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             with torch.no_grad():
-                return _Watched(joint.graph_module, observe).run(*values)
+                return _Observed(joint.graph_module, observe).run(*values)
 
         self._step(Step(joint, run))
 
@@ -92,22 +94,22 @@ class Runs:
                 tensors[f"gradient of {clean_fqn(name)}"] = gradient
         for name, buffer in self.model.named_buffers():
             tensors[f"buffer {clean_fqn(name)}"] = buffer
-        return copied({name: unwrap(tensor)[0] for name, tensor in tensors.items()})
+        return {n: [p.detach().clone() for p in unwrap(t)[0]] for n, t in tensors.items()}
 
     @contextlib.contextmanager
     def _fresh(self) -> Iterator[None]:
-        """As it was in the beginning, and whatever is changed meanwhile put back."""
+        """Start from the stored state, and restore it afterwards."""
         with swap_tensors(self.model, {id(tensor): tensor for tensor in self._state}):
             torch.set_rng_state(self._random)
             try:
                 yield
             finally:
-                for part, kept in self._kept:
-                    part.copy_(kept)
+                for part, stored in self._stored:
+                    part.copy_(stored)
                 torch.set_rng_state(self._random)
 
 
-class _Watched(fx.Interpreter):
+class _Observed(fx.Interpreter):
     def __init__(self, module: fx.GraphModule, observe: Observe) -> None:
         super().__init__(module, garbage_collect_values=True)
         self._observe = observe

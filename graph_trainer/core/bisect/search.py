@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
-from graph_trainer.core.bisect.node_diff import first_difference
+from graph_trainer.core.bisect.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.bisect.tensor_diff import compare
-from graph_trainer.core.bisect.verdict import CAPTURE, Row, Verdict
+from graph_trainer.core.bisect.tensor_diff import Difference, compare
 from graph_trainer.core.capture.capture import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.exchange import LargestOfAllRanks, check_order_across_ranks
+from graph_trainer.core.ordering.exchange import (
+    LargestOfAllRanks,
+    check_order_across_ranks,
+    gather_from_ranks,
+)
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.sharding.process_groups import groups_agreed_on
 from graph_trainer.errors import VerificationError
 
+CAPTURE = "capture"
+
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One prefix of the pass list: the graph as captured, or after one more pass."""
+
+    name: str
+    """The pass, or "capture" for the graph before any pass."""
+    nodes: int
+    """Number of nodes of rank 0's graph that compute."""
+    found: list[list[Difference]]
+    """By rank, what differs from eager: the loss, then gradients and buffers in the model's
+    order."""
+
+    @property
+    def ranks(self) -> list[int]:
+        """The ranks on which something differs."""
+        return [rank for rank, differences in enumerate(self.found) if differences]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Every prefix that ran; the last one differs if any does."""
+
+    rows: list[Row]
+    compared: int
+    """Number of values (loss, gradients, buffers) compared for each prefix."""
+    nodes: list[NodeDifference | None]
+    """By rank, the first node that differs; empty where no prefix differs, or the capture does."""
+
+    @property
+    def culprit(self) -> str | None:
+        """The pass that changes the numbers, "capture", or None."""
+        return self.rows[-1].name if self.rows[-1].ranks else None
+
+    @property
+    def first_node(self) -> NodeDifference | None:
+        """The first node that differs, over all ranks."""
+        found = [node for node in self.nodes if node is not None]
+        return min(found, key=lambda node: node.position, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Convert to dicts, lists, text and numbers."""
+        return dataclasses.asdict(self)
+
+    @staticmethod
+    def from_dict(table: dict[str, Any]) -> Verdict:
+        """Make the verdict that `to_dict` converted."""
+        rows = [
+            Row(row["name"], row["nodes"], [[Difference(**d) for d in of] for of in row["found"]])
+            for row in table["rows"]
+        ]
+        nodes = [
+            node and NodeDifference(**{**node, "difference": Difference(**node["difference"])})
+            for node in table["nodes"]
+        ]
+        return Verdict(rows, table["compared"], nodes)
 
 
 def bisect_passes(
@@ -33,19 +96,21 @@ def bisect_passes(
     passes: PassConfig | None = None,
     on_event: Callable[[str], None] = lambda line: None,
 ) -> Verdict:
-    """Find the first pass after which a step's numbers are not the model's own any more.
+    """Find the first pass after which a step's numbers differ from the model's.
 
     Runs the model eagerly, then the graph as captured and after each pass with the eager
     backend, all from the same state and random numbers on the same batch, and compares loss,
-    gradients and buffers bit by bit. In the first pass that differs it looks for the first
-    node. Every rank must call it, with a model and a batch on CPU; all get the same verdict,
-    and leave with the model as it was. Costs a run of the step for each pass and five node by
-    node.
+    gradients and buffers bit by bit. In the first pass that differs it finds the first node
+    that differs. Every rank must call it, with a model and a batch on CPU; all get the same
+    verdict, and the model is left as it was. Costs one run of the step for each pass, and five
+    runs node by node.
 
-    Arguments:
+    Args:
+        model: the model.
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
-        args, kwargs: one batch.
-        passes: which passes, and how; they may be your own.
+        args: positional arguments of one batch.
+        kwargs: keyword arguments of one batch.
+        passes: which passes, and how; passes of a user's own too.
         on_event: called with a line before and after each run.
 
     Raises:
@@ -58,58 +123,7 @@ def bisect_passes(
     runs = Runs(model, loss_fn, args, kwargs or {})
     on_event("eager: running the model itself, twice")
     reference = runs.eager()
-    unlike = _from_all_ranks(compare(reference, runs.eager()))
-    _refuse_unrepeatable(unlike)
-    on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
-    joint = _together(runs.capture)
-    largest = LargestOfAllRanks()
-    steps = pass_by_pass(joint, passes, all_reduce_max=largest)
-    rows: list[Row] = []
-    before: JointGraph | None = None
-    while True:
-        with groups_agreed_on(largest):
-            report = _together(lambda: next(steps, None), largest)
-        if report is None:
-            return Verdict(rows, len(reference), [])
-        check_order_across_ranks(joint)
-        mine = compare(reference, runs.graph(joint))
-        said = _from_all_ranks((report.nodes, mine))
-        row = Row(report.name, said[0][0], [differences for _, differences in said])
-        rows.append(row)
-        place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
-        on_event(f"{place}: {_said(row)}")
-        if row.ranks:
-            break
-        before = copy_graph(joint)
-    if before is None:
-        return Verdict(rows, len(reference), [])
-    on_event(f"{row.name}: looking for the first node that differs, node by node")
-    node = first_difference(runs, before, joint, [difference.name for difference in mine])
-    return Verdict(rows, len(reference), _from_all_ranks(node))
-
-
-def _together(work: Callable[[], T], largest: LargestOfAllRanks | None = None) -> T:
-    """Do what needs no other rank; one that fails says so where the others will ask it next."""
-    try:
-        return work()
-    except Exception as error:
-        if largest is not None and largest.received_failure:
-            raise
-        check_order_across_ranks(error)
-        raise AssertionError("an error is raised where it is handed in") from error
-
-
-def _from_all_ranks(mine: T) -> list[T]:
-    """What every rank has, by rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake":
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return everyone
-
-
-def _refuse_unrepeatable(unlike: list[list[Any]]) -> None:
-    for rank, differences in enumerate(unlike):
+    for rank, differences in enumerate(gather_from_ranks(compare(reference, runs.eager()))):
         if differences:
             raise VerificationError(
                 f"rank {rank}: the model itself, run twice on one batch from one state, gives "
@@ -117,9 +131,40 @@ def _refuse_unrepeatable(unlike: list[list[Any]]) -> None:
                 "no pass can be blamed: set debug.deterministic = true, or look for random "
                 "numbers from a generator of the model's own"
             )
+    on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
+    largest = LargestOfAllRanks()
+    joint = _or_fail_on_all_ranks(runs.capture, largest)
+    steps = pass_by_pass(joint, passes, all_reduce_max=largest)
+    rows: list[Row] = []
+    before: JointGraph | None = None
+    while True:
+        with groups_agreed_on(largest):
+            report = _or_fail_on_all_ranks(lambda: next(steps, None), largest)
+        if report is None:
+            return Verdict(rows, len(reference), [])
+        check_order_across_ranks(joint)
+        mine = compare(reference, runs.graph(joint))
+        gathered = gather_from_ranks((report.nodes, mine))
+        row = Row(report.name, gathered[0][0], [differences for _, differences in gathered])
+        rows.append(row)
+        place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
+        found = f"differs on {len(row.ranks)} of {len(row.found)} ranks"
+        on_event(f"{place}: {found if row.ranks else 'bitwise equal on every rank'}")
+        if row.ranks:
+            break
+        before = copy_graph(joint)
+    if before is None:
+        return Verdict(rows, len(reference), [])
+    on_event(f"{row.name}: looking for the first node that differs, node by node")
+    node = first_difference(runs, before, joint, [difference.name for difference in mine])
+    return Verdict(rows, len(reference), gather_from_ranks(node))
 
 
-def _said(row: Row) -> str:
-    if not row.ranks:
-        return "bitwise equal on every rank"
-    return f"differs on {len(row.ranks)} of {len(row.found)} ranks"
+def _or_fail_on_all_ranks(work: Callable[[], T], largest: LargestOfAllRanks) -> T:
+    """Return what `work` returns, or send its error to the other ranks and raise it."""
+    try:
+        return work()
+    except Exception as error:
+        if not largest.received_failure:
+            check_order_across_ranks(error)
+        raise

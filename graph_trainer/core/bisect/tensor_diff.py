@@ -1,39 +1,39 @@
-"""Values compared bit by bit, and how far apart two of them are."""
+"""Compare tensors bit by bit, and measure how far apart they are."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 Results = dict[str, list[torch.Tensor]]
-"""What one run of a step gives on this rank: by name the plain tensors of the loss, of every
-gradient and of every buffer."""
+"""Result of one run of a step on this rank: by name, the plain tensors of the loss, of each
+gradient and of each buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """One value that is not the same bits as it should be."""
+    """One value whose bits are not the expected ones."""
 
     name: str
-    """What is compared: "loss", "gradient of FQN" or "buffer FQN"."""
+    """ "loss", "gradient of FQN" or "buffer FQN"."""
     max_abs: float
     """The largest |found - wanted|; NaN where one of the two is not a number."""
     max_rel: float
     """The largest |found - wanted| / max(|found|, |wanted|)."""
     note: str = ""
-    """What else differs: the shape, the dtype, or that one of the two is missing."""
+    """A difference in shape or dtype, or that one of the two values is missing."""
 
 
 def digest(value: Any) -> str:
-    """Equal for two values exactly when they are the same bits, of the same shape and dtype.
+    """Digest a value: equal for two values exactly when bits, shapes and dtypes are equal.
 
-    NaNs are compared as bits, and 0.0 is not -0.0. What is no tensor counts by its text.
+    NaNs are compared as bits, and 0.0 differs from -0.0. A value that is no tensor counts by
+    its text.
     """
     if isinstance(value, torch.Tensor):
         data = _contiguous(value)
@@ -48,27 +48,24 @@ def digest(value: Any) -> str:
 
 
 def compare(wanted: Results, found: Results) -> list[Difference]:
-    """Every value that differs, in the order of `wanted`; those that only `found` has follow."""
-    differences = []
-    for name in (*wanted, *(name for name in found if name not in wanted)):
-        difference = _compare_one(name, wanted, found)
-        if difference is not None:
-            differences.append(difference)
-    return differences
-
-
-def _compare_one(name: str, wanted: Results, found: Results) -> Difference | None:
-    for results, note in ((found, "missing"), (wanted, "not there in eager")):
-        if name not in results:
-            return Difference(name, math.nan, math.nan, note)
-    return distance(name, wanted[name], found[name])
+    """List every value that differs: in the order of `wanted`, then those only in `found`."""
+    differences: list[Difference | None] = []
+    for name in dict.fromkeys((*wanted, *found)):
+        if name in wanted and name in found:
+            differences.append(distance(name, wanted[name], found[name]))
+        else:
+            note = "missing" if name in wanted else "not there in eager"
+            differences.append(Difference(name, math.nan, math.nan, note))
+    return [difference for difference in differences if difference is not None]
 
 
 def distance(name: str, wanted: Any, found: Any) -> Difference | None:
-    """How far two values are apart, None where they are the same bits.
+    """Measure how far two values are apart; None where their bits are equal.
 
-    Arguments:
-        wanted, found: tensors, or lists of them; anything else counts by its text.
+    Args:
+        name: of the value.
+        wanted: a tensor or a list of tensors; anything else counts by its text.
+        found: as `wanted`.
     """
     if digest(wanted) == digest(found):
         return None
@@ -96,7 +93,7 @@ def _distance(wanted: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
 
 
 def _most(values: Any) -> float:
-    """The largest; NaN where one is, as torch has it and Python's max does not."""
+    """Return the largest; NaN where one is NaN, which Python's max does not."""
     return float(torch.tensor(list(values), dtype=torch.float64).max())
 
 
@@ -111,8 +108,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 def _kind(tensor: torch.Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-
-
-def copied(results: Mapping[str, list[torch.Tensor]]) -> Results:
-    """The same values in memory of their own."""
-    return {name: [part.detach().clone() for part in parts] for name, parts in results.items()}

@@ -18,9 +18,8 @@ from graph_trainer.cli import main as cli
 from graph_trainer.cli.bisect_table import verdict_table
 from graph_trainer.core.bisect.node_diff import NodeDifference
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.bisect.search import bisect_passes
+from graph_trainer.core.bisect.search import Row, Verdict, bisect_passes
 from graph_trainer.core.bisect.tensor_diff import Difference, compare, digest, distance
-from graph_trainer.core.bisect.verdict import Row, Verdict
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.catalogue import resolve_passes
 from tests.unit.graphs import aten
