@@ -1,9 +1,9 @@
-"""The files of a checkpoint: written beside the others, published whole, checked before use.
+"""The files of a checkpoint: written under another name, renamed when complete, verified on load.
 
-What is written is torch's distributed checkpoint, which anything that reads those can load. It
-is written under a name that no loader takes and renamed when every byte of it is on the disk, so
-a folder called step-N is whole from the first moment, whatever ends the run. `SHA256SUMS` inside
-holds a digest of every file, in the format of the tool of that name: `sha256sum -c SHA256SUMS`.
+The format is torch's distributed checkpoint, which anything that reads those can load. The files
+are written into a folder that no loader takes, which is renamed once every byte is on the disk: a
+folder called step-N is complete whenever it exists. `SHA256SUMS` inside holds a digest of every
+file, in the format of the tool of that name: `sha256sum -c SHA256SUMS`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,74 +28,88 @@ SUMS = "SHA256SUMS"
 METADATA = ".metadata"
 WRITING = "writing-"
 REPLACED = "replaced-"
-"""Before the step's number: the folder that is being written, and the one it takes the place of."""
+"""Before the step's number: the folder that is being written, and the one that it replaces."""
+
+_INLINE_BYTES = 1 << 16
+"""Smaller writes are hashed where they are written: to start another thread takes as long."""
 
 
 class PublishingWriter(FileSystemWriter):
-    """Writes a checkpoint into one folder and renames that to another when all of it is there.
+    """Write a checkpoint into one folder and rename the folder when it is complete.
 
-    Every rank hashes what it writes while it writes it; the coordinator writes the list and
-    renames. An error on any rank comes before that. Costs one pass of SHA-256 over the bytes.
+    Every rank hashes its files while it writes them, on a thread beside the one that saves; the
+    coordinator writes the list of digests and renames. An error on any rank comes before that.
 
-    Arguments:
+    Args:
         path: where to write; what is there is removed first.
         publish_as: the name of the finished checkpoint; what is there is replaced.
+        verify: write the list of digests, at the cost of one pass of SHA-256 over the bytes.
     """
 
-    def __init__(self, path: str | os.PathLike[str], publish_as: str | os.PathLike[str]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], publish_as: str | os.PathLike[str], verify: bool = True
+    ) -> None:
         super().__init__(path)
-        self.fs: _HashingFileSystem = _HashingFileSystem()
         self._publish_as = Path(publish_as)
+        self._hashing: _HashingFileSystem | None = None
+        if verify:
+            self.fs = self._hashing = _HashingFileSystem()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        # Runs on the coordinator when every rank has planned and none has written: the one
-        # moment to remove what a run that was killed left here.
+        """Empty the folder, on the coordinator: all ranks have planned and none has written."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.makedirs(self.path)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the files of this rank.
+
+        Returns:
+            One result for each tensor, with the digest of its file where digests are written.
+        """
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:
-            # torch.save hides what the disk said behind "unexpected pos", and only the
-            # exception itself travels to the other ranks
-            disk = _os_error_behind(error)
+            # torch.save hides the error of the disk behind "unexpected pos", and only the
+            # exception itself is sent to the other ranks
+            disk = _find_os_error(error)
             raise OSError(disk.errno, disk.strerror, str(self.path)) if disk else error from error
-        digests = self.fs.digests
-        hashed: Future[list[WriteResult]] = Future()
-        hashed.set_result(
-            [
+        if self._hashing is not None:
+            digests = self._hashing.digests
+            results = [
                 _HashedResult(
                     r.index, r.size_in_bytes, r.storage_data, digests[r.storage_data.relative_path]
                 )
                 for r in results
             ]
-        )
-        return hashed
+        written: Future[list[WriteResult]] = Future()
+        written.set_result(results)
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write metadata and digests and rename the folder, on the coordinator."""
         super().finish(metadata, results)
-        sums = {
-            r.storage_data.relative_path: r.sha256
-            for of_rank in results
-            for r in of_rank
-            if isinstance(r, _HashedResult)
-        }
-        sums[METADATA] = self.fs.digests[f"{METADATA}.tmp"]
-        written = Path(self.path)
-        with (written / SUMS).open("w") as file:
-            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        publish(written, self._publish_as)
+        folder = Path(self.path)
+        if self._hashing is not None:
+            sums = {
+                r.storage_data.relative_path: r.sha256
+                for of_rank in results
+                for r in of_rank
+                if isinstance(r, _HashedResult)
+            }
+            sums[METADATA] = self._hashing.digests[f"{METADATA}.tmp"]
+            with (folder / SUMS).open("w") as file:
+                file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+                file.flush()
+                os.fsync(file.fileno())
+        publish(folder, self._publish_as)
 
 
 def publish(written: Path, name: Path) -> None:
-    """Give a finished folder its name, in place of what had it.
+    """Rename a finished folder to `name` and remove what had that name.
 
-    Atomic on one file system where nothing has the name yet; otherwise a moment is left in
-    which `clean` has to give the older one its name back.
+    Atomic on one file system where nothing has the name yet. Otherwise there is a moment without
+    that name, after which `clean` restores the older checkpoint.
     """
     _sync_folder(written)
     replaced = name.with_name(f"{REPLACED}{name.name.rpartition('-')[2]}")
@@ -107,9 +122,9 @@ def publish(written: Path, name: Path) -> None:
 
 
 def clean(folder: Path) -> None:
-    """Remove what runs that were killed left among the checkpoints of a folder.
+    """Remove what killed runs left in the folder of all checkpoints.
 
-    A checkpoint that was about to be replaced gets its name back.
+    A checkpoint that was being replaced and has no successor gets its name back.
     """
     for replaced in folder.glob(f"{REPLACED}*"):
         name = replaced.with_name(f"step-{replaced.name.removeprefix(REPLACED)}")
@@ -122,13 +137,15 @@ def clean(folder: Path) -> None:
 
 
 def sums_of(folder: Path) -> dict[str, str] | None:
-    """The digests that were written with a checkpoint: file name -> SHA-256 in hexadecimal.
+    """Read the digests that were written with a checkpoint.
 
-    None where there are none: another program wrote it, or an older graph_trainer.
+    Returns:
+        File name -> SHA-256 in hexadecimal; None where there is no list: another program wrote
+        the checkpoint, or `checkpoint.verify` was off.
 
     Raises:
-        ValueError: there is a list and it is not one.
-        OSError: it cannot be read.
+        ValueError: the file is not such a list.
+        OSError: the file cannot be read.
     """
     try:
         lines = (folder / SUMS).read_text("ascii").splitlines()
@@ -140,24 +157,27 @@ def sums_of(folder: Path) -> dict[str, str] | None:
     return {name: digest for digest, name in pairs}
 
 
-def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
-    """What is wrong with a checkpoint, a line for each file; none means that it can be loaded.
+def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1) -> list[str]:
+    """Find damaged files of a checkpoint.
 
-    Arguments:
+    Args:
         folder: the checkpoint.
-        share, shares: read only every `shares`-th file, starting with this one, so that many
-            ranks can share the work.
+        verify: compare every byte with the digests. Without that, and without digests, files
+            are only checked for existence and size.
+        share: which part of the files to read, 0 to `shares` - 1.
+        shares: the number of parts, so that many ranks can share the work.
 
-    Where no digests were written the files are only looked for and measured.
+    Returns:
+        A line for each damaged file; none where the checkpoint can be loaded.
     """
     try:
-        sums = sums_of(folder)
+        sums = sums_of(folder) if verify else None
         if sums is None:
-            return _too_short(folder) if share == 0 else []
+            return _find_short_files(folder) if share == 0 else []
         if METADATA not in sums:
             return [f"{SUMS} is damaged: it does not list {METADATA}"]
     except (OSError, ValueError) as error:
-        return [_said(error, folder)]
+        return [_format_error(error, folder)]
     found = []
     for name in sorted(sums)[share::shares]:
         try:
@@ -166,20 +186,21 @@ def damage(folder: Path, *, share: int = 0, shares: int = 1) -> list[str]:
         except FileNotFoundError:
             found.append(f"{name} is missing")
         except OSError as error:
-            found.append(_said(error, folder))
+            found.append(_format_error(error, folder))
         else:
             if digest != sums[name]:
                 found.append(f"{name} is truncated or changed: its SHA-256 is not that of {SUMS}")
     return found
 
 
-def _os_error_behind(error: BaseException | None) -> OSError | None:
+def _find_os_error(error: BaseException | None) -> OSError | None:
+    """Search an exception and its causes."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
-def _too_short(folder: Path) -> list[str]:
+def _find_short_files(folder: Path) -> list[str]:
     if not (folder / METADATA).exists():
         return [f"{METADATA} is missing: it was never completed"]
     try:
@@ -189,7 +210,7 @@ def _too_short(folder: Path) -> list[str]:
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
     except Exception as error:  # unpickling damaged bytes raises anything
-        return [f"{METADATA} cannot be read: {_said(error, folder)}"]
+        return [f"{METADATA} cannot be read: {_format_error(error, folder)}"]
     found = []
     for name, end in sorted(needed.items()):
         try:
@@ -202,12 +223,12 @@ def _too_short(folder: Path) -> list[str]:
     return found
 
 
-def _said(error: Exception, folder: Path) -> str:
+def _format_error(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
 
 
 def _sync_folder(folder: Path) -> None:
-    """A rename or a new file is on the disk for sure only when its folder is."""
+    """Write a folder's entries to the disk; a rename or a new file is safe only after that."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -217,21 +238,21 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _HashedResult(WriteResult):
-    """What one rank tells the coordinator of one piece, with the digest of the piece's file."""
+    """What one rank sends the coordinator about one tensor, with the digest of its file."""
 
     sha256: str
 
 
 class _HashingFileSystem(FileSystem):
-    """Hashes each file while it is written: file name -> SHA-256 in `digests`."""
+    """Hash each file while it is written: file name -> SHA-256 in `digests`."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = _HashingStream(stream)  # type: ignore[arg-type]
+        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as thread:
+            hashing = _HashingStream(stream, thread)  # type: ignore[arg-type]
             yield hashing
         self.digests[Path(path).name] = hashing.sha256.hexdigest()
 
@@ -239,13 +260,21 @@ class _HashingFileSystem(FileSystem):
 class _HashingStream:
     """A file to append to. It cannot seek: what is hashed must be what is in the file."""
 
-    def __init__(self, file: BinaryIO) -> None:
+    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor) -> None:
         self._file = file
+        self._thread = thread
         self.sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return self._file.write(data)
+        """Write and hash at the same time; both release the GIL."""
+        if memoryview(data).nbytes < _INLINE_BYTES:
+            self.sha256.update(data)
+            return self._file.write(data)
+        hashed = self._thread.submit(self.sha256.update, data)
+        try:
+            return self._file.write(data)
+        finally:
+            hashed.result()  # the caller may free the bytes
 
     def tell(self) -> int:
         return self._file.tell()

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager, with checkpoints that are whole, checked and never lost."""
+"""torchtitan's checkpoint manager, with complete and verified checkpoints."""
 
 from __future__ import annotations
 
@@ -40,33 +40,45 @@ T = TypeVar("T")
 
 
 class CheckedCheckpointManager(CheckpointManager):
-    """torchtitan's manager and torchtitan's checkpoints, with these promises on top:
+    """Save and load torchtitan's checkpoints as torchtitan does, and guarantee:
 
     - A folder step-N is a complete checkpoint. It is written as writing-N and renamed at the
-      end, so a run that is killed, or that fills the disk, leaves nothing that a later one
-      would take for a checkpoint. What such a run left is removed by the next.
+      end, so a run that is killed, or that fills the disk, leaves nothing that a later run
+      would take for a checkpoint. The next run removes what such a run left.
     - Older checkpoints are removed only once the newer ones are complete.
-    - Before a checkpoint is loaded all ranks together read it once and compare it with the
-      digests that were written with it. Without `checkpoint.load_step` a damaged one is passed
-      over for the newest good one, with a warning that names the file; where none is good that
-      is an error.
+    - Before a checkpoint is loaded, all ranks together read it once and compare it with the
+      digests that were written with it. Without `checkpoint.load_step` the newest good
+      checkpoint is loaded, with a warning that names the files of newer, damaged ones; it is an
+      error if none is good.
 
-    A checkpoint without digests (plain torchtitan's) is looked at for missing and short files
-    only, and the log says so. On remote storage (a folder with "://" in its name), where there is
-    nothing to rename, all is as in torchtitan.
+    A checkpoint without digests (plain torchtitan's, or `checkpoint.verify` off) is checked for
+    missing and short files only, and the log says so. On remote storage (a folder with "://" in
+    its name), which has no rename, everything is as in torchtitan.
+
+    Args:
+        config: the section [checkpoint].
+        components: what torchtitan's manager takes: model parts, optimizers and so on.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """torchtitan's [checkpoint]."""
+        """torchtitan's [checkpoint] and a switch for digests."""
+
+        verify: bool = True
+        """
+        Write a SHA-256 digest of every file with a checkpoint (SHA256SUMS), and compare all bytes
+        with the digests before a checkpoint is loaded. Switched off, files are only checked for
+        existence and size.
+        """
 
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
+        self._verify = config.verify
         self._damaged: set[str] = set()
         self._checked: set[str] = set()
 
     def saves_at(self, step: int, last_step: bool) -> bool:
-        """Whether `save` would write a checkpoint at this step."""
+        """Return whether `save` writes a checkpoint at this step."""
         return self.enable and self._should_save(step, last_step)
 
     # Saving
@@ -80,7 +92,7 @@ class CheckedCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """As torchtitan's, by way of a name that no loader takes.
+        """Save as torchtitan does, into a folder that is renamed when it is complete.
 
         Raises:
             CheckpointError: on every rank, when one of them cannot write.
@@ -112,7 +124,7 @@ class CheckedCheckpointManager(CheckpointManager):
     def _save_as(
         self, state_dict: dict[str, Any], writing: Path, final: Path, async_mode: AsyncMode
     ) -> Future[Any] | AsyncSaveResponse | None:
-        writer = PublishingWriter(writing, publish_as=final)
+        writer = PublishingWriter(writing, publish_as=final, verify=self._verify)
         if async_mode == AsyncMode.ASYNC:
             return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -134,7 +146,10 @@ class CheckedCheckpointManager(CheckpointManager):
             raise self._could_not_save(*self._in_flight, error) from error
 
     def _could_not_save(self, writing: Path, final: Path, error: BaseException) -> CheckpointError:
-        """Every rank is here: the error came out of an exchange that all took part in."""
+        """Remove the unfinished checkpoint and make the error, on every rank.
+
+        The exception has reached all ranks, because it came out of an exchange between them.
+        """
         if dist.get_rank() == 0:
             shutil.rmtree(writing, ignore_errors=True)
         reason = f"{type(error).__name__}: {error}"
@@ -153,7 +168,7 @@ class CheckedCheckpointManager(CheckpointManager):
         )
 
     def _purge_stale_checkpoints(self) -> None:
-        """As torchtitan's, counting no damaged checkpoint among those to keep."""
+        """Queue old checkpoints for removal; damaged ones do not count among those to keep."""
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._should_purge():
@@ -177,11 +192,11 @@ class CheckedCheckpointManager(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """As torchtitan's, after a look at every byte.
+        """Load as torchtitan does, after the files have been verified.
 
         Raises:
-            CheckpointError: on every rank, when the checkpoint is damaged, or lacks what is to
-                be loaded.
+            CheckpointError: on every rank, when the checkpoint is damaged, or lacks values
+                that are to be loaded.
         """
         if not from_hf and not filesystem.is_remote(checkpoint_id):
             found = self._damage(checkpoint_id)
@@ -203,52 +218,56 @@ class CheckedCheckpointManager(CheckpointManager):
             ) from error
 
     def _newest_good_step(self) -> int:
-        """The newest step whose checkpoint is whole, on every rank the same; -1 without any."""
+        """Find the newest step with a good checkpoint, the same on every rank; -1 without any."""
         steps = _from_first_rank(self._steps_there() if dist.get_rank() == 0 else [])
-        told: list[str] = []
+        passed_over: list[str] = []
         for step in steps:
             path = self._create_checkpoint_id(step)
             found = self._damage(path)
             if not found:
-                for line in told:
+                for line in passed_over:
                     logger.warning(f"{line}; going back to step {step}")
                 return step
-            told.append(f"The checkpoint {path} is damaged and not used: {_listed(found)}")
-        if told:
+            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(found)}")
+        if passed_over:
             raise CheckpointError(
-                f"none of the checkpoints in {self.folder} is whole. {'. '.join(told)}. Put a "
-                "good copy in place of one of them, or move them away to train from the start."
+                f"none of the checkpoints in {self.folder} is whole. {'. '.join(passed_over)}. Put "
+                "a good copy in place of one of them, or move them away to train from the start."
             )
         return -1
 
     def _damage(self, path: str) -> list[str]:
-        """What is wrong with a checkpoint, on every rank the same; each reads its share of it."""
+        """Find damaged files, the same on every rank; each rank reads a part of the files."""
         if path in self._checked or (Path(path) / _HF_INDEX).exists():
             return []
-        mine = damage(Path(path), share=dist.get_rank(), shares=dist.get_world_size())
-        everyone: list[list[str]] = [[]] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        found = sorted({line for lines in everyone for line in lines})
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        local = damage(Path(path), verify=self._verify, share=rank, shares=ranks)
+        by_rank: list[list[str]] = [[]] * ranks
+        dist.all_gather_object(by_rank, local)
+        found = sorted({line for lines in by_rank for line in lines})
         if found:
             self._damaged.add(path)
             return found
         self._checked.add(path)
-        if not (Path(path) / SUMS).exists():
+        if self._verify and not (Path(path) / SUMS).exists():
             logger.warning(
-                f"The checkpoint {path} has no {SUMS}: its files are there and long enough, "
-                "what is in them is unverified"
+                f"The checkpoint {path} has no {SUMS}: its files exist and are long enough, "
+                "their content is unverified"
             )
         return []
 
     def _steps_there(self) -> list[int]:
-        """The steps that the folder has a checkpoint of, the newest first."""
+        """List the steps that have a checkpoint, the newest first."""
         folder = Path(self.folder)
         names = [_STEP.fullmatch(p.name) for p in folder.iterdir()] if folder.is_dir() else []
         return sorted((int(name[1]) for name in names if name), reverse=True)
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
-    """The same [checkpoint], built as our manager where it says torchtitan's; others stay."""
+    """Return the config of a CheckedCheckpointManager for that of torchtitan's manager.
+
+    Any other config, one of a user's own manager for example, is returned as it is.
+    """
     if type(config) is not CheckpointManager.Config:
         return config
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
@@ -256,7 +275,7 @@ def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckp
 
 
 def _on_first_rank(work: Callable[[], None]) -> None:
-    """Do something on rank 0 while the others wait; its error is everyone's."""
+    """Run `work` on rank 0 while the other ranks wait; raise its error on every rank."""
     problem = ""
     if dist.get_rank() == 0:
         try:

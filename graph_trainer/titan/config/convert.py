@@ -13,6 +13,7 @@ from torchtitan.models.common.attention import (
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
+from graph_trainer.titan.checkpointer import with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
@@ -45,6 +46,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
         "model_spec": _model_spec(config.model_spec),
         "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
         "parallelism": dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor"),
+        "checkpoint": with_checked_checkpoints(config.checkpoint),
         "tokenizer": ByteBPETokenizer.Config(),
         "dataloader": TextDataLoader.Config(),
         "validator": dataclasses.replace(

@@ -31,7 +31,7 @@ _KINDS = {
         "huggingface": "torchtitan.components.tokenizer:HuggingFaceTokenizer.Config",
     },
     "torchtitan.components.checkpointer.base:BaseCheckpointManager.Config": {
-        "dcp": "torchtitan.components.checkpointer.dcp:CheckpointManager.Config",
+        "dcp": "graph_trainer.titan.checkpointer:CheckedCheckpointManager.Config",
     },
     "torchtitan.components.loss:BaseLoss.Config": {
         "cross_entropy": "torchtitan.components.loss:CrossEntropyLoss.Config",

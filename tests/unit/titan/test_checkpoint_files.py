@@ -1,4 +1,4 @@
-"""A checkpoint appears whole or not at all, and what happens to its files later is seen."""
+"""A checkpoint appears complete or not at all, and later damage to its files is found."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import hashlib
 import pickle
 import resource
 import shutil
+import threading
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from graph_trainer.titan import checkpoint_files
@@ -29,16 +32,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 DATA = "__0_0.distcp"
 
 
-def save(folder: Path, step: int, value: float = 1.0, numel: int = 1000) -> Path:
+def save(
+    folder: Path, step: int, value: float = 1.0, numel: int = 1000, verify: bool = True
+) -> Path:
     final = folder / f"step-{step}"
     state = {"weight": torch.full((numel,), value), "counters": {"step": step}}
-    writer = PublishingWriter(folder / f"writing-{step}", publish_as=final)
+    writer = PublishingWriter(folder / f"writing-{step}", publish_as=final, verify=verify)
     dcp.save(state, storage_writer=writer)
     return final
 
 
 def weight(checkpoint: Path, numel: int = 1000) -> torch.Tensor:
-    """As anything loads it that has never heard of us."""
+    """Load as a program without graph_trainer does."""
     state = {"weight": torch.zeros(numel)}
     dcp.load(state, checkpoint_id=checkpoint)
     return state["weight"]
@@ -92,10 +97,16 @@ def test_shares_are_the_whole_together(tmp_path: Path) -> None:
     assert sorted(sum(shares, [])) == sorted(damage(saved)) and len(damage(saved)) == 2
 
 
-def test_without_digests_missing_and_short_files_are_found(tmp_path: Path) -> None:
-    dcp.save({"weight": torch.ones(1000)}, checkpoint_id=tmp_path / "step-2")
-    plain = tmp_path / "step-2"
-    assert damage(plain) == []
+@pytest.mark.parametrize("case", ["torch's", "saved without", "loaded without"])
+def test_without_digests_missing_and_short_files_are_found(tmp_path: Path, case: str) -> None:
+    plain, verify = tmp_path / "step-2", case != "loaded without"
+    if case == "torch's":
+        dcp.save({"weight": torch.ones(1000)}, checkpoint_id=plain)
+    else:
+        save(tmp_path, 2, verify=not verify)
+    assert (plain / SUMS).exists() == (not verify)
+    assert torch.equal(weight(plain), torch.ones(1000))
+    assert damage(plain, verify=verify) == []
     for name, harm, words in (
         (DATA, cut, f"{DATA} is truncated"),
         (DATA, Path.unlink, f"{DATA} is missing"),
@@ -105,9 +116,41 @@ def test_without_digests_missing_and_short_files_are_found(tmp_path: Path) -> No
         harmed = tmp_path / "harmed"
         shutil.copytree(plain, harmed)
         harm(harmed / name)
-        (line,) = damage(harmed)
+        (line,) = damage(harmed, verify=verify)
         assert line.startswith(words)
         shutil.rmtree(harmed)
+    flip_a_bit(plain / DATA)
+    assert damage(plain, verify=verify) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_large_is_hashed_on_the_training_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+) -> None:
+    hashed: list[tuple[threading.Thread, int]] = []
+
+    class Sha256:
+        def __init__(self) -> None:
+            self.real = hashlib.sha256()
+            self.hexdigest = self.real.hexdigest
+
+        def update(self, data: bytes) -> None:
+            hashed.append((threading.current_thread(), memoryview(data).nbytes))
+            self.real.update(data)
+
+    fake = types.SimpleNamespace(sha256=Sha256, file_digest=hashlib.file_digest)
+    monkeypatch.setattr(checkpoint_files, "hashlib", fake)
+    state = {"weight": torch.ones(100_000)}
+    writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
+    if asynchronous:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dcp.async_save(state, storage_writer=writer).result()  # type: ignore[union-attr]
+    else:
+        dcp.save(state, storage_writer=writer)
+    assert damage(tmp_path / "step-2") == []
+    training = sum(size for thread, size in hashed if thread is threading.main_thread())
+    assert training == 0 if asynchronous else training < 20_000
+    assert sum(size for _, size in hashed) > 400_000
 
 
 @pytest.fixture
