@@ -161,6 +161,13 @@ def test_gpu_runs_small_on_a_cpu() -> None:
     assert all(row["ratio"] > 0 for row in results["variants"].values())
 
 
+def test_digests_of_a_checkpoint_are_measured() -> None:
+    _, results = benchmark("benchmarks.checkpoint", "--mib", "1", "--rounds", "1")
+    assert len(results["rows"]) == 4
+    for row in results["rows"]:
+        assert 0 < row["blocked"] <= row["save"] and row["cpu"] > 0 and row["check"] > 0
+
+
 def test_planning_is_measured_from_command_to_table(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
     table, rows = benchmark("benchmarks.plan", "--cases", "debugmodel:4:2", "--json", str(path))
