@@ -1,15 +1,18 @@
-"""What this machine has, and what will not work on it."""
+"""What this machine has, and what will not work on it.
+
+Facts about the machine come from torch.utils.collect_env where it has them; what they mean for
+training, and what to do about them, is ours.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -18,13 +21,13 @@ import psutil
 import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
-from rich.box import SIMPLE
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
+from torch.utils import collect_env
 
-from graph_trainer.core.runtime.backends.registry import BACKENDS
+from graph_trainer.cli.launcher import usable_cores
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.console import plain_table
 
 LEAST_MEMORY = 4 * GIB
 """Two ranks of the debug model take half of it."""
@@ -44,7 +47,7 @@ class State(Enum):
     """Nothing trains before it is mended."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """One row: what was looked at, and what was found."""
 
@@ -58,23 +61,24 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Look at everything there is, without changing anything; takes a second."""
-    checks: tuple[Callable[[], Iterator[Finding]], ...] = (
-        _system,
-        _packages,
-        _devices,
-        _collectives,
-        _compiler,
-        _memory,
-        _folders,
-        _network,
+    """Examine the machine without changing it; takes a few seconds."""
+    facts = collect_env.get_env_info()
+    checks = (
+        _system(facts),
+        _packages(),
+        _devices(facts),
+        _collectives(),
+        _compiler(),
+        _memory(),
+        _folders(),
+        _network(),
     )
-    return [finding for check in checks for finding in check()]
+    return [finding for check in checks for finding in check]
 
 
 def report(findings: list[Finding]) -> Group:
-    """The findings as a table, and what they keep from working as another."""
-    table = Table(box=SIMPLE, padding=(0, 1, 0, 0), title="This machine", title_justify="left")
+    """Make a table of the findings, and one of what will not work and its remedies."""
+    table = plain_table("This machine")
     table.add_column("what", no_wrap=True)
     table.add_column("found", overflow="fold")
     table.add_column("state", no_wrap=True)
@@ -83,12 +87,7 @@ def report(findings: list[Finding]) -> Group:
     bad = [each for each in findings if each.state is not State.OK]
     if not bad:
         return Group(table, Text("Everything works here."))
-    lacking = Table(
-        box=SIMPLE,
-        padding=(0, 1, 0, 0),
-        title="What will not work here, and what to do",
-        title_justify="left",
-    )
+    lacking = plain_table("What will not work here, and what to do")
     lacking.add_column("what", no_wrap=True)
     lacking.add_column("does not work", overflow="fold", ratio=2)
     lacking.add_column("remedy", overflow="fold", ratio=3)
@@ -97,86 +96,80 @@ def report(findings: list[Finding]) -> Group:
     return Group(table, lacking)
 
 
-def _system() -> Iterator[Finding]:
-    system = f"{platform.system()} {platform.release()} {platform.machine()}"
-    if platform.system() == "Linux":
-        yield Finding(what="system", found=system)
-    else:
-        yield Finding(
-            what="system",
-            found=system,
-            state=State.LIMITED,
-            lacks="torchtitan, which imports triton: there is none for this system",
-            remedy="Train on Linux; elsewhere the core works (import graph_trainer).",
-        )
-    yield Finding(what="python", found=f"{platform.python_version()}, {sys.executable}")
+def _judge(works: bool, what: str, found: str, state: State, lacks: str, remedy: str) -> Finding:
+    """Make a finding that is OK where it works, and else what is given."""
+    return Finding(what, found, state, lacks, remedy) if not works else Finding(what, found)
+
+
+def _system(facts: collect_env.SystemEnv) -> Iterator[Finding]:
+    yield _judge(
+        facts.python_platform.startswith("Linux"),
+        "system",
+        f"{facts.os}, {facts.python_platform}",
+        State.LIMITED,
+        "torchtitan, which imports triton: there is none for this system",
+        "Train on Linux; elsewhere the core works (import graph_trainer).",
+    )
+    yield Finding("python", f"{facts.python_version}, {sys.executable}")
 
 
 def _packages() -> Iterator[Finding]:
-    """Every package that ours asks for, its version held to the range that we say."""
+    """Compare the version of every required package with the range that we ask for."""
     try:
-        asked = importlib.metadata.requires("graph_trainer") or []
-        yield Finding(what="graph_trainer", found=importlib.metadata.version("graph_trainer"))
+        requirements = importlib.metadata.requires("graph_trainer") or []
+        yield Finding("graph_trainer", importlib.metadata.version("graph_trainer"))
     except importlib.metadata.PackageNotFoundError:
+        requirements = []
         yield Finding(
-            what="graph_trainer",
-            found=f"not installed, read from {Path(__file__).parents[1]}",
-            state=State.LIMITED,
-            lacks="the command graph-trainer, and the versions below are not checked",
-            remedy="Install it: pip install -c constraints.txt -e . in the checkout.",
+            "graph_trainer",
+            f"not installed, read from {Path(__file__).parents[1]}",
+            State.LIMITED,
+            "the command graph-trainer, and the versions below are not checked",
+            "Install it: pip install -c constraints.txt -e . in the checkout.",
         )
-        asked = []
-    for text in asked:
-        need = Requirement(text)
+    for need in map(Requirement, requirements):
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
-        yield _package(need)
+        remedy = f"pip install '{need.name}{need.specifier}'"
+        try:
+            found = importlib.metadata.version(need.name)
+        except importlib.metadata.PackageNotFoundError:
+            lacks = "training: graph_trainer and torchtitan import it"
+            yield Finding(need.name, "missing", State.BROKEN, lacks, remedy)
+        else:
+            fits = need.specifier.contains(found, prereleases=True)
+            lacks = f"training, which is written for {need.specifier}"
+            yield _judge(fits, need.name, found, State.BROKEN, lacks, remedy)
 
 
-def _package(need: Requirement) -> Finding:
-    wanted = f"{need.name}{need.specifier}"
-    try:
-        found = importlib.metadata.version(need.name)
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            what=need.name,
-            found="missing",
-            state=State.BROKEN,
-            lacks="training: graph_trainer and torchtitan import it",
-            remedy=f"pip install '{wanted}'",
-        )
-    if not need.specifier.contains(found, prereleases=True):
-        return Finding(
-            what=need.name,
-            found=found,
-            state=State.BROKEN,
-            lacks=f"training, which is written for {need.specifier}",
-            remedy=f"pip install '{wanted}'",
-        )
-    return Finding(what=need.name, found=found)
-
-
-def _devices() -> Iterator[Finding]:
-    driver = shutil.which("nvidia-smi") is not None
+def _devices(facts: collect_env.SystemEnv) -> Iterator[Finding]:
+    for what, version in (
+        ("NVIDIA driver", facts.nvidia_driver_version),
+        ("CUDA of torch", facts.cuda_compiled_version),
+        ("cuDNN", facts.cudnn_version),
+    ):
+        if version:
+            yield Finding(what, version)
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
             memory = f"{properties.total_memory / GIB:.0f} GiB"
-            yield Finding(what=f"GPU {index}", found=f"{properties.name}, {memory}")
+            yield Finding(f"GPU {index}", f"{properties.name}, {memory}")
         return
-    if driver and not torch.backends.cuda.is_built():
+    # Not the driver's version: nvidia-smi may be there and fail.
+    if shutil.which("nvidia-smi") is None:
+        lacks = "NCCL, float8, FlexAttention's backward; ranks train on CPU with gloo, slowly"
+        remedy = "None needed for small models: NGPU says how many CPU ranks to start."
+    elif facts.cuda_compiled_version is None:
         lacks = "the GPUs that nvidia-smi sees: this torch is a build for CPUs"
         remedy = "Install a CUDA build: pip install torch without an extra index for CPU wheels."
-    elif driver:
+    else:
         lacks = "the GPUs that nvidia-smi sees: torch cannot open them"
         remedy = (
             "See what nvidia-smi says, unset CUDA_VISIBLE_DEVICES, and match the driver to CUDA "
-            f"{torch.version.cuda}."
+            f"{facts.cuda_compiled_version}."
         )
-    else:
-        lacks = "NCCL, float8, FlexAttention's backward; ranks train on CPU with gloo, slowly"
-        remedy = "None needed for small models: NGPU says how many CPU ranks to start."
-    yield Finding(what="GPU", found="none", state=State.LIMITED, lacks=lacks, remedy=remedy)
+    yield Finding("GPU", "none", State.LIMITED, lacks, remedy)
 
 
 def _collectives() -> Iterator[Finding]:
@@ -185,57 +178,55 @@ def _collectives() -> Iterator[Finding]:
         ("gloo", dist.is_gloo_available(), not gpus),
         ("nccl", dist.is_nccl_available(), gpus),
     ):
-        if there:
-            yield Finding(what=name, found="available")
-        elif needed:
-            yield Finding(
-                what=name,
-                found="missing from this torch",
-                state=State.BROKEN,
-                lacks="collectives, so no rank can train",
-                remedy="Install a torch from PyTorch's own wheels.",
+        if there or needed:
+            yield _judge(
+                there,
+                name,
+                "available" if there else "missing from this torch",
+                State.BROKEN,
+                "collectives, so no rank can train",
+                "Install a torch from PyTorch's own wheels.",
             )
 
 
 def _compiler() -> Iterator[Finding]:
-    """What Inductor builds its kernels with: on a CPU all of them, on a GPU their launchers."""
+    """Find what Inductor builds its kernels with: on a CPU all of them, on a GPU their launchers.
+
+    collect_env knows gcc's version alone, and not CXX, g++ or the headers of Python.
+    """
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     compiler = shutil.which(name)
     header = Path(sysconfig.get_path("include"), "Python.h")
     works = compiler is not None and header.is_file()
-    usable = [name for name, b in BACKENDS.items() if works or not b.needs_cpp_compiler]
-    yield Finding(what="graph backends", found=", ".join(usable))
+    yield Finding("graph backends", "eager, inductor" if works else "eager")
     lacks = 'compile.backend = "inductor"'
-    if compiler is None:
-        yield Finding(
-            what="C++ compiler",
-            found=f"no {name}",
-            state=State.LIMITED,
-            lacks=lacks,
-            remedy="Install g++ (Debian and Ubuntu: apt install g++), set CXX, or keep "
-            'compile.backend = "eager".',
-        )
-    else:
-        yield Finding(what="C++ compiler", found=compiler)
-    if not header.is_file():
-        yield Finding(
-            what="Python headers",
-            found=f"no {header}",
-            state=State.LIMITED,
-            lacks=lacks,
-            remedy="Install them (Debian and Ubuntu: apt install python3-dev), or keep "
-            'compile.backend = "eager".',
-        )
+    yield _judge(
+        compiler is not None,
+        "C++ compiler",
+        compiler or f"no {name}",
+        State.LIMITED,
+        lacks,
+        "Install g++ (Debian and Ubuntu: apt install g++), set CXX, or keep "
+        'compile.backend = "eager".',
+    )
+    yield _judge(
+        header.is_file(),
+        "Python headers",
+        str(header) if header.is_file() else f"no {header}",
+        State.LIMITED,
+        lacks,
+        "Install them (Debian and Ubuntu: apt install python3-dev), or keep "
+        'compile.backend = "eager".',
+    )
 
 
 def _memory() -> Iterator[Finding]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    yield Finding(what="cores", found=str(cores))
-    free, total = psutil.virtual_memory().available, psutil.virtual_memory().total
+    yield Finding("cores", str(usable_cores()))
+    memory = psutil.virtual_memory()
     yield _space(
         "memory",
-        free,
-        total,
+        memory.available,
+        memory.total,
         LEAST_MEMORY,
         "two CPU ranks, which the system may kill",
         "End other programs, start fewer ranks (NGPU), or lower training.local_batch_size.",
@@ -253,85 +244,75 @@ def _memory() -> Iterator[Finding]:
 
 
 def _folders() -> Iterator[Finding]:
-    from graph_trainer.titan.data.cache import cache_dir
+    remedy = "Free space, or name another: --dump_folder /large/disk/run."
+    yield _folder("output folder", Path.cwd(), "saving checkpoints", remedy)
+    try:
+        from graph_trainer.titan.data.cache import cache_dir
+    except ImportError:  # torchtitan is missing or broken, which a row above says
+        return
+    remedy = "Free space, or name another: GRAPH_TRAINER_CACHE=/folder."
+    yield _folder("cache folder", cache_dir(), "keeping tokenizers", remedy)
 
-    for what, folder, remedy in (
-        (
-            "output folder",
-            Path.cwd(),
-            "Free space, or name another: --dump_folder /large/disk/run.",
-        ),
-        ("cache folder", cache_dir(), "Free space, or name another: GRAPH_TRAINER_CACHE=/folder."),
-    ):
-        there = next(each for each in (folder, *folder.parents) if each.is_dir())
-        if not os.access(there, os.W_OK | os.X_OK):
-            yield Finding(
-                what=what,
-                found=f"{folder} cannot be written",
-                state=State.BROKEN,
-                lacks="a run, which writes there",
-                remedy=remedy,
-            )
-            continue
-        usage = shutil.disk_usage(there)
-        lacks = "saving checkpoints" if what == "output folder" else "keeping tokenizers"
-        yield _space(what, usage.free, usage.total, LEAST_DISK, lacks, remedy)
+
+def _folder(what: str, folder: Path, lacks: str, remedy: str) -> Finding:
+    there = next(each for each in (folder, *folder.parents) if each.is_dir())
+    if not os.access(there, os.W_OK | os.X_OK):
+        found, lacks = f"{folder} cannot be written", "a run, which writes there"
+        return Finding(what, found, State.BROKEN, lacks, remedy)
+    usage = shutil.disk_usage(there)
+    return _space(what, usage.free, usage.total, LEAST_DISK, lacks, remedy)
+
+
+def _space(what: str, free: int, total: int, least: int, lacks: str, remedy: str) -> Finding:
+    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
+    return _judge(free >= least, what, found, State.LIMITED, lacks, remedy)
 
 
 def _network() -> Iterator[Finding]:
     try:
         with socket.create_server(("localhost", 0)) as server:
             port = server.getsockname()[1]
-        yield Finding(what="port", found=f"localhost:{port} can be opened")
+        yield Finding("port", f"localhost:{port} can be opened")
     except OSError as error:
         yield Finding(
-            what="port",
-            found=f"none on localhost: {error}",
-            state=State.BROKEN,
-            lacks="torchrun, whose ranks meet there",
-            remedy="Let localhost resolve to 127.0.0.1 in /etc/hosts, and the loopback be up.",
+            "port",
+            f"none on localhost: {error}",
+            State.BROKEN,
+            "torchrun, whose ranks meet there",
+            "Let localhost resolve to 127.0.0.1 in /etc/hosts, and the loopback be up.",
         )
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
         address = "no address"
-    if address.startswith("127.") or address == "no address":
-        yield Finding(
-            what="host name",
-            found=f"{name} is {address}",
-            state=State.LIMITED,
-            lacks="several machines (NNODES): the others cannot reach this one by its name",
-            remedy="Give the name its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME to the interface between them.",
-        )
-    else:
-        yield Finding(what="host name", found=f"{name} is {address}")
+    yield _judge(
+        not address.startswith("127.") and address != "no address",
+        "host name",
+        f"{name} is {address}",
+        State.LIMITED,
+        "several machines (NNODES): the others cannot reach this one by its name",
+        "Give the name its address in /etc/hosts, or set GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME to the interface between them.",
+    )
     yield from _rendezvous()
 
 
 def _rendezvous() -> Iterator[Finding]:
-    """Where several machines meet, where RDZV_ENDPOINT names it."""
+    """Look up the rendezvous of several machines, where RDZV_ENDPOINT names it."""
     endpoint = os.environ.get("RDZV_ENDPOINT")
     if endpoint is None:
         return
     host, _, port = endpoint.rpartition(":")
     try:
         socket.getaddrinfo(host, int(port))
-        yield Finding(what="RDZV_ENDPOINT", found=f"{endpoint} resolves")
+        yield Finding("RDZV_ENDPOINT", f"{endpoint} resolves")
     except (OSError, ValueError, OverflowError) as error:
         yield Finding(
-            what="RDZV_ENDPOINT",
-            found=f"{endpoint}: {error}",
-            state=State.BROKEN,
-            lacks="training on several machines, which meet there",
-            remedy="Set it to host:port of the machine with NODE_RANK=0, by a name or an address "
+            "RDZV_ENDPOINT",
+            f"{endpoint}: {error}",
+            State.BROKEN,
+            "training on several machines, which meet there",
+            "Set it to host:port of the machine with NODE_RANK=0, by a name or an address "
             "that every machine resolves.",
         )
-
-
-def _space(what: str, free: int, total: int, least: int, lacks: str, remedy: str) -> Finding:
-    found = f"{free / GIB:.1f} GiB free of {total / GIB:.1f}"
-    if free >= least:
-        return Finding(what=what, found=found)
-    return Finding(what=what, found=found, state=State.LIMITED, lacks=lacks, remedy=remedy)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import platform
 import shutil
 import socket
 import subprocess
@@ -17,12 +16,25 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils import collect_env
 
 from graph_trainer.cli import main as cli
 from graph_trainer.cli.doctor import Finding, State, examine, report
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.console import print_table
 
 Usage = namedtuple("Usage", "total used free")
+FACTS = collect_env.SystemEnv(
+    **dict.fromkeys(collect_env.SystemEnv._fields)
+    | {
+        "os": "An OS (x86_64)",
+        "python_platform": "Linux-6.1",
+        "python_version": "3.12.1",
+        "nvidia_driver_version": "580.65.06",
+        "cuda_compiled_version": "13.0",
+        "cudnn_version": "9.10",
+    }
+)
 
 
 @pytest.fixture
@@ -34,6 +46,7 @@ def machine(monkeypatch, tmp_path):
     versions = {"torch": "2.14.1+cu130", "triton": "3.7.1"}
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
+    monkeypatch.setattr(collect_env, "get_env_info", lambda: FACTS)
     gpu = SimpleNamespace(name="GPU of a kind", total_memory=80 * GIB)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -58,27 +71,25 @@ def fails(error):
     return function
 
 
-def no_package(name):
+def facts(**other):
+    return lambda m: m.setattr(collect_env, "get_env_info", lambda: FACTS._replace(**other))
+
+
+def version_of(name, found):
+    """Another version of a package; None where it is not installed."""
     real = importlib.metadata.version
 
     def version(asked):
-        if asked == name:
+        if asked == name and found is None:
             raise importlib.metadata.PackageNotFoundError(asked)
-        return real(asked)
+        return found if asked == name else real(asked)
 
     return lambda m: m.setattr(importlib.metadata, "version", version)
 
 
-def version_of(name, found):
-    real = importlib.metadata.version
-    return lambda m: m.setattr(
-        importlib.metadata, "version", lambda asked: found if asked == name else real(asked)
-    )
-
-
 def without_gpu(m, *, driver=False, cuda=False):
     m.setattr(torch.cuda, "is_available", lambda: False)
-    m.setattr(torch.backends.cuda, "is_built", lambda: cuda)
+    facts(nvidia_driver_version=None, cuda_compiled_version="13.0" if cuda else None)(m)
     m.setattr(shutil, "which", lambda name: None if name == "nvidia-smi" and not driver else name)
 
 
@@ -107,15 +118,15 @@ def environment(name, value):
 # How the machine is made to lack something; the row it shows in; how bad it is; what the row says.
 LACKS = {
     "another system": (
-        lambda m: m.setattr(platform, "system", lambda: "Plan9"),
+        facts(python_platform="Plan9-4"),
         ("system", State.LIMITED, ["Plan9", "triton", "Linux"]),
     ),
     "torchtitan missing": (
-        no_package("torchtitan"),
+        version_of("torchtitan", None),
         ("torchtitan", State.BROKEN, ["missing", "pip install 'torchtitan==0.3.0'"]),
     ),
     "triton missing": (
-        no_package("triton"),
+        version_of("triton", None),
         ("triton", State.BROKEN, ["missing", "pip install 'triton'"]),
     ),
     "torch too old": (
@@ -225,6 +236,8 @@ def test_a_machine_that_lacks_nothing_is_told_so(machine, capsys):
     assert "Everything works here." in out
     for part in ("2.14.1+cu130", "GPU 1", "GPU of a kind, 80 GiB", "nccl", "eager, inductor"):
         assert part in out
+    for fact in filter(None, FACTS):
+        assert fact in out
 
 
 @pytest.mark.parametrize("kind", LACKS)
@@ -263,8 +276,7 @@ def test_without_gpus_gloo_is_what_trains(machine):
 
 
 def test_long_findings_wrap_within_100_columns_and_lose_nothing(capsys):
-    long = Finding(what="x", found="7" * 300, state=State.BROKEN, lacks="8" * 199, remedy="9" * 399)
-    cli._print_table(report([long]))
+    print_table(report([Finding("x", "7" * 300, State.BROKEN, "8" * 199, "9" * 399)]))
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 100
     assert [out.count(letter) for letter in "789"] == [300, 199, 399]
