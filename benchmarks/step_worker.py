@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 from benchmarks.turns import orders
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.graph.joint_graph import JointGraph, Signature
+from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave

@@ -9,8 +9,9 @@ from itertools import zip_longest
 
 import torch
 
+from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.analysis.collectives import entry_text
-from graph_trainer.core.analysis.rank_classes import RankClasses, Ranks
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import (
     module_of,
     tensors_of,

@@ -17,8 +17,8 @@ from graph_trainer.core.analysis.collective_kinds import (
     Effect,
     kind_named,
 )
-from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 
 WARM_UP = 3

@@ -11,7 +11,7 @@ from typing import IO, Any, TypeVar
 
 import tomli
 
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.fingerprint import Entry, Fingerprint
 from graph_trainer.titan.config.messages import did_you_mean, show

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from graph_trainer.core.analysis.collective_purpose import traffic_of
 from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.simulation.simulate import Simulation

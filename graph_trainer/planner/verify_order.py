@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.proof import OrderProof, prove_order
 from graph_trainer.core.ordering.sequences import Sequence, issued_by
 from graph_trainer.core.passes.context import AllReduceMax

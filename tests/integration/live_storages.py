@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from graph_trainer.core.analysis.live_storages import LiveStorages
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -15,6 +14,7 @@ from graph_trainer.core.graph.annotations import (
     is_backward,
 )
 from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.runtime.step import compile
 from tests.integration.recorded import Recorded
 

@@ -19,6 +19,9 @@ FUNCTIONAL_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_
 
 _INPUTS = ("input", "inputs", "tensor", "tensors", "input_tensor", "input_tensors")
 
+Ranks = tuple[int, ...]
+"""Global ranks of a process group, in group order."""
+
 GlooBytes = Callable[[Sequence[int], Sequence[int]], int]
 """Scratch memory of a collective, in bytes, from the bytes of each tensor sent and received."""
 

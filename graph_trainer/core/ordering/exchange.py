@@ -8,6 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
+from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.analysis.collective_purpose import data_parallel_groups
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -20,7 +21,7 @@ from graph_trainer.core.ordering.members import (
     first_difference,
     refuse_order,
 )
-from graph_trainer.core.ordering.sequences import Ranks, Sequence, issued_by, waited_text
+from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
 from graph_trainer.errors import VerificationError
 
 Digests = dict[Ranks, str]

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NoReturn, TypeVar
 
+from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.ordering.all_to_all import first_mismatch
-from graph_trainer.core.ordering.sequences import Issued, Ranks
+from graph_trainer.core.ordering.sequences import Issued
 from graph_trainer.errors import VerificationError
 
 REMEDY = (

@@ -21,8 +21,6 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.ordering.all_to_all import Splits
 from graph_trainer.core.torch_private import group_ranks
 
-Ranks = tuple[int, ...]
-
 # Namespaces whose ops only compute, whatever their names.
 _COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
 # Modules of the functions that compute with sizes.

@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.collective_kinds import Result
-from graph_trainer.core.analysis.partitions import Partition, joined, partitions_of
+from graph_trainer.core.analysis.mesh_groups import Partition, joined, partitions_of
 from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from graph_trainer.cli.plan import main as plan_main
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce

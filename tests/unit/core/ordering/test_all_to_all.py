@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.exchange import check_same_collectives
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by

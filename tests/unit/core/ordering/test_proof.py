@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graph_trainer.core.analysis.rank_classes import RankClasses
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.exchange import all_agree, summary_of
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of

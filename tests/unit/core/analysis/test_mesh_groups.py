@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.partitions import Partitions, joined, partitions_of
+from graph_trainer.core.analysis.mesh_groups import Partitions, joined, partitions_of
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import mean_square
 
