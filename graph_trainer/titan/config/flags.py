@@ -12,13 +12,14 @@ import tyro
 from torchtitan.config import ConfigManager
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config import kinds
 from graph_trainer.titan.config.fields import (
+    NONE,
     field_hints,
     is_nullable,
     is_suppressed,
     section_classes,
     settable_keys,
+    short_names,
 )
 from graph_trainer.titan.config.messages import COMMAND_LINE, did_you_mean_key, show
 from graph_trainer.titan.config.run_config import NOT_TORCH_COMPILE
@@ -35,16 +36,13 @@ class Flags:
     config: str | None
     types: dict[str, Any]
     """Nested table of the `--section.type name` flags."""
+    passes: list[str]
+    """The entries of --compile.passes, which stays in `rest`."""
     rest: list[str]
-
-    @property
-    def wants_help(self) -> bool:
-        """Whether the help text is asked for."""
-        return any(a in ("-h", "--help") for a in self.rest)
 
 
 def flag_keys(args: Sequence[str]) -> frozenset[str]:
-    """The keys that a command line's flags set, as `section.key`."""
+    """Return the keys that a command line's flags set, as `section.key`."""
     names = (a[2:].partition("=")[0].replace("-", "_") for a in args if a.startswith("--"))
     # --section.no_key is how a boolean is set to false.
     return frozenset(k for name in names for k in (name, name.replace(".no_", ".")))
@@ -85,14 +83,27 @@ def split_flags(argv: Sequence[str]) -> Flags:
             table["type"] = value
         else:
             named[flag[2:]] = value
-    return Flags(named.get("module"), named.get("config"), types, rest)
+    return Flags(named.get("module"), named.get("config"), types, pass_entries(rest), rest)
+
+
+def pass_entries(argv: Sequence[str]) -> list[str]:
+    """Return the entries of the flag --compile.passes, which is written a,b,c."""
+    entries: list[str] = []
+    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, equals, value = word.partition("=")
+        if flag == "--compile.passes":
+            entries += (value if equals else following).split(",")
+    return entries
 
 
 def parse_flags(config: Any, args: list[str], prog: str) -> Any:
-    """A copy of `config` with the flags applied.
+    """Return a copy of `config` with the flags applied.
 
-    Arguments:
+    Args:
+        config: the config that the flags override.
+        args: the flags.
         prog: the command's name in the help text.
+
     Raises:
         ConfigError: an unknown flag, or a value that it does not take.
         SystemExit: after --help, with code 0.
@@ -101,7 +112,7 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
     ConfigManager.register_tyro_rules(registry)
     asks_help = any(a in ("-h", "--help") for a in args)
     printed = io.StringIO()
-    # Help is for the terminal as it is; errors are caught to be told in our own words.
+    # Help goes to the terminal unchanged; errors are caught and worded as ours.
     redirect: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if not asks_help:
         redirect = contextlib.ExitStack()
@@ -153,14 +164,14 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
     section, _, leaf = key.partition(".")
     holder = getattr(config, section, None)
     if section == "compile" and is_suppressed(field_hints(type(holder)).get(leaf)):
-        return ConfigError(f"{COMMAND_LINE}: --{key}: {NOT_TORCH_COMPILE}. {remedy}")
+        return ConfigError(f"{COMMAND_LINE}: --{key}: {'. '.join(NOT_TORCH_COMPILE)} {remedy}")
     if "." in key and getattr(config, section, 0) is None:
-        guess = f"[{section}] is switched off; --{section}.type chooses what it shall be. "
+        guess = f"[{section}] is switched off; --{section}.type chooses its component. "
     return ConfigError(f"{COMMAND_LINE}: --{key}{given}: unknown flag. {guess}{remedy}")
 
 
 def _plain_message(text: str, args: list[str], prog: str) -> str:
-    """What tyro's framed message says is wrong, as one line with our spelling of flags."""
+    """Return what tyro's framed message says is wrong, as one line with our spelling of flags."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.strip("│| \t") for line in text.splitlines()]
     # Without UTF-8 the frame is spaces and dashes, and the title a paragraph of its own.
@@ -173,13 +184,13 @@ def _plain_message(text: str, args: list[str], prog: str) -> str:
             paragraphs.append([])
         elif line:
             paragraphs[-1].append(line)
-    told = [" ".join(p) for p in (paragraphs if framed else paragraphs[1:]) if p]
-    message = told[0] if told else " ".join(lines)
+    parts = [" ".join(p) for p in (paragraphs if framed else paragraphs[1:]) if p]
+    message = parts[0] if parts else " ".join(lines)
     message = re.sub(
         r"--[\w.-]*\w", lambda m: "--" + m.group()[2:].replace("-", "_"), message
     ).rstrip(".")
     if section := re.match(r"Error parsing ([a-z_.-]+):", message):
-        # A section's own check, which does not say what it was given.
+        # The check of a section, whose message has no flag in it.
         prefix = f"--{section.group(1).replace('-', '_')}."
         given = [
             " ".join(args[i : i + 2])
@@ -214,8 +225,8 @@ def _typed_sections(config: Any, prefix: str = "") -> list[tuple[str, list[str]]
     found: list[tuple[str, list[str]]] = []
     for name, hint in field_hints(type(config)).items():
         members = section_classes(hint)
-        if names := kinds.short_names(members):
-            off = [kinds.NONE] if is_nullable(hint) else []
+        if names := short_names(members):
+            off = [NONE] if is_nullable(hint) else []
             found.append((prefix + name, [*names, *off]))
         value = getattr(config, name)
         if members and dataclasses.is_dataclass(value) and name != "model_spec":

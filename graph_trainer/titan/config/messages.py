@@ -22,12 +22,12 @@ class Origin:
     """The keys that flags set."""
 
     def of(self, *keys: str) -> str:
-        """The place of the first of these keys that a flag set, otherwise the file."""
+        """Return the command line where a flag set one of these keys, otherwise the file."""
         return COMMAND_LINE if any(key in self.flags for key in keys) else self.file
 
 
 def show(value: Any) -> str:
-    """`value` as a TOML author would write it, cut after 80 characters."""
+    """Format `value` as a TOML author would write it, cut after 80 characters."""
     text = _as_toml(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -46,17 +46,18 @@ def _as_toml(value: Any) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "Did you mean a, b or c? " for the known names close to `name`, or ""."""
+    """Format the known names close to `name`: "Did you mean a, b or c? ", or ""."""
     close = nearest(name, known)
     return f"Did you mean {join_or(close)}? " if close else ""
 
 
 def did_you_mean_key(key: str, here: Iterable[str], everywhere: Iterable[str]) -> str:
-    """`did_you_mean` for a full key: its siblings, then its name in another section.
+    """Do `did_you_mean` for a full key: its siblings, then its name in another section.
 
     The right key in the wrong section is as common as a typo.
 
-    Arguments:
+    Args:
+        key: what was written, as `section.key`.
         here: the known keys of the same section, as `section.key`.
         everywhere: all known keys, as `section.key`.
     """
@@ -70,17 +71,18 @@ def did_you_mean_key(key: str, here: Iterable[str], everywhere: Iterable[str]) -
 
 
 def join_or(names: Iterable[str]) -> str:
-    """ "a", "a or b", "a, b or c"."""
+    """Join names: "a", "a or b", "a, b or c"."""
     listed = list(names)
     return ", ".join(listed[:-1]) + " or " + listed[-1] if len(listed) > 1 else "".join(listed)
 
 
 def bad_value(where: str | Origin, key: str, value: Any, problem: str, remedy: str) -> ConfigError:
-    """The error for a known key whose value cannot be used.
+    """Make the error for a known key whose value cannot be used.
 
-    Arguments:
+    Args:
         where: the file, or "command line", or the origin of a merged config's keys.
         key: the full key, `section.key`.
+        value: what was given.
         problem: what is wrong, a clause without a full stop.
         remedy: what to write instead, a sentence.
     """

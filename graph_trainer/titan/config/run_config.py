@@ -1,19 +1,21 @@
-"""The sections of the config that are graph_trainer's own."""
+"""The sections of the config that are graph_trainer's own, and the whole config."""
 
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, make_dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
 from torchtitan.config import CompileConfig
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.catalogue import resolve_passes
-from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions
-from graph_trainer.core.passes.overlap.schedule_overlap import ScheduleOverlapOptions
+from graph_trainer.core.passes.base import Pass
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.errors import ConfigError
 
 # help, schema and checks of compile.backend show what the registry lists
 if TYPE_CHECKING:
@@ -23,15 +25,22 @@ else:
 
 NOT_TORCH_COMPILE = (
     "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
-    "configures the captured step. Leave it out and set compile.mode, compile.backend and "
-    "compile.passes"
+    "configures the captured step",
+    "Leave it out and set compile.mode, compile.backend and compile.passes.",
 )
-"""What is said about the inherited keys of [compile]."""
+"""Problem and remedy of an inherited key of [compile]."""
 
 
 @dataclass(kw_only=True, slots=True)
 class GraphCompileConfig(CompileConfig):
-    """[compile]: how the train step is captured, transformed and run."""
+    """[compile]: how the train step is captured, transformed and run.
+
+    A pass with options has a section of its own, [compile.NAME]. `with_passes` makes the
+    subclass that has these sections, so that no field here names a pass.
+    """
+
+    pass_of_section: ClassVar[Mapping[str, Pass]] = MappingProxyType({})
+    """Name of a section below [compile] -> the pass whose options it has."""
 
     mode: Literal["aot_fx_trace", "eager"] = "aot_fx_trace"
     """
@@ -47,28 +56,13 @@ class GraphCompileConfig(CompileConfig):
 
     passes: list[str] = field(default_factory=lambda: ["default"])
     """
-    The graph passes to run, in order. "default" stands for the default list, which any
-    other pass beside it joins at its stage; entries are names as `graph-trainer passes`
-    lists them.
+    The graph passes to run, in order: names as `graph-trainer passes` lists them, or
+    "package.module:name" for a pass of your own. "default" stands for the default list, which
+    any other pass beside it joins at its stage.
     """
 
     disable_passes: list[str] = field(default_factory=list)
     """Passes to leave out of the list above, by name."""
-
-    bucketing: BucketCollectivesOptions = field(default_factory=BucketCollectivesOptions)
-    """
-    How the pass bucket_collectives merges collectives; not at all unless a strategy is set.
-    No effect in mode "eager".
-    """
-
-    overlap_fsdp: OverlapFsdpOptions = field(default_factory=OverlapFsdpOptions)
-    """How far the pass overlap_fsdp reaches, where it is in the list. No effect in mode "eager"."""
-
-    schedule_overlap: ScheduleOverlapOptions = field(default_factory=ScheduleOverlapOptions)
-    """
-    How far the pass schedule_overlap reaches, where it is in the list. No effect in mode
-    "eager".
-    """
 
     hardware: str | None = None
     """
@@ -80,10 +74,10 @@ class GraphCompileConfig(CompileConfig):
     memory_limit_gib: float | None = None
     """
     The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
-    optimizer state, gradients and what the graph allocates, without the gaps that an
-    allocator leaves (`graph-trainer plan` tells them). An optional pass (bucketing,
-    overlap) that needs more is rolled back; a step that needs more without any is refused before it
-    is taken. Unset for no limit.
+    optimizer state, gradients and what the graph allocates, without the gaps that an allocator
+    leaves (`graph-trainer plan` shows them). An optional pass (bucketing, overlap) that needs
+    more is rolled back; a step that needs more without such passes is refused before it runs.
+    Unset for no limit.
     """
 
     verify_passes: bool = False
@@ -93,12 +87,12 @@ class GraphCompileConfig(CompileConfig):
 
     max_graphs: int = 8
     """
-    How many captured graphs are kept, one for each shape of batch. Beyond it the one
-    used longest ago is dropped and captured again when its shape comes back.
+    How many captured graphs are kept, one for each shape of batch. Beyond this number the one
+    used longest ago is dropped, and captured again when its shape comes back.
     """
 
-    # torchtitan's torch.compile switches mean nothing to a captured step. They stay,
-    # because torchtitan's components read them, and can be set from nowhere.
+    # torchtitan's torch.compile switches have no effect on a captured step. torchtitan's
+    # components read them, so they stay, but neither files nor flags can set them.
     enable: Annotated[bool, tyro.conf.Suppress] = False
     enable_async_tensor_parallel: Annotated[bool, tyro.conf.Suppress] = False
     components: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
@@ -112,7 +106,7 @@ class GraphTrainerConfig(Trainer.Config):
     # torchtitan's own trainer until then.
     _owner: ClassVar[type | None] = None
 
-    compile: GraphCompileConfig = field(default_factory=GraphCompileConfig)
+    compile: GraphCompileConfig = field(default_factory=lambda: with_passes(GraphCompileConfig(), ()))
 
     module: Annotated[str, tyro.conf.Suppress] = ""
     """The module whose config_registry `base` is looked up in."""
@@ -121,48 +115,88 @@ class GraphTrainerConfig(Trainer.Config):
     """The registry entry that this config began as."""
 
 
-class PassSection(NamedTuple):
-    """A section [compile.NAME] of a pass's options."""
+def with_passes(config: GraphCompileConfig, entries: Iterable[object]) -> GraphCompileConfig:
+    """Return a copy of a [compile] section that has a section for every pass with options.
 
-    name: str
-    pass_name: str
-    options: Any
-    """What the pass takes."""
-    is_default: bool
+    Args:
+        config: the section. Passes of a user's own in its list get a section.
+        entries: entries of other lists of passes, whose passes get a section too. Whatever is
+            not "package.module:name" is left out.
+
+    Raises:
+        PassError: an entry names no pass.
+        ConfigError: two passes have a section of one name.
+    """
+    named = [e for e in [*config.passes, *entries] if isinstance(e, str) and ":" in e]
+    passes = [*registered_passes().values(), *config.pass_of_section.values()]
+    cls = _compile_class(tuple(dict.fromkeys([*passes, *map(load_pass, named)])))
+    return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
 
 
-def pass_sections(config: GraphCompileConfig) -> list[PassSection]:
-    """The options of those passes that have a section of their own."""
-    return [
-        PassSection(name, pass_name, options, options == type(options)())
-        for name, pass_name, options in (
-            ("bucketing", "bucket_collectives", config.bucketing),
-            ("overlap_fsdp", "overlap_fsdp", config.overlap_fsdp),
-            ("schedule_overlap", "schedule_overlap", config.schedule_overlap),
-        )
-    ]
+@functools.cache
+def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
+    """Make the class of [compile] with the sections of these passes."""
+    sections: dict[str, Pass] = {}
+    keys = {f.name for f in fields(GraphCompileConfig)}
+    for each in passes:
+        if not fields(each.options_type):
+            continue
+        if each.section in keys | sections.keys():
+            raise ConfigError(
+                f"compile.passes: the options of the pass {each.name} would be "
+                f"[compile.{each.section}], which exists already. Give the pass another name or "
+                "section."
+            )
+        sections[each.section] = each
+    # Help and schema read the documentation of dynamic fields here.
+    documented = (f"    {s}: Options of the pass {p.name}: {p.summary}." for s, p in sections.items())
+    first_line = (GraphCompileConfig.__doc__ or "").partition("\n")[0]
+    return make_dataclass(
+        GraphCompileConfig.__name__,
+        [
+            (section, each.options_type, field(default_factory=each.options_type))
+            for section, each in sections.items()
+        ],
+        bases=(GraphCompileConfig,),
+        namespace={
+            "__doc__": "\n".join([first_line, "", "Args:", *documented]),
+            "__module__": __name__,
+            "pass_of_section": MappingProxyType(sections),
+        },
+        kw_only=True,
+        slots=True,
+    )
 
 
 def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
-    """What the passes are told; `more` are fields that other sections decide.
+    """Make what the pipeline is given of [compile].
+
+    Args:
+        config: the section.
+        more: fields of `PassConfig` that other sections decide.
 
     Raises:
         PassError: a pass that is unknown or out of place.
         ConfigError: `compile.hardware` is no profile.
     """
     named = config.hardware
-    passes = PassConfig(
+    listed = resolve_passes(config.passes, config.disable_passes)
+    changed = changed_sections(config)
+    return PassConfig(
         passes=tuple(config.passes),
         disable_passes=tuple(config.disable_passes),
+        options={p.name: getattr(config, p.section) for p in listed if p.section in changed},
         verify_passes=config.verify_passes,
         memory_limit_gib=config.memory_limit_gib,
         hardware=None if named is None else load_hardware(named, "compile.hardware"),
         **more,
     )
-    listed = {p.name for p in resolve_passes(passes.passes, passes.disable_passes)}
-    options = {
-        s.pass_name: s.options
-        for s in pass_sections(config)
-        if s.pass_name in listed and not s.is_default
+
+
+def changed_sections(config: GraphCompileConfig) -> dict[str, Pass]:
+    """Return the sections of passes whose options are not the defaults, with their passes."""
+    return {
+        section: each
+        for section, each in config.pass_of_section.items()
+        if getattr(config, section) != each.options_type()
     }
-    return replace(passes, options=options)

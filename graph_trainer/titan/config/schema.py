@@ -2,23 +2,31 @@
 
 import dataclasses
 import inspect
-import typing
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Union
 
 import docstring_parser
+from pydantic import TypeAdapter
 
-from graph_trainer.titan.config import kinds
+from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.titan.config.fields import (
+    NONE,
+    UNSET,
     alternatives,
-    bare,
-    field_hints,
+    class_path,
+    import_class,
     is_nullable,
-    is_suppressed,
+    required_fields,
     section_classes,
+    settable_hints,
+    short_names,
+    table_class,
 )
-from graph_trainer.titan.config.merge import UNSET
-from graph_trainer.titan.config.run_config import GraphCompileConfig, GraphTrainerConfig
+from graph_trainer.titan.config.run_config import (
+    GraphCompileConfig,
+    GraphTrainerConfig,
+    with_passes,
+)
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
     known_modules,
@@ -28,17 +36,22 @@ from graph_trainer.titan.config.sources import (
 
 _Schema = dict[str, Any]
 
-_PLAIN = {bool: "boolean", int: "integer", float: "number", str: "string"}
 
+def toml_schema(passes: Iterable[str] = ()) -> _Schema:
+    """Make the JSON schema (draft 2020-12) of a config file, as plain dictionaries.
 
-def toml_schema() -> _Schema:
-    """The JSON schema (draft 2020-12) of a config file, as plain dictionaries.
+    It says what `load_config` takes from a file: sections, keys, types, choices, and our keys
+    `base`, `module`, `type` and `unset`, each with its documentation. Checks that need two keys
+    or the number of ranks stay with the loader.
 
-    It says what `load_config` takes from a file: sections, keys, types, choices, and our own
-    keys `base`, `module`, `type` and `unset`, each with its documentation. Checks that need
-    two keys or the number of ranks stay with the loader.
+    Args:
+        passes: passes of a user's own that the file may name, as "package.module:name".
+
+    Raises:
+        PassError: an entry of `passes` names no pass.
     """
-    writer = _Writer()
+    own = [entry for entry in passes if ":" in entry]
+    writer = _Writer(with_passes(GraphCompileConfig(), own), own)
     top = writer.table(GraphTrainerConfig)
     top["properties"] = {
         "base": {
@@ -78,19 +91,21 @@ def _entries(module: str) -> _Schema:
 
 
 class _Writer:
-    """Schemas of config classes; those that sections share stand once, under $defs."""
+    """Write schemas of config classes; a class that sections share has one, under $defs."""
 
-    def __init__(self) -> None:
+    def __init__(self, compile_config: GraphCompileConfig, own_passes: list[str]) -> None:
         self.definitions: dict[str, _Schema] = {}
+        self.compile_type = type(compile_config)
+        self.own_passes = own_passes
 
     def table(self, cls: type) -> _Schema:
-        """A section that configures `cls`, or the entry of a list of tables."""
-        hints = {k: h for k, h in field_hints(cls).items() if not is_suppressed(h)}
+        """Describe a section that configures `cls`, or the entry of a list of tables."""
+        hints = settable_hints(cls)
         documented = _documentation(cls)
         properties: dict[str, _Schema] = {}
         for name, hint in hints.items():
-            said: _Schema = {"description": documented[name]} if name in documented else {}
-            properties[name] = said | self.value(hint)
+            text = {"description": documented[name]} if name in documented else {}
+            properties[name] = text | self.value(hint)
         nullable = [name for name, hint in hints.items() if is_nullable(hint)]
         if nullable and UNSET not in hints:
             properties[UNSET] = {
@@ -98,8 +113,14 @@ class _Writer:
                 "type": "array",
                 "items": {"enum": nullable},
             }
-        if cls is GraphCompileConfig:
-            _name_the_passes(properties)
+        if cls is self.compile_type:
+            # The entries of these two lists are names that a type cannot list.
+            known = list(registered_passes())
+            own = [each.name for each in self.compile_type.pass_of_section.values()]
+            entry = {"pattern": ":", "description": "A pass of your own: package.module:name"}
+            names = {"enum": ["default", *known, *self.own_passes]}
+            properties["passes"]["items"] = {"anyOf": [names, entry], "type": "string"}
+            properties["disable_passes"]["items"] = {"enum": list(dict.fromkeys([*known, *own]))}
         schema: _Schema = {"type": "object"}
         if text := _class_documentation(cls):
             schema["description"] = text
@@ -107,60 +128,30 @@ class _Writer:
         return schema
 
     def value(self, hint: Any) -> _Schema:
-        sections = section_classes(hint)
-        if sections:
+        """Describe the values of a type."""
+        if sections := section_classes(hint):
             return self.section(sections, is_nullable(hint))
-        options = [self.plain(a) for a in alternatives(hint) if a is not type(None)]
-        return options[0] if len(options) == 1 else {"anyOf": options}
-
-    def plain(self, option: Any) -> _Schema:
-        option = bare(option)
-        origin, args = typing.get_origin(option), typing.get_args(option)
-        if option is Any:
-            return {}
-        if origin is Literal:
-            return {"enum": list(args)}
-        if origin is list:
-            return {"type": "array", "items": self.entry(args[0])}
-        if origin is dict:
-            return {"type": "object", "additionalProperties": self.entry(args[1])}
-        if origin is tuple:
-            items = [self.entry(a) for a in args]
-            return {
-                "type": "array",
-                "prefixItems": items,
-                "minItems": len(items),
-                "maxItems": len(items),
-            }
-        if option in _PLAIN:
-            return {"type": _PLAIN[option]}
-        raise TypeError(f"a config field of type {option} has no JSON schema")
-
-    def entry(self, hint: Any) -> _Schema:
-        """An entry of a list or of a free table; a dataclass there has to be complete."""
-        if not section_classes(hint):
-            return self.value(hint)
-        (cls,) = section_classes(hint)
-        needed = [
-            f.name
-            for f in dataclasses.fields(cls)
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-        ]
-        return self.define(cls, self.table(cls) | ({"required": needed} if needed else {}))
+        if entries := table_class(hint):
+            needed = required_fields(entries)
+            table = self.table(entries) | ({"required": needed} if needed else {})
+            return {"type": "array", "items": self.define(entries, table)}
+        options = tuple(a for a in alternatives(hint) if a is not type(None))
+        return TypeAdapter(Union[options]).json_schema()  # noqa: UP007
 
     def section(self, members: list[type], nullable: bool) -> _Schema:
-        """One of the components that the section can configure, chosen by its `type`.
+        """Describe the components that a section can configure, one of which `type` chooses.
 
-        Without `type` the section goes on with the one that `base` chose, so the keys of
-        each of them may stand there.
+        Without `type` the section keeps the component that `base` chose, so the keys of each
+        component are allowed.
         """
-        names = kinds.short_names(members)
+        names = short_names(members)
         if not names:
             (cls,) = members
+            cls = self.compile_type if cls is GraphCompileConfig else cls
             return self.define(cls, self.table(cls))
         choices = []
         for name, path in names.items():
-            cls = kinds.import_class(path)
+            cls = import_class(path)
             schema = self.table(cls)
             kind = {"const": name, "description": _class_documentation(cls) or f'"{name}"'}
             schema["properties"] = {"type": kind, **schema["properties"]}
@@ -168,7 +159,7 @@ class _Writer:
         own = {"type": "string", "pattern": ":", "description": "package.module:Class.Config"}
         choices.append({"type": "object", "required": ["type"], "properties": {"type": own}})
         if nullable:
-            off = {"const": kinds.NONE, "description": "Switched off."}
+            off = {"const": NONE, "description": "Switched off."}
             choices.append(
                 {
                     "type": "object",
@@ -180,22 +171,13 @@ class _Writer:
         return {"anyOf": choices}
 
     def define(self, cls: type, schema: _Schema) -> _Schema:
-        name = kinds.class_path(cls).replace(":", ".")
+        name = class_path(cls).replace(":", ".")
         self.definitions[name] = schema
         return {"$ref": f"#/$defs/{name}"}
 
 
-def _name_the_passes(properties: dict[str, _Schema]) -> None:
-    """The entries of [compile]'s two lists are names that a type cannot say."""
-    from graph_trainer.core.passes.catalogue import registered_passes
-
-    known = list(registered_passes())
-    properties["passes"]["items"] = {"enum": ["default", *known]}
-    properties["disable_passes"]["items"] = {"enum": known}
-
-
 def _documentation(cls: type) -> dict[str, str]:
-    """Field name -> its documentation, those of base classes included."""
+    """Return field name -> its documentation, with the fields of base classes."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
@@ -206,7 +188,7 @@ def _documentation(cls: type) -> dict[str, str]:
 
 def _class_documentation(cls: type) -> str:
     doc = inspect.cleandoc(cls.__doc__ or "")
-    # What @dataclass writes where nobody else did.
+    # @dataclass writes the signature where a class has no docstring.
     return "" if doc.startswith(f"{cls.__name__}(") else _joined(doc.split("\n\n")[:1])
 
 

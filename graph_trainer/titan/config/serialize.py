@@ -8,29 +8,26 @@ from typing import Any
 import tomli_w
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config import kinds
 from graph_trainer.titan.config.fields import (
-    field_hints,
+    NONE,
+    UNSET,
     is_nullable,
-    is_suppressed,
     section_classes,
+    settable_hints,
+    type_of,
 )
-from graph_trainer.titan.config.merge import UNSET
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 _HEADER = """\
 # Every value this run was given. Start the same run again with --config and this file.
 """
 
 
-def config_to_toml(config: Any) -> str:
-    """The whole config as a TOML document.
+def config_to_toml(config: GraphTrainerConfig) -> str:
+    """Write the whole config as a TOML document, which gives an equal config when it is loaded.
 
-    Loading the document gives an equal config. The model itself is not written but
-    named, by `module` and `base`; so is whatever TOML has no word for (a function that
-    the registry entry set), which a comment lists.
-
-    Arguments:
-        config: a GraphTrainerConfig as `load_config` returns it.
+    The model is named by `module` and `base`. So is a value that TOML cannot write (a function
+    that the registry entry set); a comment lists these keys.
     """
     left_out: list[str] = []
     table: dict[str, Any] = {k: getattr(config, k) for k in ("module", "base")}
@@ -41,14 +38,16 @@ def config_to_toml(config: Any) -> str:
     return header + "\n" + tomli_w.dumps(table)
 
 
-def save_resolved_config(config: Any, folder: str | Path) -> Path:
+def save_resolved_config(config: GraphTrainerConfig, folder: str | Path) -> Path:
     """Write the config to `folder`/config.toml, which `--config` takes back.
 
-    Arguments:
-        config: a GraphTrainerConfig as `load_config` returns it.
+    Args:
+        config: a config as `load_config` returns it.
         folder: the run's output folder; made if it is not there.
+
     Returns:
         The file's path.
+
     Raises:
         ConfigError: the folder cannot be made or written.
     """
@@ -65,22 +64,20 @@ def save_resolved_config(config: Any, folder: str | Path) -> Path:
 
 
 class _Unwritable(Exception):
-    """A value that TOML has no word for."""
+    """A value that TOML cannot write."""
 
 
 def _table(config: Any, prefix: str, left_out: list[str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     unset: list[str] = []
-    for name, hint in field_hints(type(config)).items():
+    for name, hint in settable_hints(type(config)).items():
         value = getattr(config, name)
-        if is_suppressed(hint):
-            continue
         sections = section_classes(hint)
         if sections and value is None:
-            table[name] = {"type": kinds.NONE}
+            table[name] = {"type": NONE}
         elif sections:
-            kind = kinds.kind_of(value, sections)
-            head = {"type": kind} if kind else {}
+            component = type_of(value, sections)
+            head = {"type": component} if component else {}
             table[name] = head | _table(value, f"{prefix}{name}.", left_out)
         elif value is None and is_nullable(hint):
             unset.append(name)

@@ -1,4 +1,4 @@
-"""From the names on the command line to a registry module, a file and an entry."""
+"""Read what a command line names: the file, the registry module and its entry."""
 
 import contextlib
 import importlib
@@ -6,28 +6,82 @@ import importlib.resources
 import inspect
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.convert import to_graph_trainer_config
-from graph_trainer.titan.config.messages import did_you_mean, join_or, show
+from graph_trainer.titan.config.messages import bad_value, did_you_mean, join_or, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
 
 
+class Source(NamedTuple):
+    """A config as it was found, before it is merged and checked."""
+
+    where: str
+    """What messages call it: as a rule the file's name."""
+    module: str
+    base: str
+    """The registry function of `module` that the config begins as."""
+    table: dict[str, Any]
+    """The rest of the document."""
+
+
+def read_source(
+    module: str | None, name: str | None, default: tuple[str, Mapping[str, Any]] | None
+) -> Source:
+    """Find and read the config that the flags name.
+
+    Args:
+        module: the value of --module, which overrides the file's `module`.
+        name: the value of --config.
+        default: as for `load_config`.
+
+    Raises:
+        ConfigError: there is no such module or config, or the file cannot be used.
+    """
+    if module is not None:
+        module = registry_module(module).__name__.removesuffix(".config_registry")
+    if name is None and default is not None:
+        where, table = default[0], dict(default[1])
+    else:
+        name = name or DEFAULT_CONFIG
+        path = find_config(module or DEFAULT_MODULE, name)
+        if path is None:
+            return Source(f"config {name}", module or DEFAULT_MODULE, name, {})
+        where, table = str(path), read_toml(path, "--config")
+    in_file = {"module": table.pop("module", None), "base": table.pop("base", None)}
+    for key, value in in_file.items():
+        if value is not None and not isinstance(value, str):
+            example = DEFAULT_MODULE if key == "module" else "llama3_debugmodel"
+            remedy = f'Write {key} = "{example}".'
+            raise bad_value(where, key, value, "expected a string", remedy)
+    if module is None:
+        module = in_file["module"] or DEFAULT_MODULE
+        registry_module(module, where)
+    if in_file["base"] is None:
+        functions = registry_functions(registry_module(module))
+        raise ConfigError(
+            f"{where}: base is missing, so there is no model to train. Add a line "
+            f"base = {join_or(show(f) for f in functions)} at the top."
+        )
+    return Source(where, module, in_file["base"], table)
+
+
 def registry_module(name: str, where: str | None = None) -> ModuleType:
-    """The module of registry functions that `--module name` means.
+    """Import the module of registry functions that `--module name` means.
 
-    Takes a package with a config_registry module, or such a module itself;
-    "graph_trainer." may be left out.
+    Args:
+        name: a package with a config_registry module, or such a module itself; "graph_trainer."
+            may be left out.
+        where: what names it, for the error message; None means the flag.
 
-    Arguments:
-        where: who names it, for the error message; None means the flag.
     Raises:
         ConfigError: there is none, or its import fails.
     """
@@ -58,7 +112,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
 
 
 def known_modules() -> Iterator[str]:
-    """The packages of configs that graph_trainer has itself."""
+    """Yield the packages of configs that graph_trainer has itself."""
     import graph_trainer
 
     for info in pkgutil.iter_modules(graph_trainer.__path__):
@@ -68,7 +122,7 @@ def known_modules() -> Iterator[str]:
 
 
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """The registry entries of a module: its own public functions without arguments."""
+    """Return the entries of a registry module: its public functions without arguments, by name."""
     return {
         name: function
         for name, function in inspect.getmembers(module, inspect.isfunction)
@@ -78,11 +132,14 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
-def registry_entry(module_name: str, base: str, where: str) -> Any:
-    """The GraphTrainerConfig of the registry function `base`, with both names set.
+def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfig:
+    """Make the config of a registry function, a torchtitan config converted, with both names set.
 
-    Arguments:
-        where: who names it, for the error message.
+    Args:
+        module_name: the registry module, as for `registry_module`.
+        base: the function's name.
+        where: what names it, for the error message.
+
     Raises:
         ConfigError: an unknown module or function.
     """
@@ -102,7 +159,7 @@ def registry_entry(module_name: str, base: str, where: str) -> Any:
 
 
 def config_folders(module: str) -> list[Path]:
-    """Where the named configs of a module lie: the installed copy, then a checkout's."""
+    """Return the folders of a module's named configs: the installed copy, then a checkout's."""
     name = module.removesuffix(".config_registry").rpartition(".")[2]
     installed = Path(str(importlib.resources.files("graph_trainer"))) / "configs" / name
     checkout = Path(__file__).resolve().parents[3] / "configs" / name
@@ -110,14 +167,16 @@ def config_folders(module: str) -> list[Path]:
 
 
 def find_config(module: str, name: str) -> Path | None:
-    """The file that `--module module --config name` means.
+    """Find the file that `--module module --config name` means.
 
-    A name with a path separator or the suffix .toml is a path. Any other is a file in
-    the module's config folder, with or without the prefixes "graph_trainer_" and the
-    model's "<name>_". None where the name is a registry function without a file.
+    A name with a path separator or the suffix .toml is a path. Any other is a file in the module's
+    config folder, with or without the prefixes "graph_trainer_" and the model's "<name>_".
+
+    Returns:
+        The path, or None where the name is a registry function without a file.
 
     Raises:
-        ConfigError: nothing has that name; the message lists what there is.
+        ConfigError: nothing has that name; the message lists the known names.
     """
     if name.endswith(".toml") or os.sep in name or "/" in name:
         return Path(name)

@@ -1,18 +1,18 @@
-"""The checks that need more than one key: meshes, shapes, datasets."""
+"""Check the whole config: bounds of values, meshes, shapes, datasets."""
 
 import math
 import os
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.check_optimizer import check_optimizer
-from graph_trainer.titan.config.check_passes import check_passes
-from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean
+from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.validate_components import check_data, check_optimizer
+from graph_trainer.titan.config.validate_passes import check_passes
 
 _Rule = tuple[str, Callable[[Any], bool], str, str]
+"""Key, what holds, what is wrong where it does not, what to do."""
 
 
 def _at_least(key: str, least: int, remedy: str = "") -> _Rule:
@@ -22,6 +22,10 @@ def _at_least(key: str, least: int, remedy: str = "") -> _Rule:
         f"below {least}",
         remedy or f"Set {key} to {least} or more.",
     )
+
+
+def _only(key: str, wanted: bool | int | str, problem: str) -> _Rule:
+    return key, lambda value: value == wanted, problem, f"Set {key} = {show(wanted)}."
 
 
 _LONGEST_TIMEOUT = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
@@ -36,8 +40,10 @@ def _timeout(key: str) -> _Rule:
     )
 
 
-# Key, what holds, what is wrong where it does not, what to do. torchtitan checks few of
-# these before ranks run, some by an assert and some by hanging or dividing by zero.
+_NOT_SHARDED = "not supported by graph_trainer's sharding"
+
+# torchtitan checks few of these before ranks run, some by an assert; others make a run hang or
+# divide by zero.
 _RULES: tuple[_Rule, ...] = (
     (
         "training.steps",
@@ -60,18 +66,12 @@ _RULES: tuple[_Rule, ...] = (
         "not a positive norm, so no gradient would be left",
         "Set training.max_norm to a positive number (a large one to clip nothing).",
     ),
-    (
+    _only(
         "training.disable_cuda_graphs",
-        lambda value: value,
+        True,
         "torchtitan's CUDA graphs cannot wrap a step that graph_trainer runs",
-        "Set training.disable_cuda_graphs = true.",
     ),
-    (
-        "training.enable_cpu_offload",
-        lambda value: not value,
-        "not supported by graph_trainer's sharding",
-        "Set training.enable_cpu_offload = false.",
-    ),
+    _only("training.enable_cpu_offload", False, _NOT_SHARDED),
     _at_least("dataloader.seed", 0),
     _at_least(
         "tokenizer.vocab_size",
@@ -112,31 +112,12 @@ _RULES: tuple[_Rule, ...] = (
         "not between 0 and 2**64 - 1",
         "Set a seed from 0 to 18446744073709551615, or unset it.",
     ),
-    (
-        "parallelism.spmd_backend",
-        lambda value: value == "partial_dtensor",
-        "not what graph_trainer shards with",
-        'Set parallelism.spmd_backend = "partial_dtensor".',
-    ),
+    _only("parallelism.spmd_backend", "partial_dtensor", "not what graph_trainer shards with"),
     *(
-        (
-            f"parallelism.{name}_degree",
-            lambda value: value == 1,
-            f"graph_trainer does not do {words} yet",
-            f"Set parallelism.{name}_degree = 1.",
-        )
-        for name, words in (
-            ("pipeline_parallel", "pipeline parallelism"),
-            ("context_parallel", "context parallelism"),
-            ("expert_parallel", "expert parallelism"),
-        )
+        _only(f"parallelism.{name}_parallel_degree", 1, f"graph_trainer has no {name} parallelism")
+        for name in ("pipeline", "context", "expert")
     ),
-    (
-        "parallelism.enable_fsdp_symm_mem",
-        lambda value: not value,
-        "not supported by graph_trainer's sharding",
-        "Set parallelism.enable_fsdp_symm_mem = false.",
-    ),
+    _only("parallelism.enable_fsdp_symm_mem", False, _NOT_SHARDED),
     (
         "dump_folder",
         lambda value: bool(value.strip()) and "\0" not in value and not os.path.isfile(value),
@@ -147,7 +128,7 @@ _RULES: tuple[_Rule, ...] = (
 
 
 def world_size_from_environment() -> int | None:
-    """The number of ranks that a launcher announces in WORLD_SIZE; None without one.
+    """Read the number of ranks from WORLD_SIZE, which a launcher sets; None without one.
 
     Raises:
         ConfigError: WORLD_SIZE is not a positive number.
@@ -167,10 +148,10 @@ def world_size_from_environment() -> int | None:
 
 
 def wanted_ranks(config: GraphTrainerConfig) -> int:
-    """How many ranks a config is for on a machine that does not say: without GPUs, that is.
+    """Return how many ranks a config is for on a machine without GPUs.
 
-    What its degrees of parallelism multiply to; where they leave the number of shards open,
-    the least that makes two ranks or more.
+    The product of its degrees of parallelism; where the number of shards is open, the smallest
+    number of shards that makes two ranks or more.
     """
     parallelism = config.parallelism
     fixed = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
@@ -183,9 +164,11 @@ def check_config(
 ) -> None:
     """Refuse a config that cannot train, before any process group is created.
 
-    Arguments:
+    Args:
+        config: the config, its values checked for their types.
         world_size: the number of ranks; None leaves out what depends on it.
-        origin: where its keys come from, for the messages.
+        origin: where the config's keys come from, for the messages.
+
     Raises:
         ConfigError: the first thing that is wrong, with its key, value and remedy.
     """
@@ -197,14 +180,14 @@ def check_config(
     _check_batch(config, data_degree, where)
     _check_shapes(config, where)
     check_passes(config.compile, where)
-    _check_data(config, where)
+    check_data(config, where)
 
 
 def _check_rules(config: Any, where: Origin) -> None:
     for key, holds, problem, remedy in _RULES:
         section, _, name = key.rpartition(".")
         holder = getattr(config, section) if section else config
-        if not hasattr(holder, name):  # a component of the user's own has its own keys
+        if not hasattr(holder, name):  # a component of a user's own may have other keys
             continue
         value = getattr(holder, name)
         if not holds(value):
@@ -228,7 +211,7 @@ _DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
 
 
 def _check_mesh(parallelism: Any, world_size: int | None, where: Origin) -> int | None:
-    """The data-parallel degree, None where it depends on an unknown world size."""
+    """Return the data-parallel degree, None where it depends on an unknown world size."""
     degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in _DEGREES}
     for name, degree in degrees.items():
         rest = degree == -1 and name == "data_parallel_shard_degree"
@@ -325,7 +308,8 @@ def _check_shapes(config: Any, where: Origin) -> None:
                 f"{config.model_spec.flavor}",
                 f"Set it to a divisor of {heads}: {', '.join(map(str, fitting))}.",
             )
-    vocabulary, tokens = getattr(model, "vocab_size", None), _vocabulary(config.tokenizer)
+    vocabulary = getattr(model, "vocab_size", None)
+    tokens = getattr(config.tokenizer, "vocab_size", None)
     if vocabulary is not None and tokens is not None and tokens > vocabulary:
         raise bad_value(
             where,
@@ -334,58 +318,3 @@ def _check_shapes(config: Any, where: Origin) -> None:
             f"larger than the model's vocabulary of {vocabulary}",
             f"Set tokenizer.vocab_size to {vocabulary} or less.",
         )
-
-
-def _vocabulary(tokenizer: Any) -> int | None:
-    return getattr(tokenizer, "vocab_size", None)
-
-
-def _check_data(config: Any, where: Origin) -> None:
-    from torchtitan.components.tokenizer import HuggingFaceTokenizer
-
-    for section in ("dataloader", "tokenizer"):
-        _check_dataset(getattr(config, section), section, where)
-    if config.validator.enable:
-        _check_dataset(config.validator.dataloader, "validator.dataloader", where)
-    if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(
-        config.hf_assets_path
-    ):
-        raise bad_value(
-            where,
-            "hf_assets_path",
-            config.hf_assets_path,
-            'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
-            'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
-        )
-
-
-def _check_dataset(component: Any, section: str, where: Origin) -> None:
-    from torchtitan.hf_datasets import text_datasets
-
-    from graph_trainer.titan.data.corpus import check_dataset
-    from graph_trainer.titan.data.loader import TextDataLoader
-    from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-
-    if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
-        try:
-            check_dataset(component.dataset, component.dataset_path)
-        except ConfigError as e:
-            place = where.of(f"{section}.dataset", f"{section}.dataset_path")
-            raise ConfigError(f"{place}: {section}: {e}") from e
-    elif isinstance(component, text_datasets.HuggingFaceTextDataLoader.Config):
-        known = text_datasets.DATASETS
-        if component.dataset.lower() not in known:
-            raise bad_value(
-                where,
-                f"{section}.dataset",
-                component.dataset,
-                "not a dataset of torchtitan's",
-                f"{did_you_mean(component.dataset, known)}Write {' or '.join(known)}, or set "
-                f'{section}.type = "text" for the embedded text or files of your own.',
-            )
-    elif is_dataclass(component):  # several sources in one loader
-        for field in fields(component):
-            value = getattr(component, field.name)
-            for i, source in enumerate(value if isinstance(value, list) else []):
-                if is_dataclass(source):
-                    _check_dataset(source, f"{section}.{field.name}[{i}]", where)
