@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
     from graph_trainer.planner.plan_check import held_to
-    from graph_trainer.titan.config.check_hardware import check_hardware
+    from graph_trainer.titan.config.validate_passes import check_hardware
 
     config, plan = held_to(sys.argv[1:] if argv is None else argv)
     check_hardware(config)

@@ -170,7 +170,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
         The config, and the ranks of each machine.
     """
     from graph_trainer.planner.plan_check import held_to
-    from graph_trainer.titan.config.check_hardware import check_hardware
+    from graph_trainer.titan.config.validate_passes import check_hardware
     from graph_trainer.titan.config.validate import check_config, wanted_ranks
 
     config, plan = held_to(argv, world_size=ranks * machines or None)

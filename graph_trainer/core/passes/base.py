@@ -55,6 +55,10 @@ class Pass:
     """The config section of its options below [compile]; the pass's name where none is given."""
     required_for: tuple[str, str] | None = None
     """The field of `PassConfig` and its value that no step can follow without this pass."""
+    relies_on: tuple[str, ...] = ()
+    """Names of passes that have to be in the list as well for its options to have an effect."""
+    needs_hardware: Callable[[Any], bool] = lambda options: False
+    """Whether it decides by simulation with these options, and so needs `compile.hardware`."""
 
     def __post_init__(self) -> None:
         if not self.section:

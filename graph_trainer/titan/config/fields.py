@@ -94,9 +94,7 @@ def required_fields(cls: type) -> list[str]:
     return [
         f.name
         for f in dataclasses.fields(cls)
-        if f.init
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
+        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
 
 

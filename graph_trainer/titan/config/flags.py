@@ -89,7 +89,7 @@ def split_flags(argv: Sequence[str]) -> Flags:
 def pass_entries(argv: Sequence[str]) -> list[str]:
     """Return the entries of the flag --compile.passes, which is written a,b,c."""
     entries: list[str] = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=True):
+    for word, following in zip(argv, [*argv[1:], ""], strict=False):
         flag, equals, value = word.partition("=")
         if flag == "--compile.passes":
             entries += (value if equals else following).split(",")

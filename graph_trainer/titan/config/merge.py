@@ -171,7 +171,7 @@ class _Merge:
             if not (isinstance(value, list | tuple | Mapping) and isinstance(step, int | str)):
                 break
             try:
-                value = value[step]  # type: ignore[call-overload, index]
+                value = value[step]  # type: ignore[index]
             except (KeyError, TypeError, IndexError):
                 break
             path += f"[{step}]" if isinstance(step, int) else f".{step}"
@@ -224,12 +224,8 @@ class _Merge:
             return None
         names = short_names(members)
         known = [*names, *([NONE] if nullable else [])]
-        own = 'as "package.module:Class.Config".'
-        remedy = (
-            f"Write {join_or(show(n) for n in known)}, or the class of a component of your own {own}"
-            if known
-            else f"Leave it out, or name a class {own}"
-        )
+        choices = f"Write {join_or(show(n) for n in known)}" if known else "Leave it out"
+        remedy = f'{choices}, or name a class of your own as "package.module:Class.Config".'
 
         def refused(problem: str, guess: str = "") -> ConfigError:
             return bad_value(self.where, f"{section}.type", name, problem, guess + remedy)

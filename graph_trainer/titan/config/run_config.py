@@ -106,7 +106,7 @@ class GraphTrainerConfig(Trainer.Config):
     # torchtitan's own trainer until then.
     _owner: ClassVar[type | None] = None
 
-    compile: GraphCompileConfig = field(default_factory=lambda: with_passes(GraphCompileConfig(), ()))
+    compile: GraphCompileConfig = field(default_factory=lambda: with_passes(GraphCompileConfig()))
 
     module: Annotated[str, tyro.conf.Suppress] = ""
     """The module whose config_registry `base` is looked up in."""
@@ -115,7 +115,7 @@ class GraphTrainerConfig(Trainer.Config):
     """The registry entry that this config began as."""
 
 
-def with_passes(config: GraphCompileConfig, entries: Iterable[object]) -> GraphCompileConfig:
+def with_passes(config: GraphCompileConfig, entries: Iterable[object] = ()) -> GraphCompileConfig:
     """Return a copy of a [compile] section that has a section for every pass with options.
 
     Args:
@@ -149,7 +149,7 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
             )
         sections[each.section] = each
     # Help and schema read the documentation of dynamic fields here.
-    documented = (f"    {s}: Options of the pass {p.name}: {p.summary}." for s, p in sections.items())
+    documented = [f"    {name}: {each.summary}." for name, each in sections.items()]
     first_line = (GraphCompileConfig.__doc__ or "").partition("\n")[0]
     return make_dataclass(
         GraphCompileConfig.__name__,

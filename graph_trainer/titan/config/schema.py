@@ -8,7 +8,7 @@ from typing import Any, Union
 import docstring_parser
 from pydantic import TypeAdapter
 
-from graph_trainer.core.passes.catalogue import registered_passes
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.titan.config.fields import (
     NONE,
     UNSET,
@@ -116,14 +116,14 @@ class _Writer:
         if cls is self.compile_type:
             # The entries of these two lists are names that a type cannot list.
             known = list(registered_passes())
-            own = [each.name for each in self.compile_type.pass_of_section.values()]
-            entry = {"pattern": ":", "description": "A pass of your own: package.module:name"}
-            names = {"enum": ["default", *known, *self.own_passes]}
-            properties["passes"]["items"] = {"anyOf": [names, entry], "type": "string"}
-            properties["disable_passes"]["items"] = {"enum": list(dict.fromkeys([*known, *own]))}
+            names = {"enum": ["default", *known]}
+            own = {"type": "string", "pattern": ":", "description": "package.module:name"}
+            properties["passes"]["items"] = {"anyOf": [names, own]}
+            disabled = [*known, *(load_pass(entry).name for entry in self.own_passes)]
+            properties["disable_passes"]["items"] = {"enum": disabled}
         schema: _Schema = {"type": "object"}
-        if text := _class_documentation(cls):
-            schema["description"] = text
+        if about := _class_documentation(cls):
+            schema["description"] = about
         schema |= {"properties": properties, "additionalProperties": False}
         return schema
 
@@ -135,8 +135,10 @@ class _Writer:
             needed = required_fields(entries)
             table = self.table(entries) | ({"required": needed} if needed else {})
             return {"type": "array", "items": self.define(entries, table)}
+        # TOML cannot write None; `unset` stands for it.
         options = tuple(a for a in alternatives(hint) if a is not type(None))
-        return TypeAdapter(Union[options]).json_schema()  # noqa: UP007
+        union: Any = Union[options]  # noqa: UP007
+        return TypeAdapter(union).json_schema()
 
     def section(self, members: list[type], nullable: bool) -> _Schema:
         """Describe the components that a section can configure, one of which `type` chooses.

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
+from graph_trainer.titan.config.messages import Origin, bad_value, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.validate_components import check_data, check_optimizer
 from graph_trainer.titan.config.validate_passes import check_passes

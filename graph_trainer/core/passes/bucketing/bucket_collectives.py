@@ -19,6 +19,7 @@ from graph_trainer.core.passes.bucketing.assign import (
 )
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
+from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.core.passes.context import PassContext, fingerprint
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
@@ -75,6 +76,8 @@ class BucketCollectivesOptions:
     optional=True,
     changes_sums=True,
     section="bucketing",
+    relies_on=(tag_buckets.name,),
+    needs_hardware=lambda options: options.strategy == "auto",
 )
 def bucket_collectives(
     joint: JointGraph, options: BucketCollectivesOptions, context: PassContext

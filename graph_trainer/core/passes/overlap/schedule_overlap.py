@@ -80,6 +80,7 @@ class Decided:
     stage=Stage.SCHEDULE,
     summary="Start collectives early and wait late, by the simulator's clock",
     options_type=ScheduleOverlapOptions,
+    needs_hardware=lambda options: True,
     default=False,
     optional=True,
 )

@@ -5,8 +5,8 @@ import pytest
 from graph_trainer import train
 from graph_trainer.cli import launcher
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.check_hardware import check_hardware
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.validate_passes import check_hardware
 
 ASKS = {
     "auto": ["--compile.bucketing.strategy", "auto"],
