@@ -170,8 +170,8 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
         The config, and the ranks of each machine.
     """
     from graph_trainer.planner.plan_check import held_to
-    from graph_trainer.titan.config.validate_passes import check_hardware
     from graph_trainer.titan.config.validate import check_config, wanted_ranks
+    from graph_trainer.titan.config.validate_passes import check_hardware
 
     config, plan = held_to(argv, world_size=ranks * machines or None)
     if not ranks:

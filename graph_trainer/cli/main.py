@@ -8,13 +8,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from graph_trainer.errors import ConfigError, GraphTrainerError
+from graph_trainer.errors import GraphTrainerError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from graph_trainer.core.passes.base import Pass
 
 _EXAMPLES = """\
 examples:
@@ -78,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "plan":
             return plan(words[1:])
         if arguments.command == "passes":
-            if words[1:]:
-                parser.error(f"passes takes no arguments, found {' '.join(words[1:])}")
-            return print_passes()
+            return print_passes(words[1:])
         if arguments.command == "doctor":
             if words[1:]:
                 parser.error(f"doctor takes no arguments, found {' '.join(words[1:])}")
@@ -121,22 +121,23 @@ def train(argv: Sequence[str]) -> int:
 def print_config(argv: Sequence[str]) -> int:
     """Print the resolved config of the flags as TOML, on any machine.
 
-    With --schema alone print the JSON schema of the config files instead.
+    With --schema print the JSON schema of the config files instead, with the options of passes
+    of a user's own that --compile.passes names.
 
     Raises:
         ConfigError: bad input.
+        PassError: --compile.passes names no pass.
     """
+    from graph_trainer.titan.config.flags import only_passes
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.config.serialize import config_to_toml
 
     if SCHEMA in argv:
-        if list(argv) != [SCHEMA]:
-            others = " ".join(word for word in argv if word != SCHEMA)
-            raise ConfigError(
-                f"command line: {SCHEMA} stands alone, found {others}: the schema is the same for "
-                f"every config. Leave one of the two out."
-            )
-        return print_schema()
+        from graph_trainer.titan.config.schema import toml_schema
+
+        rest = [word for word in argv if word != SCHEMA]
+        print(json.dumps(toml_schema(only_passes(rest, f"config {SCHEMA}")), indent=2))
+        return 0
     config = load_config(argv, prog="graph-trainer config")
     sys.stdout.write(config_to_toml(config))
     return 0
@@ -153,19 +154,22 @@ def plan(argv: Sequence[str]) -> int:
     return plan_main(argv)
 
 
-def print_schema() -> int:
-    """Print the JSON schema of the config files."""
-    from graph_trainer.titan.config.schema import toml_schema
+def print_passes(argv: Sequence[str] = ()) -> int:
+    """Print the table of all passes, at most 100 columns wide.
 
-    print(json.dumps(toml_schema(), indent=2))
-    return 0
+    Args:
+        argv: nothing, or --compile.passes, whose passes of a user's own are shown as well.
 
-
-def print_passes() -> int:
-    """Print the table of all passes, at most 100 columns wide."""
+    Raises:
+        ConfigError: any other flag.
+        PassError: --compile.passes names no pass.
+    """
+    from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
     from graph_trainer.planner.console import print_table
+    from graph_trainer.titan.config.flags import only_passes
 
-    print_table(passes_table())
+    named = resolve_passes(only_passes(argv, "passes"))
+    print_table(passes_table(registered_passes() | {each.name: each for each in named}))
     return 0
 
 
@@ -179,21 +183,19 @@ def print_doctor() -> int:
     return int(any(each.state is doctor.State.BROKEN for each in findings))
 
 
-def passes_table() -> "Table":
-    """Every registered pass in stage order: name, stage, summary, options, default."""
+def passes_table(passes: "Mapping[str, Pass]") -> "Table":
+    """Make the table of passes in stage order: name, stage, summary, options, default."""
     import dataclasses
 
     from rich.table import Table
     from rich.text import Text
-
-    from graph_trainer.core.passes.catalogue import registered_passes
 
     table = Table(title="Graph passes, in the order of their stages", title_justify="left")
     table.add_column("pass", no_wrap=True)
     table.add_column("stage", no_wrap=True)
     table.add_column("default", justify="center", no_wrap=True)
     table.add_column("what it does, and its options")
-    for each in sorted(registered_passes().values(), key=lambda p: p.stage):
+    for each in sorted(passes.values(), key=lambda p: p.stage):
         options = [
             f"  {f.name} = {json.dumps(getattr(each.options_type(), f.name), default=repr)}"
             for f in dataclasses.fields(each.options_type)

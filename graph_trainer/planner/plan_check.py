@@ -225,7 +225,8 @@ def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
             yield from _code_named(inner, f"{key}[{place}]")
     elif isinstance(value, str):
         is_class = key.rpartition(".")[2] == "type" and ":" in value
-        if key == "module" or is_class or _OVERRIDE.fullmatch(key):
+        is_pass = key.startswith("compile.passes[") and ":" in value
+        if key == "module" or is_class or is_pass or _OVERRIDE.fullmatch(key):
             yield key, value
 
 

@@ -96,6 +96,21 @@ def pass_entries(argv: Sequence[str]) -> list[str]:
     return entries
 
 
+def only_passes(argv: Sequence[str], command: str) -> list[str]:
+    """Return the entries of --compile.passes, for a command that takes no other flag.
+
+    Raises:
+        ConfigError: the command line has anything else.
+    """
+    words = 1 if argv and "=" in argv[0] else 2
+    if argv and (argv[0].partition("=")[0] != "--compile.passes" or len(argv) != words):
+        raise ConfigError(
+            f"{COMMAND_LINE}: {command} takes no flag but --compile.passes NAMES, found "
+            f"{' '.join(argv)}. Leave the others out."
+        )
+    return pass_entries(argv)
+
+
 def parse_flags(config: Any, args: list[str], prog: str) -> Any:
     """Return a copy of `config` with the flags applied.
 

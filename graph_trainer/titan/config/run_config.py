@@ -149,7 +149,10 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
             )
         sections[each.section] = each
     # Help and schema read the documentation of dynamic fields here.
-    documented = [f"    {name}: {each.summary}." for name, each in sections.items()]
+    documented = [
+        f'    {name}: Options of the pass {each.name}: {each.summary}. No effect in mode "eager".'
+        for name, each in sections.items()
+    ]
     first_line = (GraphCompileConfig.__doc__ or "").partition("\n")[0]
     return make_dataclass(
         GraphCompileConfig.__name__,

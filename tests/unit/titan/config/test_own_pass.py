@@ -1,0 +1,120 @@
+"""A pass of a user's own, in a folder of its own: named by files and flags, with options."""
+
+import json
+import sys
+
+import pytest
+import tomli
+
+from graph_trainer.cli import main as cli
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import pass_config
+from graph_trainer.titan.config.serialize import config_to_toml
+from tests.unit.titan.config.test_config_errors import BASE
+
+SOURCE = '''
+from dataclasses import dataclass
+
+from graph_trainer.core.passes.base import Stage, graph_pass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeepOptions:
+    """Which parameters stay gathered."""
+
+    max_kib: int = 64
+    """The largest parameter that stays gathered, in KiB."""
+
+    def __post_init__(self):
+        if self.max_kib < 0:
+            raise ValueError("max_kib is below 0")
+
+
+@graph_pass(stage=Stage.TAG, summary="Keep small parameters gathered", options_type=KeepOptions)
+def keep_small_unshards(joint, options, context):
+    pass
+
+
+@graph_pass(stage=Stage.TAG, summary="Take a section", options_type=KeepOptions, section="passes")
+def misnamed(joint, options, context):
+    pass
+'''
+NAME = "own_passes:keep_small_unshards"
+LISTED = f'[compile]\npasses = ["default", "{NAME}"]\n'
+OPTIONS = "[compile.keep_small_unshards]\nmax_kib = 8\n"
+
+
+@pytest.fixture(autouse=True)
+def own_passes(tmp_path, monkeypatch):
+    (tmp_path / "own_passes.py").write_text(SOURCE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    yield
+    sys.modules.pop("own_passes", None)
+
+
+def load(tmp_path, text, *flags):
+    path = tmp_path / "run.toml"
+    path.write_text(BASE + text)
+    return load_config(["--config", str(path), *flags])
+
+
+def test_a_file_lists_it_and_sets_its_options_and_flags_override_them(tmp_path):
+    config = load(tmp_path, LISTED + OPTIONS)
+    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 8
+    config = load(tmp_path, LISTED + OPTIONS, "--compile.keep_small_unshards.max_kib", "9")
+    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 9
+    document = config_to_toml(config)
+    assert tomli.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9}
+    again = load(tmp_path, document.removeprefix(BASE).replace(BASE, "", 1))
+    assert config_to_toml(again) == document and again.compile == config.compile
+
+
+def test_flags_alone_name_it_and_set_its_options():
+    flags = [f"--compile.passes=default,{NAME}", "--compile.keep-small-unshards.max-kib=7"]
+    config = load_config(flags)
+    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 7
+    assert not hasattr(load_config([]).compile, "keep_small_unshards")
+
+
+def test_help_schema_and_table_show_it(capsys):
+    flag = ["--compile.passes", f"default,{NAME}"]
+    with pytest.raises(SystemExit) as ended:
+        load_config([*flag, "--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0 and "--compile.keep-small-unshards.max-kib" in out
+    assert "The largest parameter that stays gathered" in out
+    assert cli.main(["config", "--schema", *flag]) == 0
+    definitions = json.loads(capsys.readouterr().out)["$defs"]
+    key = definitions["own_passes.KeepOptions"]["properties"]["max_kib"]
+    assert key == {"description": "The largest parameter that stays gathered, in KiB."} | {
+        "type": "integer"
+    }
+    assert cli.main(["passes", *flag]) == 0
+    out = capsys.readouterr().out
+    assert "keep_small_unshards" in out and "max_kib = 64" in out and "rematerialize" in out
+    assert cli.main(["passes"]) == 0 and "keep_small" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        (LISTED.replace("own_passes", "no_passes"), ["'no_passes:keep", "no module 'no_passes'"]),
+        (LISTED.replace(NAME, "own_passes:keep"), ["'own_passes:keep'", "keep_small_unshards"]),
+        (LISTED.replace(NAME, "own_passes:misnamed"), ["[compile.passes]", "exists already"]),
+        (LISTED + OPTIONS.replace("8", "'8'"), ["keep_small_unshards.max_kib", '"8"', "= 1"]),
+        (LISTED + OPTIONS.replace("8", "-8"), ["max_kib = -8", "max_kib is below 0"]),
+        (LISTED + OPTIONS.replace("kib", "mib"), ["max_mib", "= 8", "keep_small_unshards.max_kib"]),
+        (OPTIONS, ["compile.keep_small_unshards", "unknown key"]),
+        (
+            LISTED + 'disable_passes = ["keep_small_unshards"]\n' + OPTIONS,
+            ["keep_small_unshards.max_kib", "= 8: has no effect", "compile.disable_passes"],
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_with_file_key_and_value(text, parts, tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text)
+    for part in ("run.toml: ", *parts):
+        assert part in str(caught.value)
