@@ -34,6 +34,7 @@ from graph_trainer.core.graph.joint_graph import (
     Output,
     OutputKind,
     Signature,
+    with_parts,
 )
 from graph_trainer.core.graph.ops import LastWrites
 from graph_trainer.core.names import clean_fqn
@@ -222,12 +223,10 @@ class _Trace:
         return values
 
     def _rebuild(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
-        tensors, start = [], 0
-        for spec in self.inputs:
-            parts = flat[start : start + spec.layout.num_tensors]
-            start += spec.layout.num_tensors
-            tensors.append(wrap(parts, spec.layout).requires_grad_(spec.requires_grad))
-        return tensors
+        return [
+            wrap(parts, spec.layout).requires_grad_(spec.requires_grad)
+            for spec, parts in with_parts(self.inputs, flat)
+        ]
 
     def _pass_on_hooks(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Hooks that change a parameter's gradient change the captured one too."""
@@ -341,10 +340,8 @@ def _flatten_output(graph_module: fx.GraphModule) -> None:
 
 def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
     """Readable names: 'layers_0_attention_wo_weight' says more than 'arg0_17'."""
-    nodes = iter(graph.find_nodes(op="placeholder"))
-    for spec in signature.inputs:
-        for _ in range(spec.layout.num_tensors):
-            node = next(nodes)
+    for spec, nodes in with_parts(signature.inputs, graph.find_nodes(op="placeholder")):
+        for node in nodes:
             set_input_name(node, spec.name)
             rename_node(graph, node, re.sub(r"\W+", "_", spec.name).strip("_") or "input")
 
@@ -352,10 +349,7 @@ def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
 def _mutated(graph: fx.Graph, inputs: list[Input]) -> tuple[Input, ...]:
     """The inputs, with those marked that the traced step writes in place."""
     written = LastWrites(graph).written_inputs()
-    nodes = graph.find_nodes(op="placeholder")
-    marked, start = [], 0
-    for spec in inputs:
-        stop = start + spec.layout.num_tensors
-        marked.append(dataclasses.replace(spec, mutated=not written.isdisjoint(nodes[start:stop])))
-        start = stop
-    return tuple(marked)
+    return tuple(
+        dataclasses.replace(spec, mutated=not written.isdisjoint(nodes))
+        for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder"))
+    )
