@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.capture.capture import LossFn
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.runtime.collective_failure import outside_the_graph, with_the_others
+from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError
@@ -160,7 +160,7 @@ class GraphTrainer(Trainer):
         except CollectiveError as error:
             self._say_who_is_missing(error, error)
         except RuntimeError as error:
-            failed = outside_the_graph(error)
+            failed = failed_outside_graph(error)
             if failed is None:
                 raise
             self._say_who_is_missing(failed, error)
@@ -168,7 +168,7 @@ class GraphTrainer(Trainer):
     def _say_who_is_missing(self, failed: CollectiveError, error: Exception) -> NoReturn:
         # At once, because the launcher may end this rank while it still asks the others.
         logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
-        raise with_the_others(failed, self.step) from error
+        raise with_missing_ranks(failed, self.step) from error
 
     def train(self) -> None:
         """torchtitan's loop, and the end of an asynchronous save.

@@ -161,10 +161,8 @@ def bisect_passes(
 
 
 def _or_fail_on_all_ranks(work: Callable[[], T], largest: LargestOfAllRanks) -> T:
-    """Return what `work` returns, or send its error to the other ranks and raise it."""
+    """Return what `work` returns, or raise its error after the other ranks have received it."""
     try:
         return work()
     except Exception as error:
-        if not largest.received_failure:
-            check_order_across_ranks(error)
-        raise
+        largest.fail(error)

@@ -96,16 +96,12 @@ def check_all_compiled(error: Exception | None) -> None:
 class LargestOfAllRanks:
     """All-reduces (max) an int; one small exchange each time.
 
-    Every rank calls it equally often before `check_order_across_ranks`; one that fails before
-    may go straight to that check with its error.
-
-    Attributes:
-        received_failure: whether a call has raised because another rank failed. Then every rank
-            has received that error, and none waits for an error of this rank.
+    Every rank calls it equally often before `check_order_across_ranks`; one that has an error
+    before that calls `fail`.
     """
 
     def __init__(self) -> None:
-        self.received_failure = False
+        self._received_failure = False
 
     def __call__(self, mine: int) -> int:
         """Return the largest int of all ranks.
@@ -116,8 +112,18 @@ class LargestOfAllRanks:
         try:
             return max(_exchange(mine, "capture the step"))
         except VerificationError:
-            self.received_failure = True
+            self._received_failure = True
             raise
+
+    def fail(self, error: Exception) -> NoReturn:
+        """Raise an error of this rank, after the other ranks have received it.
+
+        If a call has raised because another rank failed, every rank has received that error and
+        none waits for this one.
+        """
+        if not self._received_failure:
+            check_order_across_ranks(error)
+        raise error
 
 
 def gather_from_ranks(mine: T) -> list[T]:

@@ -1,16 +1,16 @@
-"""When a collective fails: which one, where in the model, and who did not come.
+"""Name the collective that failed, and the ranks that did not reach it.
 
-Nothing here runs in a step that goes well. With gloo a collective that times out, or loses a
-connection, raises a RuntimeError in the rank that waits. The line of generated code that raised
-is the node of the graph, and the node knows its module and its parameter. Then the ranks
-that wait tell each other where they do, through the store by which they met: it needs no
-collective, and under torchrun it outlives every rank (but with MAX_RESTARTS rank 0 holds it, and
-what is said ends with rank 0). Who says nothing did not come.
+No code of this module runs in a step without failure. With gloo, a collective that times out or
+loses a connection raises a RuntimeError in the rank that waits. The line of generated code that
+raised names a node of the graph, and the node has its module and parameter. Then the waiting
+ranks publish where they wait, through the store of the default process group: this needs no
+collective, and under torchrun the store outlives every rank (but with MAX_RESTARTS rank 0 hosts
+it, and what was published is lost when rank 0 ends). A rank that publishes nothing did not arrive.
 
-NCCL never gets here: its collectives return at once, and its watchdog thread ends the process at
-the time-out, with the kind, number and sizes of the collective and, with
-`comm.trace_buf_size`, a dump of the flight recorder for each rank. `fr_trace` of torch compares
-those dumps.
+With NCCL no error reaches this module: collectives return at once, and NCCL's watchdog thread
+ends the process at the time-out, with the kind, number and sizes of the collective and, with
+`comm.trace_buf_size`, a dump of the flight recorder of each rank. torch's `fr_trace` compares
+these dumps.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from graph_trainer.errors import CollectiveError, TrainingError
 _GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
 _TIMEOUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
-_LIBRARIES = ("/torch/", "/typing_extensions.py")  # torch wraps what it deprecates with the latter
-_PLACES, _TIMED_OUT, _REPORT = (f"graph_trainer/stall/{k}" for k in ("places", "first", "report"))
-_FAILURE = "graph_trainer/stall/failure"
+_LIBRARIES = ("/torch/", "/typing_extensions.py")  # the latter wraps deprecated torch functions
+_PLACES, _TIMED_OUT, _REPORT, _FAILURE = (
+    f"graph_trainer/collective_failure/{key}" for key in ("places", "first", "report", "failure")
+)
 
 GRACE = 10.0
-"""Seconds that the ranks' time-outs may lie apart."""
+"""Seconds by which the time-outs of the ranks may differ."""
 _LOST = 2.0
 _POLL = 0.1
 
 
 def failed_collective(error: RuntimeError, joint: JointGraph) -> CollectiveError | None:
-    """What to raise for an error in a graph's code; None if no collective failed."""
+    """Make the error to raise for an error in a graph's code; None if no collective failed."""
     if not is_collective_failure(error):
         return None
     nodes = {node.name: node for node in joint.graph.nodes}
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        assigned = _ASSIGNED.match(frame.line or "")
-        node = nodes.get(assigned[1]) if assigned else None
-        if frame.filename.startswith("<eval_with_key>") and node is not None:
-            return CollectiveError(_describe(node, joint), _reason(error))
-        if any(
-            each in (frame.line or "") for each in FUNCTIONAL_NAMESPACES
-        ):  # Inductor's code has names of its own
-            return CollectiveError(f"the compiled graph, at '{frame.line}'", _reason(error))
+        line = frame.line or ""
+        assigned = _ASSIGNED.match(line)
+        if assigned and assigned[1] in nodes and frame.filename.startswith("<eval_with_key>"):
+            return CollectiveError(_describe(nodes[assigned[1]], joint), _reason(error))
+        # code of another backend has names of its own
+        if any(namespace in line for namespace in FUNCTIONAL_NAMESPACES):
+            return CollectiveError(f"the compiled graph, at '{line}'", _reason(error))
     return CollectiveError("the compiled graph", _reason(error))
 
 
-def outside_the_graph(error: RuntimeError) -> CollectiveError | None:
-    """What to raise for an error in the loop around the graph; None if no collective failed."""
+def failed_outside_graph(error: RuntimeError) -> CollectiveError | None:
+    """Make the error to raise for an error in the train loop; None if no collective failed."""
     if not is_collective_failure(error):
         return None
     frames = [
@@ -76,81 +76,84 @@ def outside_the_graph(error: RuntimeError) -> CollectiveError | None:
 
 
 def is_collective_failure(error: RuntimeError) -> bool:
-    """Whether an error says that a collective could not be completed."""
+    """Return whether an error says that a collective could not complete."""
     return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
 
 
 def publish_failure(text: str) -> None:
-    """Leave word for the other ranks, which will find this one missing."""
+    """Publish why this rank ends, for the other ranks, whose collectives will fail."""
     if dist.is_initialized() and dist.get_backend() != "fake":
         default_store().set(_FAILURE, f"rank {dist.get_rank()} {text}")
 
 
 def published_failure() -> str:
-    """What a rank that left has said with `publish_failure`; "" if none has."""
+    """Return what an ended rank has published with `publish_failure`; "" if none has."""
     try:
         store = default_store()
         return store.get(_FAILURE).decode() if store.check([_FAILURE]) else ""
-    except dist.DistError:  # the rank that left was the store's host; its own error stands
+    except dist.DistError:  # the ended rank hosted the store; that rank shows its error itself
         return ""
 
 
-def with_the_others(error: CollectiveError, step: int) -> TrainingError:
-    """The same error with the step, and with where the other ranks are.
+def with_missing_ranks(error: CollectiveError, step: int) -> TrainingError:
+    """Make an error that names the step, where the other ranks wait and which did not arrive.
 
-    Waits up to GRACE seconds for them, if a time-out was what happened.
+    Waits for the other ranks up to GRACE seconds if a time-out was the reason.
     """
     what = f"step {step}: {error.place} failed: {error.reason}"
     try:
-        failure = published_failure()
-        found = failure or ask_around(
+        found = published_failure() or find_missing_ranks(
             error, default_store(), dist.get_rank(), dist.get_world_size()
         )
-    except Exception as lost:  # the store is gone, with the launcher or with rank 0
+    except Exception as lost:  # the store has ended with the launcher or with rank 0
         found = f"The other ranks could not be asked: {type(lost).__name__}: {lost}"
     return TrainingError(f"{what}. {found}")
 
 
-def ask_around(error: CollectiveError, store: dist.Store, rank: int, world: int) -> str:
-    """Post where this rank waits. The first one whose time ran out reads what all posted, and
-    tells them."""
+def find_missing_ranks(error: CollectiveError, store: dist.Store, rank: int, world: int) -> str:
+    """Publish where this rank waits, and return the report on all ranks.
+
+    The first rank whose time ran out reads what all have published and writes the report.
+    """
     store.append(_PLACES, json.dumps([rank, error.place]) + "\n")  # type: ignore[attr-defined]  # in no stub
     if not _TIMEOUT.search(error.reason):
-        # a rank that times out closes its connections; it tells
+        # a rank that times out closes its connections; that rank writes the report
         try:
             store.wait([_TIMED_OUT], timedelta(seconds=_LOST))
         except dist.DistStoreError:
             return "No rank ran out of time, so another one has ended; its own error says why."
     elif store.add(_TIMED_OUT, 1) == 1:
         until = time.monotonic() + GRACE
-        while len(posts := _posts(store)) < world and time.monotonic() < until:
+        while len(places := _published_places(store)) < world and time.monotonic() < until:
             time.sleep(_POLL)
-        store.set(_REPORT, report(posts, world))
+        store.set(_REPORT, report(places, world))
     store.wait([_REPORT], timedelta(seconds=GRACE * 2))
     return store.get(_REPORT).decode()
 
 
-def _posts(store: dist.Store) -> dict[int, str]:
+def _published_places(store: dist.Store) -> dict[int, str]:
     return dict(json.loads(line) for line in store.get(_PLACES).decode().splitlines())
 
 
-def report(posts: dict[int, str], world: int) -> str:
-    """Who waits where. Arguments: what each rank posted, and how many ranks there are."""
-    at: dict[str, list[int]] = defaultdict(list)
-    for rank, place in sorted(posts.items()):
-        at[place].append(rank)
-    silent = sorted(set(range(world)) - set(posts))
-    lines = [f"{_ranks(ranks)} in {place}" for place, ranks in at.items()]
-    said = f"Waiting: {'; '.join(lines)}. "
-    if silent:
-        said += (
-            f"Did not arrive: {_ranks(silent)}, of which nothing is heard: stopped, or busy with "
-            "something else. Look at the stacks there (py-spy dump), at the data loader and the "
-            "file system; if they are only slow, raise comm.train_timeout_seconds."
-        )
-    else:
-        said += "All are waiting, at different places: their programs have gone apart."
-    return said
+def report(places: dict[int, str], world: int) -> str:
+    """Say which ranks wait where, and which did not arrive.
+
+    Args:
+        places: by rank, where it waits.
+        world: number of ranks.
+    """
+    waiting: dict[str, list[int]] = defaultdict(list)
+    for rank, place in sorted(places.items()):
+        waiting[place].append(rank)
+    missing = sorted(set(range(world)) - set(places))
+    text = "; ".join(f"{_ranks(ranks)} in {place}" for place, ranks in waiting.items())
+    if not missing:
+        return f"Waiting: {text}. All are waiting, at different places: their programs differ."
+    return (
+        f"Waiting: {text}. Did not arrive: {_ranks(missing)}, from which nothing was received: "
+        "stopped, or busy with something else. Look at the stacks there (py-spy dump), at the "
+        "data loader and the file system; if they are only slow, raise comm.train_timeout_seconds."
+    )
 
 
 def _describe(node: fx.Node, joint: JointGraph) -> str:

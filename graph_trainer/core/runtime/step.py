@@ -1,4 +1,4 @@
-"""JointGraph -> a step that a training loop calls with its model and its batch."""
+"""Compile a joint graph into a step that a train loop calls with its model and its batch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ from graph_trainer.errors import CaptureError
 Gradients = dict[str, torch.Tensor]
 
 _Place = tuple[tuple[str, ...], str, str]
-"""Names of the modules on the way, "_parameters" or "_buffers", and the name there."""
+"""Path of module names, "_parameters" or "_buffers", and the name in that dict."""
 
 
 class Step:
     """A compiled train step: `loss, gradients = step(model, *args, **kwargs)`.
 
-    Gradients are by parameter FQN, DTensors where the parameter is one, and absent for
-    parameters that the loss does not reach; a graph without backward gives none. Nothing is
-    written to `.grad`; buffers that forward changes are changed in place.
+    Gradients are by parameter FQN: DTensors where the parameter is one, and absent for
+    parameters that the loss does not depend on. A graph without backward returns none. `.grad`
+    is not written; buffers that forward changes are changed in place.
+
+    Args:
+        joint: the graph.
+        run: the compiled graph.
+
+    Attributes:
+        joint: the graph.
     """
 
     def __init__(self, joint: JointGraph, run: BoxedFunction) -> None:
@@ -45,14 +52,15 @@ class Step:
         """Run the step.
 
         Raises:
-            CaptureError: the model's tensors or the batch are not those that were captured.
-            CollectiveError: a collective timed out or lost its connection (gloo; see `stall`).
+            CaptureError: the model's tensors or the batch differ from those of the capture.
+            CollectiveError: a collective timed out or lost its connection (gloo; see
+                `collective_failure`).
         """
         values = self._state_values(model)
         self._check_mode(model)
         values += self._batch_values(args, kwargs)
         try:
-            with self._as_captured():
+            with self._without_autocast():
                 results = iter(self._run(values))
         except RuntimeError as error:
             failed = failed_collective(error, self.joint)
@@ -74,24 +82,24 @@ class Step:
     def _check_mode(self, model: nn.Module) -> None:
         captured = self.joint.training
         training = tuple(module.training for module in model.modules())
-        # another number of modules holds the same tensors; which is which cannot be told
+        # with another number of modules nothing tells which module is which
         if len(captured) == len(training) and captured != training:
             raise CaptureError(
                 "some of the model's modules were in another mode when the graph was captured "
                 "(train() or eval()); dropout and norms are another graph then: capture again"
             )
 
-    def _as_captured(self) -> contextlib.AbstractContextManager[object]:
-        """Autocast has written its casts into the graph; it must not cast a second time."""
+    def _without_autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Turn autocast off, because the graph already contains its casts."""
         stack = contextlib.ExitStack()
         for device_type in self._device_types:
-            if device_type != "meta" and torch.is_autocast_enabled(device_type):
+            if autocast_enabled(device_type):
                 stack.enter_context(torch.autocast(device_type, enabled=False))
         return stack
 
     def _state_values(self, model: nn.Module) -> list[torch.Tensor]:
-        # Walking the names of a large model costs more than all the rest of a call, so where
-        # each tensor hangs is remembered; what hangs there is read and checked every time.
+        # Finding all names of a large model costs more than the rest of a call, so the place of
+        # each tensor is cached; the tensor at that place is read and checked in every call.
         if self._places is not None:
             with contextlib.suppress(KeyError):
                 return self._values_at(self._places, model)
@@ -155,12 +163,17 @@ def _parts(spec: Input, tensor: torch.Tensor) -> list[torch.Tensor]:
             f"{spec.kind.value} '{spec.name}' is {unwrap(tensor)[1].describe()}; the graph was "
             f"captured with {spec.layout.describe()}: capture again for this one"
         )
-    # detached part by part: to detach a DTensor would dispatch it
+    # part by part: detaching a DTensor would dispatch an op
     return [part.detach() for part in unwrap(tensor)[0]]
 
 
+def autocast_enabled(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device, "meta" included."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
 def compile(joint: JointGraph, backend: str = "eager") -> Step:
-    """Compile a joint graph.
+    """Compile a joint graph into a step.
 
     Args:
         joint: as captured, or after `run_passes`.

@@ -1,11 +1,12 @@
-"""A train step that captures itself: one graph for each shape of batch, a bounded number."""
+"""A train step that captures one graph for each shape of batch, up to a bounded number."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from graph_trainer.core.ordering.exchange import (
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
-from graph_trainer.core.runtime.step import Gradients, Step, compile
+from graph_trainer.core.runtime.step import Gradients, Step, autocast_enabled, compile
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CollectiveError, VerificationError
@@ -37,26 +38,26 @@ OnEvent = Callable[[str], None]
 class TrainStep:
     """`loss, gradients = step(model, *args, **kwargs)`, captured at the first call.
 
-    Another shape, dtype or constant in the batch is captured again, and so is another model,
-    set of trainable parameters, training mode or autocast; the least recently used graph
-    beyond `max_graphs` is dropped.
+    The step captures again for another shape, dtype or constant in the batch, and for another
+    model, set of trainable parameters, training mode or autocast (together: the program). Beyond
+    `max_graphs`, the least recently used graph is dropped.
 
-    Batches may differ from rank to rank, so a rank that meets a new one talks to no other:
-    its graph must issue what the first one did. If it has none to issue, it leaves word before
-    it fails, and the others, whose collectives fail when it ends, raise what it said. All else
-    is the program's own doing and must happen on every rank in the same step: the first graph
-    for it is checked against the other ranks'.
+    A change of program must happen on every rank in the same step: its first graph is checked
+    against those of the other ranks. Batches may differ from rank to rank, so a rank with a new
+    batch captures without the other ranks: its graph must issue the collectives of the program's
+    first graph. If that rank has no graph, it publishes its error before it fails; the
+    collectives of the other ranks then fail, and they raise the published error.
 
-    Arguments:
+    Args:
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
-        backward: whether gradients are computed; if not, the step gives none, as `capture` says.
+        backward: whether the step computes gradients; see `capture`.
         passes: which passes run, and how.
-        backend: "eager" or "inductor".
+        backend: the name of one of `backends.registry`.
         max_graphs: how many captured graphs are kept.
-        on_event: called with a line before the first capture and one after every capture.
-        on_report: called with the report of every new graph.
-        check: called with the first graph, its passes run, before it communicates; what it raises
-            on one rank ends the step on all.
+        on_event: called with a line before the first capture and after every capture.
+        on_report: called with every new graph and its report.
+        check: called with the first graph after its passes, before any of its collectives runs;
+            an error that it raises on one rank is raised on all.
     """
 
     def __init__(
@@ -90,14 +91,15 @@ class TrainStep:
         Raises:
             CaptureError: the step cannot be captured.
             VerificationError: the ranks' graphs differ, or another rank has no graph.
-            CollectiveError: a collective timed out or lost its connection (gloo; see `stall`).
+            CollectiveError: a collective timed out or lost its connection (gloo; see
+                `collective_failure`).
         """
         program = _program_key(model, args, kwargs)
         key = (program, _batch_key(args, kwargs))
         try:
             step = self._steps.get(key)
         except TypeError:
-            Batch(args, kwargs)  # says which constant cannot be hashed
+            Batch(args, kwargs)  # raises with the constant that cannot be hashed
             raise
         if step is None:
             step = self._prepare(program, model, args, kwargs)
@@ -111,30 +113,29 @@ class TrainStep:
             raise
 
     def joint_graphs(self) -> list[JointGraph]:
-        """The graphs that are kept now, least recently used first."""
+        """List the kept graphs, least recently used first."""
         return [step.joint for step in self._steps.values()]
 
     def _keep(self, program: object, key: object, step: Step) -> None:
-        """Note that a step is used now, and forget those used least recently."""
+        """Keep a step that is used now, and drop those used least recently."""
         self._steps[key] = step
         self._firsts.setdefault(program, step.joint)
         self._steps.move_to_end(key)
         self._firsts.move_to_end(program)
-        # every rank sees the same programs in the same order, so all forget the same first one
+        # every rank runs the same programs in the same order, so all ranks drop the same first one
         for kept in (self._steps, self._firsts):
             while len(kept) > self._max_graphs:
                 kept.popitem(last=False)
 
     def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> Step:
-        again = bool(self._firsts)
-        if not again:
+        """Capture, run the passes, check the order and compile; on all ranks for a new program."""
+        first, together = not self._firsts, program not in self._firsts
+        if first:
             what = "train step" if self._backward else "step without backward"
             self._on_event(f"Capturing the {what}")
-        # only the first graph of a program is captured on all ranks at once
-        together = program not in self._firsts
         largest = LargestOfAllRanks()
         start = time.perf_counter()
-        try:
+        with _errors_sent("capture", largest.fail if together else None):
             joint = capture(model, self._loss_fn, args, kwargs, backward=self._backward)
             captured = time.perf_counter()
             if together:
@@ -145,29 +146,19 @@ class TrainStep:
                 with groups_agreed_on(no_new_groups):
                     report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()
-            if not again:
+            if first:
                 self._check(joint)
             if not together:
                 check_same_collectives(self._firsts[program], joint)
-        except Exception as error:
-            if together and not largest.received_failure:
-                check_order_across_ranks(error)
-            publish_failure(f"could not capture the step again, {_said(error)}")
-            raise
         if together:
             check_order_across_ranks(joint)
         checked = time.perf_counter()
-        try:
+        with _errors_sent("compile", check_all_compiled if together else None):
             step = compile(joint, self._backend)
-        except Exception as error:
-            if together:
-                check_all_compiled(error)
-            publish_failure(f"could not compile the step again, {_said(error)}")
-            raise
         compiled = time.perf_counter()
         if together:
             check_all_compiled(None)
-        what = f"Captured again for batch {_shapes(args, kwargs)}: " if again else ""
+        what = "" if first else f"Captured again for batch {_shapes(args, kwargs)}: "
         self._on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
             f"{passed - captured:.1f} s, order check {checked - passed:.1f} s, backend "
@@ -177,12 +168,27 @@ class TrainStep:
         return step
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
+@contextlib.contextmanager
+def _errors_sent(what: str, send: Callable[[Exception], None] | None) -> Iterator[None]:
+    """Let the other ranks know of an error before it is raised.
+
+    Args:
+        what: what this rank could not do then.
+        send: sends the error to ranks that wait for this one; None where no rank waits, so that
+            the error is published for those that find this rank missing.
+    """
+    try:
+        yield
+    except Exception as error:
+        if send is not None:
+            send(error)
+        text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
+        publish_failure(f"could not {what} the step again, {text}")
+        raise
 
 
 def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:
-    """Everything that makes another graph and does not come from the batch."""
+    """Make a key of everything that changes the graph and is not in the batch."""
     leaves, _ = pytree.tree_flatten((args, kwargs))
     modules = list(model.modules())
     trainable = tuple(
@@ -190,23 +196,19 @@ def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:
     )
     training = tuple(m.training for m in modules)
     devices = {v.device.type for v in leaves if isinstance(v, torch.Tensor)} | {"cpu"}
-    casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if _autocast_enabled(d))
-    # a model is its own key: another one of the same class may have other hyperparameters
+    casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if autocast_enabled(d))
+    # the model itself: another one of the same class may have other hyperparameters
     return (weakref.ref(model), trainable, training, casts)
 
 
 def _batch_key(args: Any, kwargs: Any) -> object:
-    """Equal for two batches exactly when one graph serves both."""
+    """Make a key that is equal for two batches exactly when one graph serves both."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     described = tuple(
         (unwrap(v)[1], v.requires_grad) if isinstance(v, torch.Tensor) else constant_key(v)
         for v in leaves
     )
     return (tree, described)
-
-
-def _autocast_enabled(device_type: str) -> bool:
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def _shapes(args: Any, kwargs: Any) -> list[tuple[int, ...]]:

@@ -82,7 +82,9 @@ def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order():
 
     for error in in_threads(2, work):
         assert "rank 0 hands out its int and rank 1 its dict" in str(error)
-    assert largest.received_failure
+    error = ValueError("the next one")
+    found = in_threads(2, lambda rank: largest.fail(error) if rank == 0 else None)
+    assert found == [error, None], "no rank waits for this one any more"
 
 
 def test_the_largest_number_of_all_ranks():

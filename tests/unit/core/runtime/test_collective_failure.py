@@ -17,8 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.runtime import collective_failure as stall
-from graph_trainer.core.runtime.collective_failure import ask_around, outside_the_graph, report
+from graph_trainer.core.runtime import collective_failure
+from graph_trainer.core.runtime.collective_failure import (
+    failed_outside_graph,
+    find_missing_ranks,
+    publish_failure,
+    published_failure,
+    report,
+)
 from graph_trainer.core.runtime.step import Step
 from graph_trainer.errors import CollectiveError
 from tests.unit.fake_ranks import become
@@ -80,24 +86,24 @@ def test_a_collective_of_the_loop_is_named_by_the_function_that_called_it() -> N
 
     with pytest.raises(RuntimeError) as caught:
         clip_the_gradients()
-    failed = outside_the_graph(caught.value)
+    failed = failed_outside_graph(caught.value)
     assert failed is not None
     assert failed.place.startswith("a collective outside the graph, in clip_the_gradients (")
-    assert outside_the_graph(RuntimeError("The size of tensor a must match")) is None
+    assert failed_outside_graph(RuntimeError("The size of tensor a must match")) is None
 
 
 def ranks_ask(
     monkeypatch: pytest.MonkeyPatch, *failures: tuple[str, str] | None, grace: float = 0.5
 ) -> list[str | None]:
     """What each rank hears; None stands for a rank that does not come."""
-    monkeypatch.setattr(stall, "GRACE", grace)
-    monkeypatch.setattr(stall, "_LOST", 0.3)
+    monkeypatch.setattr(collective_failure, "GRACE", grace)
+    monkeypatch.setattr(collective_failure, "_LOST", 0.3)
     store: Any = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
     heard: list[str | None] = [None] * len(failures)
 
     def ask(rank: int, place: str, reason: str) -> None:
         own = dist.TCPStore("localhost", store.port, is_master=False)
-        heard[rank] = ask_around(CollectiveError(place, reason), own, rank, len(failures))
+        heard[rank] = find_missing_ranks(CollectiveError(place, reason), own, rank, len(failures))
 
     threads = [
         threading.Thread(target=ask, args=(rank, *failure))
@@ -136,7 +142,7 @@ def test_without_a_time_out_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch
     assert heard is not None and "another one has ended" in heard
 
 
-@pytest.mark.parametrize(("count", "expected"), [(33, "and 1 more"), (32, "31, of which")])
+@pytest.mark.parametrize(("count", "expected"), [(33, "and 1 more"), (32, "31, from which")])
 def test_many_missing_ranks_are_counted(count: int, expected: str) -> None:
     assert expected in report({}, count)
 
@@ -144,6 +150,6 @@ def test_many_missing_ranks_are_counted(count: int, expected: str) -> None:
 def test_a_failure_is_told_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Callable[[], Any] = dist.HashStore
     dist.init_process_group("gloo", store=store(), rank=0, world_size=1)
-    assert stall.published_failure() == ""
-    stall.publish_failure("could not capture the step again, CaptureError: why")
-    assert stall.published_failure() == "rank 0 could not capture the step again, CaptureError: why"
+    assert published_failure() == ""
+    publish_failure("could not capture the step again, CaptureError: why")
+    assert published_failure() == "rank 0 could not capture the step again, CaptureError: why"
