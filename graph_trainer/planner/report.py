@@ -84,7 +84,7 @@ def exposed_waits(plan: Plan, count: int) -> list[dict[str, Any]]:
             "kind": w.collective.kind,
             "module": w.collective.module,
             "parameter": w.collective.parameter,
-            "holds_up": None if w.held_up is None else w.held_up.name,
+            "holds_up": None if w.delayed is None else w.delayed.name,
         }
         for w in waits[:count]
     ]

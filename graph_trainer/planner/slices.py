@@ -34,7 +34,7 @@ class Slice:
     collective: Collective | None = None
     """The one that runs, or that a wait waits for."""
     traffic: Traffic | None = None
-    held_up: fx.Node | None = None
+    delayed: fx.Node | None = None
     """What an exposed wait keeps from beginning; None where the step ends."""
 
 
@@ -66,7 +66,7 @@ def slices(simulation: Simulation) -> Iterator[Slice]:
             nanoseconds(start + wait.seconds),
             collective=wait.collective,
             traffic=wait.traffic,
-            held_up=wait.held_up,
+            delayed=wait.delayed,
         )
 
 

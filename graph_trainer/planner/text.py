@@ -199,7 +199,7 @@ def waits_table(plan: Plan) -> Table:
         owner = served_by(wait.collective.node)
         key = (wait.traffic.value, wait.collective.kind, owner)
         total[key] += wait.seconds
-        held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")
+        held.setdefault(key, wait.delayed.name if wait.delayed else "the end of the step")
     table = plain_table("Exposed communication: where compute waits")
     table.add_column("for")
     table.add_column("collective of", overflow="fold")

@@ -133,5 +133,5 @@ def _args(each: Slice) -> dict[str, Any]:
             "ranks": len(of.ranks),
         }
     if each.track == WAITS:
-        args["holds_up"] = each.held_up.name if each.held_up else "the end of the step"
+        args["holds_up"] = each.delayed.name if each.delayed else "the end of the step"
     return args | {"phase": phase.value if phase else None, "module": module}

@@ -299,8 +299,8 @@ def test_pointing_at_a_slice_says_what_it_is(browser, plan):
         assert first == last
         if each.track == WAITS:
             assert f"waits for {each.collective.node.name}" in label
-            held_up = each.held_up.name if each.held_up else "the end of the step"
-            assert f"holds up {held_up}" in label
+            delayed = each.delayed.name if each.delayed else "the end of the step"
+            assert f"holds up {delayed}" in label
         else:
             assert each.node.name in label
         if each.collective is not None and each.collective.parameter:

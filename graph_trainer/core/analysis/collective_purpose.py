@@ -1,4 +1,4 @@
-"""What each collective is for: FSDP's two roles, tensor parallelism, or anything else."""
+"""The purpose of each collective: one of FSDP's two roles, tensor parallelism, or another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from graph_trainer.core.graph.annotations import Role
 
 
 class Traffic(StrEnum):
-    """What a collective is for."""
+    """The purpose of a collective."""
 
     UNSHARD = "unshard"
     REDUCE_GRAD = "reduce_grad"
@@ -20,10 +20,11 @@ class Traffic(StrEnum):
 
 
 def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
-    """What each collective of a graph is for. Linear in collectives and group sizes.
+    """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
-    FSDP's say so themselves. Of the rest, tensor parallelism's are those on groups that share
-    no two ranks with a data-parallel group, so that their members compute on the same batch.
+    FSDP's collectives have a role. Of the others, a collective belongs to tensor parallelism if
+    its group shares no two ranks with a data-parallel group: its members then compute on the
+    same batch.
     """
     of_role = {Role.UNSHARD: Traffic.UNSHARD, Role.REDUCE_GRAD: Traffic.REDUCE_GRAD}
     data_parallel = data_parallel_groups(issued)
@@ -41,9 +42,9 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
 
 
 def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
-    """Groups that gather parameters or reduce every gradient that is reduced.
+    """Return the groups that gather parameters, or reduce all gradients that are reduced.
 
-    A group of tensor parallelism reduces some as well: of the parameters that it does not shard.
+    A group of tensor parallelism reduces only the gradients of parameters that it does not shard.
     """
     reduced: dict[tuple[int, ...], set[str]] = {}
     for c in issued:

@@ -53,9 +53,9 @@ _RUN_ONCE = {
 _RANKS_SHOWN = 16
 
 Inputs = tuple[tuple[str, int], ...]
-"""dtype and number of elements of each tensor; of a row, where ranks send unlike numbers."""
+"""dtype and number of elements of each tensor; of one row if ranks may send different numbers."""
 Entry = tuple[str, tuple[int, ...], Inputs, str]
-"""Of a collective: kind, ranks, inputs, reduction."""
+"""Kind, ranks, inputs and reduction of a collective: what its members must agree on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,70 +68,76 @@ class Collective:
     ranks: tuple[int, ...]
     """Global ranks of its group, in group order."""
     inputs: Inputs
-    """Of every tensor that is sent. The members of a group agree on them all, but for an
-    all-to-all: there, on the size of a row."""
+    """Of every tensor that is sent; for an all-to-all of one row."""
     input_bytes: int
     output_bytes: int
     reduction: str | None
-    """The op of a reduction; the source rank of a broadcast; who decides an all-to-all's splits,
-    where the graph does not."""
+    """The op of a reduction, the source rank of a broadcast, or a note that data determines the
+    splits of an all-to-all."""
     role: Role | None
     phase: Phase | None
     module: str | None
     parameter: str | None
-    """FQN of the one it is for; those of a bucket, joined."""
+    """FQN of the parameter that it gathers or whose gradient it reduces; those of a bucket,
+    joined."""
     waited_after: int | None = None
-    """How many collectives have been issued when this one is waited for; None if never."""
+    """How many collectives are issued before the wait for this one; None without a wait."""
     splits: Splits | None = None
-    """Of an all-to-all, where data does not decide them."""
+    """Of an all-to-all, unless data determines them."""
 
     @property
     def row(self) -> CollectiveKind:
-        """What the table of `collective_kinds` says of its kind."""
+        """The row of `collective_kinds` for its kind."""
         return kind_named(self.kind)
 
     @property
     def dtype(self) -> str:
-        """Of the first tensor that is sent."""
+        """dtype of the first tensor that is sent."""
         return self.inputs[0][0]
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """FQNs of the parameters that it is for: several of a bucket."""
+        """FQNs of the parameters that it gathers or whose gradients it reduces."""
         return () if self.parameter is None else tuple(self.parameter.split(SEPARATOR))
 
     def entry(self) -> Entry:
-        """What the other ranks must agree on."""
+        """Return what the other ranks of the group must agree on."""
         return (self.kind, self.ranks, self.inputs, self.reduction or "")
 
     def describe(self) -> str:
-        """One line for a person."""
-        told = entry_text(self.entry(), ranks_text(self.ranks), self.splits)
-        return f"{told}{',' if self.splits else ''} {self.where}"
+        """Format the collective in one line."""
+        text = entry_text(self.entry(), ranks_text(self.ranks), self.splits)
+        return f"{text}{',' if self.splits else ''} {self.where}"
 
     @property
     def where(self) -> str:
-        """Its place in the model and the graph, for a person."""
+        """Its module and node, formatted."""
         return f"in module '{self.module}' (node {self.node.name})"
 
 
 def entry_text(entry: Entry, ranks: str, splits: Splits | None) -> str:
-    """An entry for a person, all of it but its ranks, for which there are many names."""
+    """Format an entry.
+
+    Args:
+        entry: what to format, but for its ranks.
+        ranks: the formatted ranks.
+        splits: those of an all-to-all.
+    """
     kind, _, inputs, reduction = entry
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
-    told = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
-    return f"{told}, which {splits}" if splits else told
+    text = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
+    return f"{text}, which {splits}" if splits else text
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
-    """The ranks of a group; the first and the last of many."""
+    """Format the ranks of a group, of more than 16 the first ones and the last."""
     if len(ranks) <= _RANKS_SHOWN:
         return f"ranks {list(ranks)}"
     return f"{len(ranks)} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
 
 
 def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
-    """The (fake) tensors that a collective sends; a buffer that it is told to fill is none."""
+    """Return the (fake) tensors that a collective sends, without an `out` buffer."""
     schema = schema_of(node)
     assert schema is not None
     sources = kind_named(collective_name(node)).inputs
@@ -140,22 +146,24 @@ def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
 
 
 def num_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a (fake) tensor's elements."""
+    """Return the bytes of a (fake) tensor's elements."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def collectives(
     joint: JointGraph, ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks
 ) -> list[Collective]:
-    """Every collective of a graph and of the subgraphs that it runs, in the order it is
-    issued. Linear in nodes.
+    """List the collectives of a graph and of its subgraphs in the order in which they are issued.
 
-    Arguments:
-        ranks_of_group: global ranks by group name; asks the process groups by default.
+    Linear in nodes.
+
+    Args:
+        joint: the graph.
+        ranks_of_group: global ranks by group name; by default from the process groups.
 
     Raises:
-        VerificationError: a collective that names no group or sends no tensor, so that
-            nothing can be said about it; or one in a subgraph that data decides about.
+        VerificationError: a collective names no group or sends no tensor, or is in a subgraph
+            that runs or not depending on data.
     """
     asked = cache(ranks_of_group)
     return [collective_of(node, asked, waited) for node, waited in issued(joint.graph)]
@@ -164,7 +172,7 @@ def collectives(
 def collective_of(
     node: fx.Node, ranks_of_group: Callable[[str], tuple[int, ...]], waited_after: int | None
 ) -> Collective:
-    """What there is to say of one collective. Raises as `collectives` does."""
+    """Read one collective from its node. Raises as `collectives` does."""
     group, sources = argument(node, "group_name"), collective_inputs(node)
     if group is None or not sources:
         raise VerificationError(
@@ -201,14 +209,17 @@ def collective_of(
 def issued(
     graph: fx.Graph, counts: Callable[[fx.Node], bool] = is_collective
 ) -> list[tuple[fx.Node, int | None]]:
-    """The nodes of all collectives in the order they are issued, and how many have been issued
-    when each is first waited for.
+    """List the nodes of all collectives in the order in which they are issued.
 
-    Arguments:
-        counts: which nodes to list; one that is no collective is over when it returns.
+    Args:
+        graph: the graph.
+        counts: which nodes to list; one that is no collective is complete when it returns.
+
+    Returns:
+        Each node with the number of collectives issued before its first wait.
 
     Raises:
-        VerificationError: a listed node in a subgraph that data decides about.
+        VerificationError: a listed node is in a subgraph that runs or not depending on data.
     """
     nodes: list[fx.Node] = []
     waited: dict[int, int] = {}
@@ -227,7 +238,7 @@ def _run(
     for node in graph.nodes:
         if counts(node):
             if is_collective(node):
-                # a coalesced one gives a list, each of whose parts is waited for
+                # a coalesced one returns a list, with a wait for each tensor
                 issuer[roots[node]] = len(nodes)
             else:
                 waited[len(nodes)] = len(nodes) + 1

@@ -1,10 +1,11 @@
-"""When each storage of a graph is made and last used, and how many bytes live at every node."""
+"""When each storage of a graph is made and last used, and the bytes alive at every node."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -22,40 +23,41 @@ from graph_trainer.core.graph.ops import (
 )
 
 SCRATCH = -1
-"""The result number of what a node allocates inside, beside its results."""
+"""In place of the index of a result: the scratch memory of a node."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """Bytes alive while a graph runs, without its inputs."""
+    """Storages that a graph makes, with the bytes alive while it runs; without its inputs."""
 
     live_bytes: list[int]
-    """For every node, in order: bytes made by the graph that are alive while it runs."""
+    """For every node, in graph order: bytes made by the graph that are alive while it runs."""
     born: dict[Storage, int]
     """Position of the node that makes a storage."""
     last_use: dict[Storage, int]
     """Position of the last node that reads a storage or one of its views."""
     size: dict[Storage, int]
-    """Bytes of each storage the graph makes; its inputs are not among them."""
+    """Bytes of each storage."""
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once, above parameters, buffers and batch."""
+        """The most bytes alive at once, beside parameters, buffers and batch."""
         return max(self.live_bytes, default=0)
 
 
 def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None) -> Lifetimes:
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 
-    Linear in nodes. A storage lives from its node to the last reader of any of its views;
-    what the graph returns lives to the end. The results of a multi-output op live together
-    until the last of them is taken out, as the tuple that holds them does. What a collective
-    reads and makes lives until all of it is waited for, and to the end if it never is.
+    A storage is alive from its node to the last reader of any of its views; an output of the
+    graph to the end. The results of a multi-output op are alive until the last of them is taken
+    out of their tuple. The inputs and results of a collective are alive until all results are
+    waited for, to the end if they never are. Linear in nodes.
 
-    Arguments:
-        scratch: bytes that a node allocates inside, such as `gloo_scratch` gives. They are the
-            storage `(node, SCRATCH)` and live while the node runs; a collective's live until
-            it is waited for.
+    Args:
+        joint: the graph.
+        scratch: bytes of scratch memory by node, as `gloo_scratch` returns them: the storage
+            `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
+            wait.
     """
     graph = joint.graph
     held = held_storages(graph)
@@ -89,25 +91,27 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
                     use([(started, SCRATCH)], place)
     for started in {n for several in pending.values() for n in several}:
         use_work(started, len(order) - 1)
-    return Lifetimes(_live_bytes(len(order), size, born, last_use), born, last_use, size)
+    live = live_bytes(len(order), ((born[s], last_use[s], num) for s, num in size.items()))
+    return Lifetimes(live, born, last_use, size)
 
 
-def _live_bytes(
-    places: int, size: dict[Storage, int], born: dict[Storage, int], last_use: dict[Storage, int]
-) -> list[int]:
-    change = [0] * (places + 1)
-    for storage, size_here in size.items():
-        change[born[storage]] += size_here
-        change[last_use[storage] + 1] -= size_here
-    live, total = [], 0
-    for place in range(places):
-        total += change[place]
-        live.append(total)
-    return live
+def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:
+    """Return the bytes alive at each of a number of nodes.
+
+    Args:
+        nodes: how many nodes.
+        spans: first position, last position and bytes of each storage.
+        always: bytes that are alive all the time.
+    """
+    change = [always, *[0] * nodes]
+    for first, last, num in spans:
+        change[first] += num
+        change[last + 1] -= num
+    return list(accumulate(change[:nodes]))
 
 
 def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
-    """What a node allocates, storage by storage, and its bytes."""
+    """The storages that a node allocates, each with its bytes."""
 
     def made(storages: Held, value: Any) -> Iterator[tuple[Storage, int]]:
         if isinstance(storages, list):
@@ -115,8 +119,8 @@ def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
                 for part, entry in zip(storages, value, strict=True):
                     yield from made(part, entry)
         elif storages[0] is node and isinstance(value, torch.Tensor):
-            # A result has gaps only where it was asked to: elsewhere they are its fake tensor's,
-            # taken over from an input that the op really copies.
+            # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
+            # of another op come from an input, which the op really copies without them.
             gaps = "strided" in str(node.target)
             spans, dense = storage_bytes(value), value.numel() * value.dtype.itemsize
             yield storages, spans if gaps else min(spans, dense)
@@ -125,8 +129,8 @@ def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that a (fake) tensor's elements span: fewer than it has where it repeats some,
-    more where it skips some."""
+    """Return the bytes that the elements of a (fake) tensor span: fewer than `nbytes` if the
+    tensor repeats elements, more if it skips some."""
     if tensor.numel() == 0:
         return 0
     steps = zip(tensor.shape, tensor.stride(), strict=True)

@@ -1,4 +1,4 @@
-"""How many bytes of what kind are alive at every node of a step, and what they hold."""
+"""How many bytes of each category are alive at every node of a step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
+from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, live_bytes, storage_bytes
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -21,7 +21,7 @@ from graph_trainer.core.graph.ops import Storage, is_collective, storage_roots
 
 
 class Category(StrEnum):
-    """What memory is used for. The first four are the caller's and live all the time."""
+    """What memory is used for. The first four belong to the caller and are always alive."""
 
     PARAMETERS = "parameters"
     OPTIMIZER_STATE = "optimizer_state"
@@ -32,7 +32,7 @@ class Category(StrEnum):
     """Made by forward and read by backward."""
     TEMPORARIES = "temporaries"
     COMMUNICATION = "communication_buffers"
-    """Sent by a collective and read by nothing else, or reduced on the way to a gradient."""
+    """Read by collectives and no other op, or an intermediate result of a gradient reduction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class LiveStorage:
 
     node: fx.Node
     index: int
-    """Which of the node's results; `SCRATCH` for what it allocates inside."""
+    """Index of the node's result, or `SCRATCH`."""
     category: Category
     bytes: int
     born: int
@@ -57,14 +57,14 @@ class LiveStorage:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes alive on one rank while a step runs, the caller's included."""
+    """Bytes alive on one rank while a step runs, with those of the caller."""
 
     by_category: dict[Category, list[int]]
-    """For every node, in graph order: bytes of each category alive while it runs."""
+    """Bytes alive at every node, in graph order."""
     total: list[int]
-    """Their sum at every node."""
+    """The sum of all categories at every node."""
     storages: list[LiveStorage]
-    """What the graph makes, in the order in which it is made."""
+    """The storages that the graph makes, in the order in which it makes them."""
 
     @property
     def peak_bytes(self) -> int:
@@ -73,15 +73,16 @@ class Memory:
 
     @property
     def peak_position(self) -> int:
-        """Position of the first node at which so many are alive."""
+        """Position of the first node at the peak."""
         return self.total.index(self.peak_bytes)
 
     def peak_by_category(self) -> dict[Category, int]:
-        """What the peak is made of."""
+        """Return the bytes of each category at the peak."""
         return {category: live[self.peak_position] for category, live in self.by_category.items()}
 
     def live_at(self, position: int) -> list[LiveStorage]:
-        """What the graph has made and still needs at a node, the largest first."""
+        """Return the storages that the graph has made and still needs at a node, the largest
+        first."""
         live = [s for s in self.storages if s.born <= position <= s.last and s.bytes]
         return sorted(live, key=lambda s: (-s.bytes, s.born))
 
@@ -92,23 +93,24 @@ def memory_of(
     optimizer_bytes: int = 0,
     accumulated_bytes: int = 0,
     not_allocated: set[Storage] | None = None,
-    held_longer: Mapping[Storage, int] | None = None,
+    kept_until: Mapping[Storage, int] | None = None,
     scratch: Mapping[fx.Node, int] | None = None,
 ) -> Memory:
-    """Bytes alive at every node, by category. Linear in nodes.
+    """Compute the bytes alive at every node, by category. Linear in nodes.
 
-    Arguments:
+    Args:
+        joint: the graph.
         optimizer_bytes: optimizer state that is alive during the step.
         accumulated_bytes: gradients of earlier microbatches that are alive during the step.
         not_allocated: storages that a fused kernel keeps in registers.
-        held_longer: positions up to which something else holds a storage that the graph no
-            longer reads.
-        scratch: bytes that a node allocates inside, as `lifetimes` has them.
+        kept_until: position up to which a storage is kept alive although the graph no longer
+            reads it.
+        scratch: scratch memory, as for `lifetimes`.
     """
     lives = lifetimes(joint, scratch=scratch)
     last_use = lives.last_use | {
         s: max(place, lives.last_use[s])
-        for s, place in (held_longer or {}).items()
+        for s, place in (kept_until or {}).items()
         if s in lives.last_use
     }
     order = list(joint.graph.nodes)
@@ -118,42 +120,33 @@ def memory_of(
         LiveStorage(*storage, category[storage], num, lives.born[storage], last_use[storage])
         for storage, num in size.items()
     ]
-    change = {c: [0] * (len(order) + 1) for c in Category}
-    for storage in storages:
-        change[storage.category][storage.born] += storage.bytes
-        change[storage.category][storage.last + 1] -= storage.bytes
-    always = _given(joint) | {
+    always = {
+        Category.PARAMETERS: given_bytes(joint, InputKind.PARAMETER),
         Category.OPTIMIZER_STATE: optimizer_bytes,
+        Category.BUFFERS: given_bytes(joint, InputKind.BUFFER, InputKind.BATCH),
         Category.GRADIENTS: accumulated_bytes,
     }
-    by_category: dict[Category, list[int]] = {}
-    total = [0] * len(order)
-    for c in Category:
-        alive, series = always.get(c, 0), []
-        for place in range(len(order)):
-            alive += change[c][place]
-            series.append(alive)
-            total[place] += alive
-        by_category[c] = series
+    by_category = {
+        c: live_bytes(
+            len(order),
+            ((s.born, s.last, s.bytes) for s in storages if s.category is c),
+            always.get(c, 0),
+        )
+        for c in Category
+    }
+    total = [sum(alive) for alive in zip(*by_category.values(), strict=True)]
     return Memory(by_category, total, sorted(storages, key=lambda s: s.born))
 
 
-def given_bytes(joint: JointGraph, kind: InputKind) -> int:
-    """Bytes of all inputs of one kind on this rank."""
+def given_bytes(joint: JointGraph, *kinds: InputKind) -> int:
+    """Return the bytes of all inputs of some kinds on this rank."""
     return sum(
         storage_bytes(t)
+        for kind in kinds
         for _, nodes in joint.inputs_of(kind)
         for node in nodes
         for t in tensors_of(node)
     )
-
-
-def _given(joint: JointGraph) -> dict[Category, int]:
-    others = given_bytes(joint, InputKind.BUFFER) + given_bytes(joint, InputKind.BATCH)
-    return {
-        Category.PARAMETERS: given_bytes(joint, InputKind.PARAMETER),
-        Category.BUFFERS: others,
-    }
 
 
 def _categories(
@@ -165,12 +158,7 @@ def _categories(
     roots = storage_roots(joint.graph)
     gradients = {roots[node] for _, node in joint.gradients()}
     sent_only = _only_sent(order, roots)
-    backward_from = next(
-        (place for place, node in enumerate(order) if is_backward(node)), len(order)
-    )
-    last_backward = next(
-        (place for place in range(len(order) - 1, -1, -1) if is_backward(order[place])), -1
-    )
+    backward = [place for place, node in enumerate(order) if is_backward(node)] or [len(order), -1]
 
     def category(storage: Storage) -> Category:
         node, index = storage
@@ -179,11 +167,11 @@ def _categories(
         if storage in gradients:
             return Category.GRADIENTS
         role = role_of(node)
-        if role is Role.REDUCE_GRAD or (storage in sent_only):
+        if role is Role.REDUCE_GRAD or storage in sent_only:
             return Category.COMMUNICATION
         if role is Role.UNSHARD:
             return Category.UNSHARDED
-        read_by_backward = backward_from <= last_use[storage] <= last_backward
+        read_by_backward = backward[0] <= last_use[storage] <= backward[-1]
         if not is_backward(node) and read_by_backward:
             return Category.ACTIVATIONS
         return Category.TEMPORARIES
@@ -192,7 +180,7 @@ def _categories(
 
 
 def _only_sent(order: list[fx.Node], roots: dict[fx.Node, Storage]) -> set[Storage]:
-    """Storages that collectives read and nothing else computes with."""
+    """Storages that collectives read and no other op computes with."""
     sent: set[Storage] = set()
     computed: set[Storage] = set()
     for node in order:

@@ -1,4 +1,4 @@
-"""Unshard chains: from a parameter's placeholder to the gathered tensor that compute reads."""
+"""Unshard chains: from a parameter's placeholder to the gathered tensor that is computed with."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from graph_trainer.core.graph.ops import (
 
 aten = torch.ops.aten
 
-# Ops that only cast, copy or lay out anew what they read: one of these on the way from a
-# parameter makes another form of the parameter, not a result computed from it.
+# Ops that only cast, copy or rearrange their input: in a chain from a parameter they make another
+# form of the parameter, not a result computed from it.
 _LAYOUT_OPS = {
     aten._to_copy.default,
     aten.cat.default,
@@ -39,19 +39,20 @@ _LAYOUT_OPS = {
 
 @dataclass(slots=True)
 class UnshardChain:
-    """How forward gathers one parameter."""
+    """The nodes by which forward gathers one parameter."""
 
     parameter: str
+    """FQN."""
     nodes: list[fx.Node] = field(default_factory=list)
-    """Every node of the chain in graph order, the placeholder not among them."""
+    """Every node of the chain in graph order, without the placeholder."""
     forward_readers: list[fx.Node] = field(default_factory=list)
     """Nodes of forward and loss outside the chain that read one of its nodes, in order."""
     backward_readers: list[fx.Node] = field(default_factory=list)
-    """The same for backward: what keeps the gathered tensor alive until then."""
+    """The same for backward. They keep the gathered tensor alive until backward."""
 
 
 def is_layout_only(node: fx.Node) -> bool:
-    """Whether a node holds its input in another form: cast, view, slice, copy, gather."""
+    """Return whether a node only casts, views, slices, copies or gathers its input."""
     return not written_arguments(node) and (
         is_collective(node)
         or is_wait(node)
@@ -62,11 +63,11 @@ def is_layout_only(node: fx.Node) -> bool:
 
 
 def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
-    """The chain of every parameter that forward gathers, in the order of its first gather.
+    """Return the chain of every parameter that forward gathers, in the order of their first nodes.
 
-    A chain grows from the placeholder through every node all of whose inputs are in it, so
-    it takes nested gathers over several mesh dimensions, views behind the last wait and the
-    split -> getitem -> cat of uneven shards. Linear in nodes.
+    A chain grows from the placeholder by every node all of whose inputs are in it. So it contains
+    nested all-gathers over several mesh dimensions, views after the last wait, and the split ->
+    getitem -> cat of uneven shards. Linear in nodes.
     """
     owner: dict[fx.Node, UnshardChain] = {}
     chains: list[UnshardChain] = []
@@ -95,7 +96,7 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
             continue
         for chain in owners:
             if all(n in placeholders_seen for n in inputs if owner.get(n) is chain):
-                continue  # reads the shard itself: nothing gathered stays alive for it
+                continue  # reads the shard: no gathered tensor stays alive for it
             (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
     gathered = [c for c in chains if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
     position = {node: i for i, node in enumerate(joint.graph.nodes)}
@@ -103,11 +104,11 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
 
 
 def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
-    """The parameters that FSDP2 in torchtitan keeps unsharded by default.
+    """Return the parameters that FSDP2 in torchtitan keeps unsharded by default.
 
-    Those that forward still reads behind its last repeated block: the final norm and the
-    output head, and a tied embedding with them. Backward starts with these. A model without
-    repeated blocks, or with nothing behind them, keeps those of the module it reads last.
+    These are the parameters that forward reads after its last repeated block: the final norm and
+    the output head, and a tied embedding. Backward starts with them. For a model without repeated
+    blocks, or with no parameter after them: the parameters of the module that is read last.
     """
     position = {node: i for i, node in enumerate(joint.graph.nodes)}
     blocks_end = max(
@@ -120,9 +121,9 @@ def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
         default=-1,
     )
     ends = {c.parameter: max((position[n] for n in c.forward_readers), default=-1) for c in chains}
-    behind = {name for name, end in ends.items() if end > blocks_end}
-    if blocks_end >= 0 and behind:
-        return behind
+    after = {name for name, end in ends.items() if end > blocks_end}
+    if blocks_end >= 0 and after:
+        return after
     if not chains:
         return set()
     last = max(chains, key=lambda c: ends[c.parameter])

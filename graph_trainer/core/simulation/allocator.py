@@ -1,4 +1,4 @@
-"""What torch's caching allocator takes from a GPU for what a step keeps alive."""
+"""What torch's caching allocator takes from a GPU for the storages of a step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,31 @@ from collections.abc import Callable, Iterable
 from graph_trainer.core.analysis.memory import Category, LiveStorage, Memory
 from graph_trainer.core.units import MIB
 
-# Sizes and rules of c10/cuda/CUDACachingAllocator with expandable segments, which torchtitan's
-# run_train.sh and ours turn on: blocks are multiples of 512 bytes; up to 1 MiB they come from a
-# segment of 2 MiB pages, larger ones from a segment of 20 MiB pages; the smallest free block that
-# is large enough is taken and split, neighbours that are free are one block, and a segment grows
-# at its end. (PyTorch 2.13, docs "CUDA semantics: Memory management".)
+# Sizes and rules of c10/cuda/CUDACachingAllocator with expandable segments, which run_train.sh
+# turns on: a block is a multiple of 512 bytes; up to 1 MiB it comes from a segment of 2 MiB pages,
+# a larger one from a segment of 20 MiB pages; the smallest free block that is large enough is
+# taken and split; adjacent free blocks are merged; a segment grows at its end.
+# (PyTorch 2.13, docs "CUDA semantics: Memory management".)
 _ROUND = 512
 _SMALL = MIB
 _SMALL_PAGE = 2 * MIB
 _LARGE_PAGE = 20 * MIB
 
+# At the first node the only gradients are those of earlier microbatches.
+_GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS, Category.GRADIENTS)
+
 Pool = str
+"""Name of a pool of memory; a pool has one segment for small blocks and one for large ones."""
 
 
 class Segment:
-    """One expandable segment. Every call takes logarithmic time, but for moving a short list."""
+    """One expandable segment.
+
+    Each call takes logarithmic time, and the time to shift a short list.
+
+    Args:
+        page: bytes by which the segment grows.
+    """
 
     def __init__(self, page: int) -> None:
         self._page = page
@@ -32,10 +42,10 @@ class Segment:
         self._start_of_end: dict[int, int] = {}
         self._used: dict[object, tuple[int, int]] = {}
         self.reserved = 0
-        """Bytes that the segment has taken from the device; they are not given back."""
+        """Bytes that the segment has taken from the device. It never returns them."""
 
     def allocate(self, key: object, num_bytes: int) -> None:
-        """Take a block under a name."""
+        """Take a block of at least `num_bytes` and store it under `key`."""
         wanted = max(_ROUND, -(-num_bytes // _ROUND) * _ROUND)
         place = bisect.bisect_left(self._free, (wanted, -1))
         if place == len(self._free):
@@ -48,12 +58,12 @@ class Segment:
         self._used[key] = (address, wanted)
 
     def free(self, key: object) -> None:
-        """Give a block back to the segment."""
+        """Return the block of `key` to the segment."""
         self._put(*self._used.pop(key))
 
     def _grow(self, wanted: int) -> tuple[int, int]:
         address = self.reserved
-        if self.reserved in self._start_of_end:  # what is free at the end becomes its beginning
+        if self.reserved in self._start_of_end:  # a free block at the end is extended
             address = self._start_of_end[self.reserved]
             self._drop(address)
         missing = wanted - (self.reserved - address)
@@ -79,13 +89,13 @@ class Segment:
 
 
 def one_pool(storage: LiveStorage) -> Pool:
-    """Everything on the compute stream, as graph_trainer's collectives allocate."""
+    """Allocate everything on the compute stream, as graph_trainer's collectives do."""
     return "compute"
 
 
 def pool_per_stream(storage: LiveStorage) -> Pool:
-    """As FSDP2 allocates: what it gathers and what it reduces on streams of their own, whose
-    memory no other stream uses again."""
+    """Allocate as FSDP2 does: gathered parameters and reduced gradients on separate streams. The
+    allocator does not reuse memory of one stream on another."""
     if storage.category is Category.UNSHARDED:
         return "unshard"
     if storage.category in (Category.GRADIENTS, Category.COMMUNICATION):
@@ -96,19 +106,28 @@ def pool_per_stream(storage: LiveStorage) -> Pool:
 def reserved_bytes(
     memory: Memory, pool_of: Callable[[LiveStorage], Pool] = one_pool, steps: int = 2
 ) -> int:
-    """The most that the allocator takes, in all pools. n log n in storages.
+    """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
-    Parameters, buffers, optimizer state and gradients of earlier microbatches are there before
-    the first of `steps` steps; gradients of the graph live until the next step begins.
+    Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
+    the first step. Gradients of the graph are alive until the next step begins.
+
+    Args:
+        memory: the storages of one step.
+        pool_of: the pool of a storage.
+        steps: how many steps to simulate.
     """
-    given = sum(series[0] for c, series in memory.by_category.items() if c in _GIVEN and series)
+    always = sum(memory.by_category[c][0] for c in _GIVEN if memory.by_category[c])
     pools: dict[Pool, tuple[Segment, Segment]] = defaultdict(
         lambda: (Segment(_SMALL_PAGE), Segment(_LARGE_PAGE))
     )
-    pools["compute"][1].allocate("given", given)
+    pools["compute"][1].allocate("always", always)
 
     def segment(storage: LiveStorage) -> Segment:
         return pools[pool_of(storage)][storage.bytes > _SMALL]
+
+    def free(storages: Iterable[LiveStorage], step: int) -> None:
+        for storage in storages:
+            segment(storage).free((step, storage.node, storage.index))
 
     born: dict[int, list[LiveStorage]] = defaultdict(list)
     dead: dict[int, list[LiveStorage]] = defaultdict(list)
@@ -117,30 +136,14 @@ def reserved_bytes(
             born[storage.born].append(storage)
             dead[storage.last + 1].append(storage)
     places = sorted({*born, *dead})
-    kept: list[LiveStorage] = []
+    gradients: list[LiveStorage] = []
     for step in range(steps):
-        _free(kept, step - 1, segment)
-        kept = []
+        free(gradients, step - 1)
+        gradients = []
         for place in places:
             ends = dead.get(place, ())
-            kept += [s for s in ends if s.category is Category.GRADIENTS]
-            _free((s for s in ends if s.category is not Category.GRADIENTS), step, segment)
+            gradients += [s for s in ends if s.category is Category.GRADIENTS]
+            free((s for s in ends if s.category is not Category.GRADIENTS), step)
             for storage in born.get(place, ()):
                 segment(storage).allocate((step, storage.node, storage.index), storage.bytes)
     return sum(s.reserved for pair in pools.values() for s in pair)
-
-
-# At the first node the only gradients are those of earlier microbatches.
-_GIVEN = (
-    Category.PARAMETERS,
-    Category.OPTIMIZER_STATE,
-    Category.BUFFERS,
-    Category.GRADIENTS,
-)
-
-
-def _free(
-    storages: Iterable[LiveStorage], step: int, segment: Callable[[LiveStorage], Segment]
-) -> None:
-    for storage in storages:
-        segment(storage).free((step, storage.node, storage.index))

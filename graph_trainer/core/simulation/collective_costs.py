@@ -1,4 +1,4 @@
-"""How long a collective takes on a network: latency and bandwidth, by the better of two ways."""
+"""How long a collective takes: latency and bandwidth of the faster of two algorithms."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from graph_trainer.core.simulation.hardware import Hardware
 
 
 def collective_seconds(collective: Collective, hardware: Hardware) -> float:
-    """Seconds from the start of a collective to its end, nothing else on its links.
+    """Return the seconds from start to end of a collective that has its links alone.
 
-    An all-gather of n ranks moves (n - 1) / n of its output over every link, a reduce-scatter
-    of its input, an all-reduce both. In a ring of n ranks that takes n - 1 messages one behind
-    the other; recursive doubling takes log2(n), but sends each rank's share across nodes by
-    its own network card alone, where a ring of nodes uses all cards of a node. (Thakur,
-    Rabenseifner, Gropp: Optimization of collective communication operations in MPICH, 2005;
-    the bandwidth terms are those that nccl-tests calls bus bandwidth.)
+    The table of `collective_kinds` says how many bytes pass each link. A ring of n ranks sends
+    n - 1 messages in sequence. Recursive doubling sends log2(n), but the data of a rank crosses
+    nodes through its own network card alone, where a ring of nodes uses all cards of a node.
+    (Thakur, Rabenseifner, Gropp: Optimization of collective communication operations in MPICH,
+    2005; the bandwidth terms are those that nccl-tests calls bus bandwidth.)
     """
     size = len(collective.ranks)
     if size == 1:
@@ -53,9 +52,9 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
 
 
 def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, int]:
-    """How many nodes a group spans, and the fewest and the most of its ranks on one of them.
+    """Return how many nodes a group spans, and the fewest and the most of its ranks on one.
 
-    Ranks are placed one after the other, as launchers do: 0 to 7 on the first node of eight.
+    Ranks fill one node after another, as launchers place them: 0 to 7 on the first of eight.
     """
     per_node = Counter(rank // devices_per_node for rank in ranks)
     return len(per_node), min(per_node.values()), max(per_node.values())

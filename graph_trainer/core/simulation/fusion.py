@@ -1,4 +1,4 @@
-"""Which nodes a compiler makes one kernel of, and what it then never writes to memory."""
+"""Which nodes a compiler fuses into one kernel, and which storages it then never writes."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 
-# Two nodes that are further apart in the graph are not fused: Inductor scores fusions by how
-# near their nodes are, and what is far apart keeps a buffer alive.
+# Nodes that are further apart in the graph are not fused: Inductor scores fusions by the distance
+# of their nodes, since a fusion over a long distance keeps a buffer alive.
 _REACH = 128
 
 _FUSIBLE_REDUCTIONS = {
@@ -72,13 +72,13 @@ class Fusion:
     """Groups of nodes that become one kernel."""
 
     group: dict[fx.Node, int]
-    """The group of every fusible node; nodes of a group run as one kernel."""
+    """The group of every fusible node. The nodes of a group run as one kernel."""
     kept_inside: set[Storage]
-    """Storages that only their own group reads: they are never allocated."""
+    """Storages that only nodes of their group read: they are never allocated."""
 
 
 def no_fusion() -> Fusion:
-    """Every node its own kernel, as an eager backend runs them."""
+    """Return no groups: an eager backend runs every node as a separate kernel."""
     return Fusion({}, set())
 
 
@@ -89,20 +89,21 @@ def fuse(
 ) -> Fusion:
     """Group elementwise and reducing nodes as a compiler would. Linear in nodes.
 
-    A node joins the groups of all fusible nodes that it reads, and makes them one, when they are
-    of one phase, near one another, and nothing that cannot be fused lies on a path between them:
-    every node has a depth, the number of unfusible nodes on the longest way to it, and a group
-    is of one depth. Groups that wait for each other cannot come about: what a node reads without
-    joining it takes in no more nodes.
+    A node joins the groups of all fusible nodes that it reads, and merges these groups, if all are
+    of one phase, near each other, and no unfusible node lies on a path between them. For the last
+    condition each node has a depth, the number of unfusible nodes on the longest path to it, and
+    a group has nodes of one depth. A group that a node reads and does not join gets no further
+    nodes, so no two groups can depend on each other.
 
-    Arguments:
-        may_fuse: nodes that the compiler sees; it leaves the others as they are.
-        looks_through: nodes that neither fuse nor keep others apart, as if they were not there.
+    Args:
+        joint: the graph.
+        may_fuse: which nodes the compiler sees.
+        looks_through: which nodes to ignore: they neither fuse nor separate others.
     """
     graph = joint.graph
     depth: dict[fx.Node, int] = {}
     groups = _Groups()
-    source_of: dict[fx.Node, fx.Node] = {}  # behind views
+    source_of: dict[fx.Node, fx.Node] = {}  # the node that a chain of views starts from
     place = -1
     for node in graph.nodes:
         if looks_through(node):
@@ -123,7 +124,7 @@ def fuse(
 
 
 class _Groups:
-    """Groups of nodes, named by the position of their first node, that grow together."""
+    """Disjoint groups of nodes, identified by the position of their first node."""
 
     def __init__(self) -> None:
         self._group: dict[fx.Node, int] = {}
@@ -132,9 +133,9 @@ class _Groups:
         self._closed: set[int] = set()
 
     def add(self, node: fx.Node, place: int, sources: list[fx.Node]) -> None:
-        """Put a node into the groups of those that it reads, where it may, or into its own."""
+        """Merge the groups of the nodes that a node reads, where allowed, and add the node."""
         phase = phase_of(node)
-        found = {self._now(self._group[s]) for s in sources if s in self._group}
+        found = {self._merged(self._group[s]) for s in sources if s in self._group}
         joined = {
             g for g in found - self._closed if self._phase[g] is phase and place - g <= _REACH
         }
@@ -146,16 +147,15 @@ class _Groups:
         self._phase[first] = phase
 
     def by_node(self) -> dict[fx.Node, int]:
-        """The group of every node, after all."""
-        return {node: self._now(group) for node, group in self._group.items()}
+        """Return the group of every node after all merges."""
+        return {node: self._merged(group) for node, group in self._group.items()}
 
-    def _now(self, group: int) -> int:
-        way = []
+    def _merged(self, group: int) -> int:
+        path = []
         while group in self._merged_into:
-            way.append(group)
+            path.append(group)
             group = self._merged_into[group]
-        for each in way:
-            self._merged_into[each] = group
+        self._merged_into |= dict.fromkeys(path, group)
         return group
 
 
@@ -174,7 +174,7 @@ def _kept_inside(
 
 
 def is_free(node: fx.Node) -> bool:
-    """Whether a node computes nothing: a view, a wait, one result of several."""
+    """Return whether a node computes nothing: a view, a wait, a getitem."""
     if node.op != "call_function":
         return node.op != "output"
     if is_getitem(node) or is_wait(node):
@@ -189,8 +189,8 @@ def is_free(node: fx.Node) -> bool:
 def _reduces_outer(node: fx.Node) -> bool:
     """Whether a node sums over leading dimensions and keeps the last one.
 
-    Such a kernel walks its input the other way round than those that go row by row, a norm and
-    its gradient for one, so it reads everything once more.
+    Such a kernel reads its input by column and cannot fuse with kernels that read by row, such as
+    a norm and its gradient.
     """
     dims = argument(node, "dim")
     if not isinstance(dims, (list, tuple)) or not dims:
@@ -203,7 +203,7 @@ def _reduces_outer(node: fx.Node) -> bool:
 
 
 def is_fusible(node: fx.Node) -> bool:
-    """Whether a compiler can make a node part of a kernel with its neighbours."""
+    """Return whether a compiler can fuse a node with adjacent ones."""
     schema = schema_of(node)
     if schema is None or is_free(node) or is_collective(node) or is_random(node):
         return False

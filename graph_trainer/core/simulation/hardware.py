@@ -1,4 +1,4 @@
-"""What a machine can do, as numbers that someone wrote down with their sources."""
+"""Hardware profiles: what a machine can do, in numbers that name their sources."""
 
 from __future__ import annotations
 
@@ -21,60 +21,63 @@ _FOLDERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """One accelerator and the network around it. configs/hardware/*.toml hold some."""
+    """One device and its network, read from a TOML file such as those of configs/hardware."""
 
     name: str
+    """Name of the file without its suffix."""
     device: str
-    """ "cuda" or "cpu": what a step is captured for."""
+    """ "cuda" or "cpu": the device for which a step is captured."""
     memory_gib: float
     """Memory of one device that programs can allocate, GiB."""
     memory_reserved_gib: float
-    """What the driver, the context and the communication library take of it, GiB."""
+    """Part of it that the driver, the context and the communication library use, GiB."""
     memory_bytes_per_second: float
+    """Bandwidth of the device's memory."""
     peak_flops: dict[str, float]
-    """Dense FLOP/s by dtype name, "bfloat16" for one."""
+    """Dense FLOP/s by dtype name, such as "bfloat16"."""
     matmul_efficiency: float
-    """What matmuls reach of `peak_flops` at the full power limit."""
+    """Part of `peak_flops` that matmuls reach at the full power limit."""
     attention_efficiency: float
-    """What fused attention reaches of `peak_flops` at the full power limit."""
+    """Part of `peak_flops` that fused attention reaches at the full power limit."""
     memory_efficiency: float
-    """What elementwise and reducing kernels reach of `memory_bytes_per_second`."""
+    """Part of `memory_bytes_per_second` that elementwise and reducing kernels reach."""
     launch_seconds: float
-    """The least that a kernel takes, its launch included."""
+    """The shortest time of a kernel, with its launch."""
     power_watts: float
-    """The power limit that `peak_flops` and the efficiencies belong to."""
+    """The power limit for which `peak_flops` and the efficiencies hold."""
     power_limit_watts: float
     """The power limit of this machine."""
     power_idle_watts: float
-    """What a device takes that computes nothing."""
+    """Power of an idle device."""
     devices_per_node: int
+    """Number of devices of one node."""
     node_bytes_per_second: float
-    """Link of one device to the others of its node, each direction."""
+    """Bandwidth of a device's link to the others of its node, each direction."""
     node_latency_seconds: float
-    """One message between two devices of a node."""
+    """Latency of one message between two devices of a node."""
     network_bytes_per_second: float
-    """Network of one device to other nodes, each direction."""
+    """Bandwidth of a device's link to other nodes, each direction."""
     network_latency_seconds: float
-    """One message between two nodes."""
+    """Latency of one message between two nodes."""
     link_efficiency: float
-    """What collectives reach of the links."""
+    """Part of the links' bandwidth that collectives reach."""
     collective_seconds: float
-    """The least that a collective takes, its launch included."""
+    """The shortest time of a collective, with its launch."""
     collective_compute_share: float
     """Part of the device's compute units that a collective occupies while it runs."""
 
     @property
     def clock(self) -> float:
-        """Part of the full clock that the power limit leaves to matmuls.
+        """Part of the full clock at which matmuls run under the power limit.
 
-        Dynamic power grows with the clock times the square of the voltage, and the voltage
-        about linearly with the clock: power above idle goes with the clock's third power.
+        Dynamic power is proportional to the clock times the square of the voltage, and the
+        voltage about linear in the clock: power above idle grows with the cube of the clock.
         """
         limit = self.power_limit_watts - self.power_idle_watts
         return min(1.0, (limit / (self.power_watts - self.power_idle_watts)) ** (1 / 3))
 
     def flops(self, dtype: torch.dtype) -> float:
-        """Peak FLOP/s for a dtype; what the profile does not name counts as float32."""
+        """Return the peak FLOP/s for a dtype, those of float32 if the profile has none."""
         name = str(dtype).removeprefix("torch.")
         return self.peak_flops.get(name, self.peak_flops["float32"])
 
@@ -85,19 +88,21 @@ class Hardware:
 
 
 def known_hardware() -> dict[str, Path]:
-    """The profiles that come with graph_trainer, by name."""
+    """Return the files of the profiles that come with graph_trainer, by name."""
     folder = next((f for f in _FOLDERS if f.is_dir()), None)
     return {} if folder is None else {p.stem: p for p in sorted(folder.glob("*.toml"))}
 
 
 def load_hardware(name: str, key: str = "--hardware") -> Hardware:
-    """A profile by its name, or by the path of a TOML file.
+    """Read a profile by its name, or by the path of a TOML file.
 
-    Arguments:
-        key: the flag or key that names it, for messages.
+    Args:
+        name: a known name, or a path.
+        key: the flag or key that names the profile, for messages.
 
     Raises:
-        ConfigError: there is none, or it has an unknown or missing key or a wrong value.
+        ConfigError: there is no such profile, or it has an unknown or missing key or a wrong
+            value.
     """
     known = known_hardware()
     if name in known:
@@ -113,10 +118,14 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
 
 
 def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
-    """Read and check one profile.
+    """Read and check a profile.
+
+    Args:
+        path: the TOML file.
+        key: the flag or key that names the profile, for messages.
 
     Raises:
-        ConfigError: with the file, the key and what is wrong.
+        ConfigError: an unknown or missing key or a wrong value; names file, key and value.
     """
     table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
@@ -133,18 +142,18 @@ def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
         )
     for entry, value in table.items():
         _check(f"{key} {path}", entry, value)
-    values: dict[str, Any] = dict(table)
-    if values["power_idle_watts"] >= min(values["power_watts"], values["power_limit_watts"]):
+    found = Hardware(name=path.stem, **table)
+    if found.power_idle_watts >= min(found.power_watts, found.power_limit_watts):
         raise ConfigError(
-            f"{key} {path}: power_idle_watts = {values['power_idle_watts']} is not below "
+            f"{key} {path}: power_idle_watts = {found.power_idle_watts} is not below "
             "power_watts and power_limit_watts"
         )
-    if values["memory_reserved_gib"] >= values["memory_gib"]:
+    if found.memory_reserved_gib >= found.memory_gib:
         raise ConfigError(
-            f"{key} {path}: memory_reserved_gib = {values['memory_reserved_gib']} leaves "
-            f"nothing of memory_gib = {values['memory_gib']}"
+            f"{key} {path}: memory_reserved_gib = {found.memory_reserved_gib} leaves "
+            f"nothing of memory_gib = {found.memory_gib}"
         )
-    return Hardware(name=path.stem, **values)
+    return found
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")

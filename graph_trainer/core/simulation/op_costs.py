@@ -1,4 +1,4 @@
-"""How long every node of a graph takes on some hardware, from its FLOPs and its bytes."""
+"""How long each node of a graph takes on some hardware, from its FLOPs and its bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from graph_trainer.core.simulation.hardware import Hardware
 
 
 class Kind(StrEnum):
-    """What bounds a node's time."""
+    """What determines the time of a node."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -32,18 +32,18 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one node takes on the compute stream."""
+    """The cost of one node on the compute stream."""
 
     kind: Kind
     seconds: float
     flops: int
     bytes: int
-    """Bytes that it reads from and writes to memory."""
+    """Bytes read from and written to memory."""
 
 
 _FREE = Cost(Kind.FREE, 0.0, 0, 0)
 
-# torch's counter knows the kernel for GPUs; the one for CPU computes the same.
+# torch's counter knows the kernel for GPUs; the kernel for CPUs computes the same.
 _SAME_FLOPS = {
     aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: (
@@ -51,7 +51,7 @@ _SAME_FLOPS = {
     ),
 }
 
-# These read a few rows of a table, as many as they write.
+# Ops that read as many rows of a table as they write.
 _LOOKUPS = {
     "aten::embedding",
     "aten::gather",
@@ -60,7 +60,7 @@ _LOOKUPS = {
     "aten::nll_loss_forward",
 }
 
-# These ask their first argument for its shape, or write over it, and read nothing of it.
+# Ops that use the shape of their first argument, or overwrite it, and do not read it.
 _READ_NOT_SELF = {
     "aten::copy_",
     "aten::fill_",
@@ -76,23 +76,24 @@ _READ_NOT_SELF = {
     "aten::zeros_like",
 }
 
-# Makes the whole buffer of a gather and writes one rank's part of it: the bucketing of
-# torch._inductor.fx_passes, in graphs from elsewhere.
+# Allocates the buffer of an all-gather and writes the part of one rank: from the bucketing of
+# torch._inductor.fx_passes, in graphs captured by others.
 _WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
 
 
 def costs(
     joint: JointGraph, hardware: Hardware, fusion: Fusion | None = None
 ) -> dict[fx.Node, Cost]:
-    """The time of every node that is no collective, on one rank. Linear in nodes.
+    """Return the cost of every node on one rank; collectives cost nothing. Linear in nodes.
 
-    A node takes what its FLOPs take at the efficiency of its class, or what its bytes take at
-    the memory's, whichever is more, and never less than a launch. In a fused group only what
-    comes from outside is read and only what others read is written, and the group is launched
-    once.
+    A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
+    whichever is longer, and at least the time of a launch. A fused group is launched once, reads
+    only storages from outside and writes only storages that other nodes read.
 
-    Arguments:
-        fusion: what the backend fuses; None: nothing, as the eager backend.
+    Args:
+        joint: the graph.
+        hardware: the machine.
+        fusion: the groups that the backend fuses; None: none, as the eager backend.
     """
     fusion = fusion or no_fusion()
     traffic = _Traffic(joint.graph, fusion)
@@ -119,7 +120,7 @@ def costs(
 
 
 class _Traffic:
-    """Bytes to and from memory, a node after another."""
+    """Counts the bytes that nodes move, asked in graph order."""
 
     def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
         self._fusion = fusion
@@ -127,7 +128,7 @@ class _Traffic:
         self._read: dict[int, set[Any]] = {}
 
     def of(self, node: fx.Node) -> tuple[int, bool]:
-        """Bytes that a node moves, and whether it is the one that is launched."""
+        """Return the bytes that a node moves, and whether a launch belongs to it."""
         group = self._fusion.group.get(node)
         written = _written(node)
         if group is None:
@@ -137,8 +138,8 @@ class _Traffic:
         moved = 0 if self._roots[node] in self._fusion.kept_inside else written
         for source in node.all_input_nodes:
             root = self._roots[source]
-            own = root[0] in self._fusion.group and self._fusion.group[root[0]] == group
-            read = 0 if own or root in seen else self._read_from(node, source)
+            inside = self._fusion.group.get(root[0]) == group
+            read = 0 if inside or root in seen else self._read_from(node, source)
             if read:
                 seen.add(root)
                 moved += read
@@ -165,14 +166,14 @@ def _written(node: fx.Node) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a view that are really there: a dimension that repeats has them once."""
+    """Bytes of a tensor, those of an expanded dimension once."""
     return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
 
 
 def flops_of(node: fx.Node) -> tuple[int, Kind]:
-    """FLOPs of a node by torch's flop counter, 0 for an op that it does not know.
+    """Return the FLOPs of a node by torch's flop counter, 0 for an op that it does not know.
 
-    Causal attention computes half of the scores, which the counter leaves out of account.
+    Causal attention computes half of the scores; the counter counts all of them.
     """
     schema = schema_of(node)
     if schema is None:
@@ -193,5 +194,5 @@ def flops_of(node: fx.Node) -> tuple[int, Kind]:
 
 
 def is_causal(node: fx.Node) -> bool:
-    """Whether a kernel of attention lets no position see a later one."""
+    """Return whether an attention kernel masks later positions."""
     return bool(argument(node, "is_causal", argument(node, "custom_mask_type")))

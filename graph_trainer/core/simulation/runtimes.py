@@ -1,4 +1,4 @@
-"""Who runs a step: what is compiled, what is held and where memory comes from differ."""
+"""The programs that can run a step: they differ in compilation, lifetimes and allocation."""
 
 from __future__ import annotations
 
@@ -28,36 +28,37 @@ from graph_trainer.core.simulation.hardware import Hardware
 
 @dataclass(frozen=True, slots=True)
 class Copies:
-    """Seconds that copies take, by the collective that they belong to."""
+    """Seconds that the copies of a bucket take, by collective."""
 
     on_compute: dict[fx.Node, float]
-    """Behind the wait for it, on the compute stream."""
+    """After the wait, on the compute stream."""
     on_stream: dict[fx.Node, float]
-    """In front of it, on its own stream."""
+    """Before the collective, on its communication stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """How a step is run."""
+    """How a program runs a step."""
 
     name: str
+    """Value of the flag that chooses it."""
     compiled: Callable[[fx.Node], bool]
-    """The nodes that a compiler sees, where one is at work."""
+    """Which nodes the compiler sees, if the backend compiles."""
     pool_of: Callable[[LiveStorage], Pool]
-    """The allocator's pool that a storage comes from."""
-    holds_saved: bool
-    """Whether what autograd or a checkpoint saved is held until backward is through its layer,
-    read or not."""
+    """The allocator's pool of a storage."""
+    keeps_saved: bool
+    """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
+    layer ends, even if it does not read them."""
     copies_buckets: bool
-    """Whether parameters are copied out of a bucket when gathered, on the compute stream, and
-    gradients into one before they are reduced, on the communication stream."""
+    """Whether gathered parameters are copied out of their bucket, on the compute stream, and
+    gradients into their bucket, on the communication stream."""
 
     def fusion(self, joint: JointGraph, compiles: bool) -> Fusion:
-        """What becomes one kernel."""
+        """Return the groups of nodes that become one kernel."""
         return fuse(joint, self.compiled) if compiles else no_fusion()
 
     def copies(self, issued: list[Collective], hardware: Hardware) -> Copies:
-        """What buckets cost beside their collectives. Linear in collectives."""
+        """Return the seconds of the copies of all buckets. Linear in collectives."""
         found = Copies({}, {})
         if not self.copies_buckets:
             return found
@@ -69,47 +70,41 @@ class Runtime:
                 found.on_stream[c.node] = 2 * c.input_bytes / rate
         return found
 
-    def held_longer(self, joint: JointGraph) -> dict[Storage, int]:
-        """Storages that are held beyond their last reader, and up to which position."""
-        return _saved_until(joint) if self.holds_saved else {}
-
-
-def _everything(node: fx.Node) -> bool:
-    return True
-
-
-def _in_a_layer(node: fx.Node) -> bool:
-    return layer_of(module_of(node)) is not None
+    def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
+        """Return the storages that stay alive after their last reader, with the last position."""
+        return _saved_until(joint) if self.keeps_saved else {}
 
 
 GRAPH_TRAINER = Runtime(
     name="graph_trainer",
-    compiled=_everything,
+    compiled=lambda node: True,
     pool_of=one_pool,
-    holds_saved=False,
+    keeps_saved=False,
     copies_buckets=False,
 )
 """The joint graph as one program."""
 
 TORCHTITAN = Runtime(
     name="torchtitan",
-    compiled=_in_a_layer,
+    compiled=lambda node: layer_of(module_of(node)) is not None,
     pool_of=pool_per_stream,
-    holds_saved=True,
+    keeps_saved=True,
     copies_buckets=True,
 )
-"""torchtitan's own loop: FSDP2 allocates what it gathers and reduces on streams of its own,
-gathers and reduces them in buckets that it copies from and to, torch.compile sees the blocks one
-by one and not the loss, and autograd and selective checkpointing hold what they saved whether or
-not backward reads it."""
+"""torchtitan's train loop: FSDP2 allocates gathered parameters and reduced gradients on separate
+streams and copies them from and to buckets; torch.compile compiles each block alone and not the
+loss; autograd and selective checkpointing keep saved tensors even if backward does not read
+them."""
 
 RUNTIMES = {runtime.name: runtime for runtime in (GRAPH_TRAINER, TORCHTITAN)}
+"""All of them by name."""
 
 
 def mark_saved(joint: JointGraph) -> None:
-    """Remember on a graph as captured which values autograd or a checkpoint saved.
+    """Annotate the values that autograd or a checkpoint saved, on a graph as captured.
 
-    Both detach what they save, which a capture records and cleaning up removes.
+    Both detach the tensors that they save: the capture records the detach, and cleanup passes
+    remove it.
     """
     for node in joint.graph.find_nodes(op="call_function", target=aten.detach.default):
         if phase_of(node) is Phase.FORWARD:

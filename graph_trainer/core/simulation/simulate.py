@@ -1,4 +1,4 @@
-"""All that can be said of a step on some hardware: collectives, memory, costs, timeline."""
+"""Simulate a step on some hardware: collectives, memory, costs, timeline."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from graph_trainer.core.simulation.timeline import Timeline, play
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One rank's step on some hardware."""
+    """The step of one rank on some hardware."""
 
     joint: JointGraph
     hardware: Hardware
@@ -30,8 +30,8 @@ class Simulation:
     timeline: Timeline
 
     def reserved_bytes(self) -> int:
-        """What the allocator takes from the device: on a GPU the caching allocator's segments,
-        elsewhere what is alive at the peak. n log n in storages."""
+        """Return the bytes that the allocator takes from the device: on a GPU the segments of
+        the caching allocator, elsewhere the bytes alive at the peak. n log n in storages."""
         if self.hardware.device == "cuda":
             return reserved_bytes(self.memory, self.runtime.pool_of)
         return self.memory.peak_bytes
@@ -46,16 +46,18 @@ def simulate(
     fused: bool = False,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
-    """Simulate one rank's graph as it is now. Linear in nodes.
+    """Simulate the graph of one rank as it is now. Linear in nodes.
 
-    Arguments:
+    Args:
+        joint: the graph.
+        hardware: the machine.
         optimizer_bytes: optimizer state that is alive during the step.
         accumulated_bytes: gradients of earlier microbatches that are alive during the step.
         fused: whether the backend compiles; elementwise nodes are then fused.
-        runtime: who runs the step.
+        runtime: the program that runs the step.
 
     Raises:
-        VerificationError: a collective of which nothing can be said (see `collectives`).
+        VerificationError: a collective cannot be read (see `collectives`).
     """
     issued = collectives(joint)
     cost = costs(joint, hardware, runtime.fusion(joint, fused))
@@ -80,18 +82,19 @@ def predicted_memory(
     device: str = "cuda",
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Memory:
-    """What is alive at every node: the memory of `simulate`, which the memory limit asks too.
+    """Predict the memory of a step, as `simulate` does. Linear in nodes.
 
-    Arguments:
-        device: "cpu", where gloo allocates inside collectives; or "cuda".
-        optimizer_bytes, accumulated_bytes, fused, runtime: as `simulate` has them.
+    Args:
+        joint: the graph.
+        optimizer_bytes, accumulated_bytes, fused, runtime: as for `simulate`.
+        device: "cpu", where gloo allocates scratch memory; or "cuda".
     """
     return memory_of(
         joint,
         optimizer_bytes=optimizer_bytes,
         accumulated_bytes=accumulated_bytes,
         not_allocated=runtime.fusion(joint, fused).kept_inside,
-        held_longer=runtime.held_longer(joint),
-        # gloo is what runs on a CPU; nccl's buffers are its own, made once
+        kept_until=runtime.kept_until(joint),
+        # On a CPU gloo runs. NCCL allocates its buffers once, outside the caching allocator.
         scratch=gloo_scratch(joint) if device == "cpu" else None,
     )

@@ -1,9 +1,9 @@
-"""A step played on one compute stream and one stream a process group."""
+"""Simulate a step on one compute stream and one stream for each process group."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -22,42 +22,44 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a stream is busy with."""
+    """A time span in which a stream is busy."""
 
     node: fx.Node
     stream: str
     start: float
-    """Seconds from the beginning of the step."""
+    """Seconds after the beginning of the step."""
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class ExposedWait:
-    """A wait at which the compute stream stands still."""
+    """A wait at which the compute stream is idle."""
 
     wait: fx.Node
     collective: Collective
     traffic: Traffic
     seconds: float
-    held_up: fx.Node | None
-    """The next node of the model that computes, which could have begun: a bucket's own copies are
-    not what waits for it. None where there is none before the step ends."""
+    delayed: fx.Node | None = None
+    """The next computing node of the model, which could have started; the copies of a bucket do
+    not count. None if no such node follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """How a step passes on one rank."""
+    """The simulated step of one rank."""
 
     events: list[Event]
     starts: list[float]
-    """For every node, in graph order, when the compute stream reaches it, seconds."""
+    """For every node, in graph order: when the compute stream reaches it, in seconds."""
     step_seconds: float
+    """Until the last event ends."""
     busy: dict[str, float]
     """Seconds that each stream is busy."""
     exposed: list[ExposedWait]
+    """In graph order."""
 
     def exposed_seconds(self) -> dict[Traffic, float]:
-        """Seconds that compute stands still, by what the collectives are for."""
+        """Return the seconds that the compute stream is idle, by purpose of the collective."""
         total: dict[Traffic, float] = defaultdict(float)
         for each in self.exposed:
             total[each.traffic] += each.seconds
@@ -65,7 +67,7 @@ class Timeline:
 
 
 def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
-    """A short name for every group, and no two alike: its number of ranks and some of them."""
+    """Return a short name for every group, unique by a number where needed."""
     names: dict[tuple[int, ...], str] = {}
     for each in issued:
         if each.ranks not in names:
@@ -76,7 +78,7 @@ def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
 
 
 def describe_ranks(ranks: tuple[int, ...]) -> str:
-    """'16 ranks 0, 8, ... 120': a group in a few words, whatever its size."""
+    """Format a group of any size in a few words: '16 ranks 0, 8, ... 120'."""
     if len(ranks) <= 4:
         return f"ranks {', '.join(map(str, ranks))}"
     return f"{len(ranks)} ranks {ranks[0]}, {ranks[1]}, ... {ranks[-1]}"
@@ -89,17 +91,19 @@ def play(
     hardware: Hardware,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Timeline:
-    """Play a graph in its order. Linear in nodes.
+    """Simulate a graph in its order. Linear in nodes.
 
-    Compute nodes run one after the other. A collective begins when the compute stream has
-    reached it and its group's stream is free, and does not hold compute up; a wait holds it up
-    until its collective is done. While anything is communicated, compute has a part of the device
-    less; streams do not slow each other down otherwise.
+    Compute nodes run one after another. A collective starts when the compute stream reaches it
+    and the stream of its group is free. Compute goes on meanwhile, and is idle at a wait until
+    the collective is complete. While a collective runs, compute has a smaller part of the device;
+    streams do not slow each other down otherwise.
 
-    Arguments:
-        issued: the collectives of the graph, as `collectives` gives them.
-        cost: what each node takes, as `costs` gives it.
-        runtime: who runs the step; its copies take time as well.
+    Args:
+        joint: the graph.
+        issued: its collectives, as `collectives` returns them.
+        cost: the cost of each node, as `costs` returns it.
+        hardware: the machine.
+        runtime: the program that runs the step; its copies take time too.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued)
@@ -111,8 +115,8 @@ def play(
     ends: dict[object, tuple[float, Collective]] = {}
     events: list[Event] = []
     starts: list[float] = []
-    blocked: list[tuple[fx.Node, Collective, float]] = []
     exposed: list[ExposedWait] = []
+    undelayed = 0  # exposed waits from here on have no delayed node yet
     now = 0.0
     for node in joint.graph.nodes:
         starts.append(now)
@@ -129,7 +133,7 @@ def play(
             issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
             end, waited = issuer if issuer is not None else (now, None)
             if end > now and waited is not None:
-                blocked.append((node, waited, end - now))
+                exposed.append(ExposedWait(node, waited, traffic[waited.node], end - now))
                 now = end
             copying = copies.on_compute.pop(waited.node, 0.0) if waited is not None else 0.0
             if copying:
@@ -140,31 +144,24 @@ def play(
             communicating = max(free.values(), default=0.0) - now
             seconds = stretched(cost[node].seconds, communicating, hardware)
             if role_of(node) is None:
-                exposed += _held_up(blocked, traffic, node)
-                blocked = []
+                exposed[undelayed:] = [replace(w, delayed=node) for w in exposed[undelayed:]]
+                undelayed = len(exposed)
             events.append(Event(node, COMPUTE, now, seconds))
             busy[COMPUTE] += seconds
             now += seconds
-    exposed += _held_up(blocked, traffic, None)
-    end_of_all = max([now, *free.values()])
-    return Timeline(events, starts, end_of_all, dict(busy), exposed)
+    return Timeline(events, starts, max([now, *free.values()]), dict(busy), exposed)
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:
-    """What a kernel takes that begins now, where collectives run for some time from now on."""
+    """Return the seconds of a kernel that starts now.
+
+    Args:
+        seconds: what it takes alone.
+        communicating: for how many seconds from now collectives run.
+        hardware: says which part of the device a collective occupies.
+    """
     left = 1 - hardware.collective_compute_share
     if communicating <= 0:
         return seconds
     done = communicating * left
     return seconds / left if done >= seconds else communicating + seconds - done
-
-
-def _held_up(
-    blocked: list[tuple[fx.Node, Collective, float]],
-    traffic: dict[fx.Node, Traffic],
-    node: fx.Node | None,
-) -> list[ExposedWait]:
-    return [
-        ExposedWait(wait, collective, traffic[collective.node], seconds, node)
-        for wait, collective, seconds in blocked
-    ]

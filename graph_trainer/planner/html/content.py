@@ -206,7 +206,7 @@ def waits(plan: Plan) -> list[tuple[str, str, str, str, str, str]]:
         key = (TRAFFIC[wait.traffic], wait.collective.kind, owner)
         total[key] += wait.seconds
         count[key] += 1
-        held.setdefault(key, wait.held_up.name if wait.held_up else "the end of the step")
+        held.setdefault(key, wait.delayed.name if wait.delayed else "the end of the step")
     return [
         (
             owner or "(the model itself)",

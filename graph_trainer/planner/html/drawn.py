@@ -106,7 +106,7 @@ def _slices(simulation: Simulation, texts: _Numbers) -> dict[str, Any]:
                 each.cost.flops if each.cost else 0,
                 texts.of((collective.parameter if collective else "") or ""),
                 position[collective.node] if collective else -1,
-                position[each.held_up] if each.held_up else -1,
+                position[each.delayed] if each.delayed else -1,
             ]
         )
     columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")

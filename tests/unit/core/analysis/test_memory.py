@@ -112,7 +112,7 @@ def test_what_a_kernel_keeps_inside_is_not_there():
 def test_what_is_held_longer_is_there_longer():
     joint, nodes = fsdp_step()
     last = len(joint.graph.nodes) - 1
-    held = memory_of(joint, held_longer={(nodes["passing"], 0): last})
+    held = memory_of(joint, kept_until={(nodes["passing"], 0): last})
     assert next(s.last for s in held.storages if s.node is nodes["passing"]) == last
     assert held.total[last] == memory_of(joint).total[last] + 2 * ROW
 

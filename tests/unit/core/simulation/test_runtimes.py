@@ -36,11 +36,11 @@ def test_what_a_checkpoint_saved_is_held_until_backward_is_through_its_layer():
     other = builder.call(aten.mm.default, x, w, module="layers.0", phase=BACKWARD)
     builder.call(aten.neg.default, x, phase=BACKWARD, module="norm")
     joint = builder.joint(loss, layers__0__w=other)
-    assert TORCHTITAN.held_longer(joint) == {}
+    assert TORCHTITAN.kept_until(joint) == {}
     mark_saved(joint)
-    (held,) = TORCHTITAN.held_longer(joint).items()
+    (held,) = TORCHTITAN.kept_until(joint).items()
     assert held == ((product, 0), list(joint.graph.nodes).index(other))
-    assert GRAPH_TRAINER.held_longer(joint) == {}
+    assert GRAPH_TRAINER.kept_until(joint) == {}
     ours, theirs = (simulate(joint, H100, runtime=r).memory for r in (GRAPH_TRAINER, TORCHTITAN))
     place = list(joint.graph.nodes).index(other)
     assert theirs.total[place] - ours.total[place] == 8 * 8 * 4

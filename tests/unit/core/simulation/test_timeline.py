@@ -70,15 +70,15 @@ def test_a_wait_blocks_until_its_collective_is_done():
     started = b.start(role=Role.UNSHARD, parameter="w")
     b.compute()
     wait = b.wait(started)
-    held_up = b.compute()
+    delayed = b.compute()
     found = b.played(collective_seconds=2.5)
     (exposed,) = found.exposed
-    assert (exposed.wait, exposed.held_up, exposed.seconds) == (wait, held_up, 1.5)
+    assert (exposed.wait, exposed.delayed, exposed.seconds) == (wait, delayed, 1.5)
     assert exposed.collective.node is started
     assert found.exposed_seconds() == {Traffic.UNSHARD: 1.5}
     assert found.step_seconds == 4.5 == found.busy[COMPUTE] + 1.5
     starts = {event.node: event.start for event in found.events}
-    assert starts[started] == 1.0 and starts[held_up] == 3.5
+    assert starts[started] == 1.0 and starts[delayed] == 3.5
 
 
 def test_a_wait_at_the_end_holds_nothing_up():
@@ -86,7 +86,7 @@ def test_a_wait_at_the_end_holds_nothing_up():
     wait = b.wait(b.start())
     found = b.played(collective_seconds=2.0)
     (exposed,) = found.exposed
-    assert (exposed.wait, exposed.held_up, exposed.seconds) == (wait, None, 2.0)
+    assert (exposed.wait, exposed.delayed, exposed.seconds) == (wait, None, 2.0)
     assert found.step_seconds == 2.0
 
 
@@ -95,11 +95,11 @@ def test_waits_in_a_row_hold_up_the_same_node():
     started = [b.start(), b.start()]
     waits = [b.wait(s) for s in started]
     b.call(aten.t.default, waits[0])  # a view does not compute
-    held_up = b.compute(waits[1])
+    delayed = b.compute(waits[1])
     found = b.played(collective_seconds=2.0)
-    assert [(e.wait, e.held_up, e.seconds) for e in found.exposed] == [
-        (waits[0], held_up, 2.0),
-        (waits[1], held_up, 2.0),
+    assert [(e.wait, e.delayed, e.seconds) for e in found.exposed] == [
+        (waits[0], delayed, 2.0),
+        (waits[1], delayed, 2.0),
     ]
 
 
@@ -107,9 +107,9 @@ def test_the_copies_of_a_bucket_are_not_what_a_wait_holds_up():
     b = Steps()
     wait = b.wait(b.start(role=Role.UNSHARD, parameter="v, w"))
     b.call(aten.relu.default, wait, role=Role.UNSHARD, parameter="v")
-    held_up = b.compute()
+    delayed = b.compute()
     found = b.played(collective_seconds=2.0)
-    assert [(e.wait, e.held_up, e.seconds) for e in found.exposed] == [(wait, held_up, 2.0)]
+    assert [(e.wait, e.delayed, e.seconds) for e in found.exposed] == [(wait, delayed, 2.0)]
     assert found.step_seconds == 4.0
 
 
@@ -214,6 +214,6 @@ def test_of_every_step(program):
     ends = {e.node: e.start + e.seconds for e in timeline.events}
     for each in timeline.exposed:
         behind = [n for n in computing if place[n] > place[each.wait]]
-        assert each.held_up is (behind[0] if behind else None) and each.seconds > 0
-        if each.held_up is not None:
-            assert begins[each.held_up] >= ends[each.collective.node] - 1e-12
+        assert each.delayed is (behind[0] if behind else None) and each.seconds > 0
+        if each.delayed is not None:
+            assert begins[each.delayed] >= ends[each.collective.node] - 1e-12
