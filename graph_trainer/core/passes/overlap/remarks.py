@@ -1,4 +1,4 @@
-"""What a schedule moved, and how much communication that hides."""
+"""Say what a schedule moved, and how much communication overlaps with compute now."""
 
 from __future__ import annotations
 
@@ -8,24 +8,26 @@ from collections.abc import Sequence
 from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import traffic_of
-from graph_trainer.core.passes.overlap.schedule_graph import View
+from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.simulation.timeline import Timeline
 
 _LEAST = 5e-6
-"""Seconds of a change that is worth a line."""
+"""Seconds by which exposed time must change for a line of its own."""
 
 
-def remarks_on(view: View, order: Sequence[int], before: Timeline, after: Timeline) -> list[str]:
-    """The sum in one line; behind it a line for every collective for which compute stands still
-    longer or shorter than before. Linear in nodes.
+def remarks_on(
+    graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
+) -> list[str]:
+    """Say in one line what moved, and in one more for every collective how long compute waits for
+    it now, where that has changed. Linear in nodes.
 
-    Arguments:
+    Args:
         order: the places of the old order, in the new one.
-        before, after: the step played in either order.
+        before, after: the step simulated in either order.
     """
-    traffic = traffic_of(view.issued)
-    old, new = _computed_before(view, range(len(order))), _computed_before(view, order)
-    earlier = {view.nodes[place]: old[place] - new[place] for place in view.group}
+    traffic = traffic_of(graph.issued)
+    old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)
+    earlier = {graph.nodes[place]: old[place] - new[place] for place in graph.group}
     was, now = _exposed(before), _exposed(after)
     sums = []
     for kind in dict.fromkeys(traffic.values()):
@@ -39,18 +41,18 @@ def remarks_on(view: View, order: Sequence[int], before: Timeline, after: Timeli
     lines = [
         f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
         f"{was[c.node] * 1e3:.3f} ms before and {now[c.node] * 1e3:.3f} ms now"
-        for c in view.issued
+        for c in graph.issued
         if c.node in earlier and abs(was[c.node] - now[c.node]) > _LEAST
     ]
     return ["; ".join(sums), *lines]
 
 
-def _computed_before(view: View, order: Sequence[int]) -> dict[int, int]:
-    """By place, how many nodes compute before it in this order."""
+def _computed_before(graph: ScheduleGraph, order: Sequence[int]) -> dict[int, int]:
+    """Count, by place, the nodes that compute before it in this order."""
     found, passed = {}, 0
     for place in order:
         found[place] = passed
-        passed += view.seconds[place] > 0 and place not in view.group
+        passed += graph.seconds[place] > 0 and place not in graph.group
     return found
 
 

@@ -1,4 +1,4 @@
-"""Put the starts and waits of all collectives where communication hides behind compute."""
+"""Put the starts and waits of all collectives where communication overlaps with compute."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.passes.overlap.build_schedule_graph import build_schedule_graph
 from graph_trainer.core.passes.overlap.remarks import remarks_on
-from graph_trainer.core.passes.overlap.schedule_graph import View, view_of
-from graph_trainer.core.passes.overlap.scheduler import Limits, Scheduler
+from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
+from graph_trainer.core.passes.overlap.schedule_state import Limits
+from graph_trainer.core.passes.overlap.scheduler import Scheduler
 from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import play
@@ -31,8 +33,8 @@ class ScheduleOverlapOptions:
     """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
 
     max_in_flight_mib: float = 2560.0
-    """MiB that may be held, at any node, beyond what the graph holds there in its own order:
-    parameters gathered ahead, gradients under way, results computed early."""
+    """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
+    parameters gathered ahead, gradients being reduced, results computed early."""
 
     max_peak_growth: float = 0.03
     """By what part the predicted peak of what the graph allocates may grow."""
@@ -72,8 +74,9 @@ class Decided:
     """An order, and the graphs that it is for."""
 
     program: tuple[object, ...]
-    """Of every node what it calls and which nodes it reads: equal for batches of other shapes."""
+    """By node, its op and the places of its inputs: equal for batches of other shapes."""
     order: list[int]
+    """The places of the old order, in the new one."""
 
 
 @graph_pass(
@@ -87,34 +90,34 @@ class Decided:
 def schedule_overlap(
     joint: JointGraph, options: ScheduleOverlapOptions, context: PassContext
 ) -> None:
-    """Put every collective's start and wait where communication hides behind compute.
+    """Put every collective's start and wait where communication overlaps with compute.
 
-    Follows the graph's order with a clock, and deviates from it where that hides communication:
-    parameters are gathered ahead, gradients reduced as soon as they are there and waited for when
-    that is done, other collectives started before compute that they do not need, and such compute
-    fills the time in which there is nothing else to do (see `Scheduler`).
+    Simulates the graph in its own order, and deviates from that order where communication can
+    overlap: parameters are gathered ahead, gradients reduced as soon as they are computed and
+    waited for when the reduction has ended, other collectives started before compute that they do
+    not need, and such compute runs while other compute waits (see `Scheduler`).
 
     Changes the order of nodes only, and not that of nodes that write the same memory, draw random
     numbers or have effects. No gather moves from backward into forward. Gathers keep their order,
     and so do reductions of whole gradients, and all other collectives.
 
-    Cannot hang: the ranks of a group see the same graph, costs and memory (see `overlap_view`) and
-    decide alike; where batches or tensor-parallel parts of unlike sizes let other ranks decide
-    otherwise, none of them moves anything. Cannot blow memory: the predicted peak grows by
-    `max_peak_growth` at most, as it is for a rank that holds as many rows of every parameter as
-    any. No heavy node overtakes more than `max_consecutive_compute` others, and none overtakes
-    while a reduction is ready that may not start yet. n log n in nodes.
+    Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and decide
+    alike; where batches or tensor-parallel parts have unlike sizes, so that ranks would decide
+    differently, none of them moves anything. Bounds memory: the predicted peak grows by
+    `max_peak_growth` at most, as predicted for a rank that stores the most rows of every
+    parameter. No heavy node overtakes more than `max_consecutive_compute` others, and none
+    overtakes while a reduction is ready that may not start yet. n log n in nodes.
 
-    Another graph of the step, of a batch of another shape, is put in the order of the first: a
-    rank that meets one is alone, and its collectives must be those that the others know. What
-    that order costs there is not bounded; a remark says so where it is more than was allowed.
+    Another graph of the step, for a batch of another shape, gets the order of the first: its rank
+    captures it alone, and must issue the collectives that the other ranks issue. What that order
+    costs in memory is not bounded; a remark says so where it is more than was allowed.
 
     Raises:
-        PassError: nobody named the hardware.
-        VerificationError: a collective of which nothing can be said (see `collectives`).
+        PassError: no hardware is named.
+        VerificationError: a collective that cannot be described (see `collectives`).
     """
     hardware = context.require_hardware(f"the pass '{schedule_overlap.name}'")
-    view = view_of(joint, hardware, context.other_memory(joint).fused)
+    graph = build_schedule_graph(joint, hardware, context.other_memory(joint).fused)
     limits = Limits(
         prefetch_depth=options.prefetch_depth,
         max_in_flight=int(options.max_in_flight_mib * MIB),
@@ -127,8 +130,8 @@ def schedule_overlap(
     if decided is not None and again:
         order = decided.order
     else:
-        order = Scheduler(view, hardware, limits).run()
-        if not context.same_on_all_ranks(_number(view, order)):
+        order = Scheduler(graph, hardware, limits).run()
+        if not context.same_on_all_ranks(_fingerprint(graph, order)):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
                 "or their tensor-parallel parts being of unlike sizes"
@@ -137,18 +140,18 @@ def schedule_overlap(
     joint.decisions[schedule_overlap.name] = Decided(program, order)
     if order == sorted(order):
         return
-    before, peak = play(joint, view.issued, view.cost, hardware), _peak_bytes(joint, hardware)
-    *body, output = [view.nodes[place] for place in order]
+    before, peak = play(joint, graph.issued, graph.cost, hardware), _peak_bytes(joint, hardware)
+    *body, output = [graph.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
-    after, new_peak = play(joint, view.issued, view.cost, hardware), _peak_bytes(joint, hardware)
+    after, new_peak = play(joint, graph.issued, graph.cost, hardware), _peak_bytes(joint, hardware)
     if again and new_peak > peak * (1 + options.max_peak_growth):
         joint.remarks.append(
             f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
             f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
             f"{options.max_peak_growth:.1%}"
         )
-    joint.remarks += remarks_on(view, order, before, after)
+    joint.remarks += remarks_on(graph, order, before, after)
 
 
 def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
@@ -156,11 +159,11 @@ def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
     return lifetimes(joint, scratch=scratch).peak_bytes
 
 
-def _number(view: View, order: Sequence[int]) -> int:
-    """The same number for the same order of collectives and waits, whatever stands between."""
-    nodes = [view.nodes[place] for place in sorted(order)]
+def _fingerprint(graph: ScheduleGraph, order: Sequence[int]) -> int:
+    """Return a number that depends on the order of collectives and waits alone."""
+    nodes = [graph.nodes[place] for place in sorted(order)]
     ordinal = {n: i for i, n in enumerate(n for n in nodes if is_collective(n) or is_wait(n))}
-    return fingerprint([ordinal[n] for place in order if (n := view.nodes[place]) in ordinal])
+    return fingerprint([ordinal[n] for place in order if (n := graph.nodes[place]) in ordinal])
 
 
 def _program(joint: JointGraph) -> tuple[object, ...]:

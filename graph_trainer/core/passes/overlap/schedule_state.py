@@ -1,0 +1,250 @@
+"""What a schedule has done so far: the order, the simulated time, deferred nodes and memory."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from graph_trainer.core.passes.overlap.schedule_graph import (
+    Kind,
+    LaunchGroup,
+    ScheduleGraph,
+    Stored,
+)
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.timeline import stretched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How far a schedule may go."""
+
+    prefetch_depth: int
+    """Gathers in flight beyond the one that is used."""
+    max_in_flight: int
+    """Bytes of gathers that are in flight or not used yet, and bytes of deferred nodes."""
+    max_growth: float
+    """By what part of itself the peak of the graph may grow."""
+    max_consecutive_compute: int
+    """Heavy nodes that a heavy node may overtake."""
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """A wait, and the nodes after it, that run later than in the graph."""
+
+    ends: float
+    """The simulated time at which the collective ends."""
+    places: list[int]
+    bytes: int = 0
+    counted: set[Stored] = field(default_factory=set)
+    """What the nodes allocate, and what stays allocated for them."""
+    has_run: bool = False
+
+
+class ScheduleState:
+    """Runs nodes one by one, early or late, and keeps account of time and memory.
+
+    `left` has, by place, the bytes that may be alive there beyond what the graph keeps alive in its
+    own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive as
+    well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
+    subtracted, so that the account is an upper bound.
+    """
+
+    def __init__(self, graph: ScheduleGraph, hardware: Hardware, limits: Limits) -> None:
+        self.graph = graph
+        self.hardware = hardware
+        self.limits = limits
+        allowed = [
+            [fewer + int(peak * limits.max_growth) for fewer in places]
+            for peak, places in graph.left
+        ]
+        self.left = [min(several) for several in zip(*allowed, strict=True)]
+        self.order: list[int] = []
+        self.done = [False] * len(graph.nodes)
+        self.now = 0.0
+        self.ends: dict[int, float] = {}
+        """By collective, the time at which it ends."""
+        self.num_heavy = 0
+        self.deferred: dict[int, Deferred] = {}
+        self.deferred_bytes = 0
+        self.in_flight: set[int] = set()
+        """Gathers that have started and whose wait has not run."""
+        self.bytes_in_flight = 0
+        self.ready: set[int] = set()
+        """Indices of the reductions whose inputs have all run."""
+        self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
+        self._by_end: list[tuple[float, int, Deferred]] = []
+        self._bytes_of = {each.start: each.bytes for each in graph.gathers}
+        self._missing = [self._inputs_of(each) for each in graph.reductions]
+        self._waiting: dict[int, list[int]] = defaultdict(list)
+        for index, inputs in enumerate(self._missing):
+            for place in inputs:
+                self._waiting[place].append(index)
+
+    def _inputs_of(self, group: LaunchGroup) -> set[int]:
+        return {p for each in group.places for p in self.graph.reads[each]} - {*group.places}
+
+    def emit(self, place: int) -> None:
+        """Run a node now: append it to the order and advance the time."""
+        graph = self.graph
+        assert not self.done[place] and all(self.done[p] for p in graph.reads[place])
+        self.done[place] = True
+        self.order.append(place)
+        seconds = graph.seconds[place]
+        if place in graph.group:
+            group = graph.group[place]
+            self.ends[place] = max(self.now, self._group_ends[group]) + seconds
+            self._group_ends[group] = self.ends[place]
+            if place in self._bytes_of:
+                self.in_flight.add(place)
+                self.bytes_in_flight += self._bytes_of[place]
+        elif place in graph.issuer:
+            start = graph.issuer[place]
+            self.now = max(self.now, self.ends[start])
+            if start in self.in_flight:
+                self.in_flight.discard(start)
+                self.bytes_in_flight -= self._bytes_of[start]
+        elif seconds:
+            communicating = max(self._group_ends.values(), default=0.0) - self.now
+            self.now += stretched(seconds, communicating, self.hardware)
+            self.num_heavy += graph.heavy[place]
+        for index in self._waiting.pop(place, ()):
+            self._missing[index].discard(place)
+            if not self._missing[index]:
+                self.ready.add(index)
+
+    def has_ended(self, wait: int) -> bool:
+        """Return whether the collective of a wait has ended."""
+        start = self.graph.issuer[wait]
+        return self.done[start] and self.ends[start] <= self.now
+
+    # --- later -----------------------------------------------------------------------------
+
+    def defer(self, place: int) -> bool:
+        """Defer a node whose collective has not ended, or that reads deferred nodes.
+
+        Returns:
+            False where the node has to run now.
+        """
+        graph, kind = self.graph, self.graph.kind[place]
+        if kind is Kind.WAIT:
+            start = graph.issuer[place]
+            if self.has_ended(place):
+                return False
+            if self.done[start]:
+                self._add_deferred(Deferred(self.ends[start], []), place)
+                return True
+        if kind not in (Kind.FREE, Kind.TAIL, Kind.WAIT):
+            return False
+        sources = [self.deferred[p] for p in sorted(graph.reads[place]) if p in self.deferred]
+        if not sources or (kind is Kind.FREE and len(sources) < len(graph.reads[place])):
+            return False
+        self._add_deferred(max(sources, key=lambda each: each.ends), place)
+        return True
+
+    def _add_deferred(self, deferred: Deferred, place: int) -> None:
+        """Defer a node with others, and count the memory that this keeps alive."""
+        deferred.places.append(place)
+        self.deferred[place] = deferred
+        new = {*self.graph.makes[place], *self.graph.keeps_alive[place]} - deferred.counted
+        deferred.counted |= new
+        added = sum(s.bytes for s in new)
+        deferred.bytes += added
+        self.deferred_bytes += added
+        if len(deferred.places) == 1:
+            heapq.heappush(self._by_end, (deferred.ends, place, deferred))
+
+    def run_deferred(self, deferred: Deferred) -> None:
+        """Run deferred nodes; from the wait for a second collective on, the rest is deferred."""
+        if deferred.has_run:
+            return
+        deferred.has_run = True
+        self.deferred_bytes -= deferred.bytes
+        for place in deferred.places:
+            del self.deferred[place]
+        for index, place in enumerate(deferred.places):
+            if self.done[place]:  # it ran as an input of other deferred nodes, which this one reads
+                continue
+            start = self.graph.issuer.get(place)
+            if index and start is not None and self.ends[start] > self.now:
+                rest = Deferred(self.ends[start], [])
+                for later in deferred.places[index:]:
+                    if not self.done[later]:
+                        self._add_deferred(rest, later)
+                return
+            self.run_with_inputs(place)
+
+    def run_with_inputs(self, place: int) -> None:
+        """Run a node, before it what it reads."""
+        self.run_inputs(place)
+        if not self.done[place]:
+            self.emit(place)
+
+    def run_inputs(self, place: int) -> None:
+        """Run what a node reads and has not run."""
+        for source in sorted(self.graph.reads[place]):
+            while source in self.deferred:
+                self.run_deferred(self.deferred[source])
+            if not self.done[source]:  # prepares a gather, or is about to run with deferred nodes
+                self.run_with_inputs(source)
+
+    def run_ended(self) -> None:
+        """Run the deferred nodes whose collective has ended."""
+        while self._by_end and (self._by_end[0][2].has_run or self._by_end[0][0] <= self.now):
+            self.run_deferred(heapq.heappop(self._by_end)[2])
+
+    def run_oldest(self) -> bool:
+        """Run the deferred nodes whose collective ends first. Returns whether there were any."""
+        while self._by_end:
+            deferred = heapq.heappop(self._by_end)[2]
+            if not deferred.has_run:
+                self.run_deferred(deferred)
+                return True
+        return False
+
+    def run_beyond_limit(self, place: int) -> None:
+        """Run deferred nodes until those that remain fit into memory at a place."""
+        while self.deferred_bytes and self.deferred_bytes > min(
+            self.limits.max_in_flight, self.left[place]
+        ):
+            self.run_oldest()
+
+    # --- earlier ---------------------------------------------------------------------------
+
+    def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
+        """Run nodes before `place`, if memory allows.
+
+        Args:
+            places: the nodes, in order.
+            scratch_bytes: what running them takes beside what they allocate.
+
+        Returns:
+            whether they ran.
+        """
+        inside = set(places)
+        alive = peak = 0
+        stay: list[Stored] = []
+        freed: dict[int, int] = defaultdict(int)
+        for each in places:
+            for stored in self.graph.makes[each]:
+                alive += stored.bytes
+                if stored.last in inside and stored.readers <= inside:
+                    freed[stored.last] += stored.bytes
+                elif stored.born > place:
+                    stay.append(stored)
+            peak = max(peak, alive)
+            alive -= freed[each]
+        if peak + scratch_bytes > self.left[place] - self.deferred_bytes:
+            return False
+        total = sum(stored.bytes for stored in stay)
+        if stay and total > min(self.left[place : max(s.born for s in stay)]):
+            return False
+        for stored in stay:
+            for between in range(place, stored.born):
+                self.left[between] -= stored.bytes
+        for each in places:
+            self.emit(each)
+        return True
