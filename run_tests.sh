@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Without arguments: lint, format, types, then every unit and integration test.
-# With arguments: pytest alone, with these; paths are relative to the checkout.
+# Lint, format, types, unit tests and one launch of real ranks: eight minutes on two cores.
+# --full runs every test, as CI does: thirty minutes.
+# With other arguments: pytest alone, with these; paths are relative to the checkout.
 set -euo pipefail
 
 here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
@@ -15,9 +16,12 @@ cd "$here"
 # Tests start many ranks on few cores, and never need the network.
 export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1
 
-if (($# > 0)); then
-    exec "$python" -m pytest "$@"
-fi
+case "${1:-}" in
+"") integration=quick unit="not full" HYPOTHESIS_PROFILE=fast ;;
+--full) integration="" unit="" HYPOTHESIS_PROFILE=full ;;
+*) exec "$python" -m pytest "$@" ;;
+esac
+export HYPOTHESIS_PROFILE
 
 # Every gate runs, so that one call shows all there is to mend.
 failed=()
@@ -29,8 +33,8 @@ gate ruff check .
 gate ruff format --check .
 gate mypy
 # Tests on real ranks take every core; unit tests take one each, and two processes keep two busy.
-gate pytest tests/integration
-gate pytest tests/unit --numprocesses 2 --dist loadfile
+gate pytest tests/integration -m "$integration"
+gate pytest tests/unit -m "$unit" --numprocesses 2 --dist loadfile
 
 if ((${#failed[@]} > 0)); then
     printf 'failed: %s\n' "${failed[@]}" >&2

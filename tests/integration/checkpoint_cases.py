@@ -1,18 +1,19 @@
-"""Checkpoints across meshes and programs: jobs of matrix_worker.py.
+"""Checkpoints across meshes and programs, for test_checkpoints.py.
 
 All of them train with the schedule of four steps and save after the second.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests.integration.matrix import FP32, FSDP4_TP2, FSDP8, Flags, rows
+from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
+from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import Recorded, differing
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -28,12 +29,12 @@ _FLAGS: Flags = FP32 | {
 _OTHER_DATA: Flags = {"checkpoint.exclude_from_loading": "dataloader"}
 
 
-def saved_on_eight(folder: Path) -> dict[str, Any]:
-    """Four steps on fsdp 8; two of them again from the checkpoint, on the same mesh and another.
+def saved(folder: Path, _: str) -> dict[str, Any]:
+    """Four steps on fsdp 4; two of them again from the checkpoint, on the same mesh and another.
 
     Leaves the checkpoint, and the batches of the last two steps in `batches_after.pt`.
     """
-    whole = Recorded(_FLAGS | FSDP8, folder / "ours")
+    whole = Recorded(_FLAGS | FSDP4, folder / "ours")
     for _ in range(SAVED):
         whole.step()
     whole.trainer.checkpointer.save(whole.trainer.step)
@@ -43,24 +44,24 @@ def saved_on_eight(folder: Path) -> dict[str, Any]:
         whole.step()
     _save_global_batches(seen, folder / "batches_after.pt")
     result = {"losses": whole.global_losses()}
-    again = resumed(_FLAGS | FSDP8, folder / "ours")
+    again = resumed(_FLAGS | FSDP4, folder / "ours")
     result["resumed_at"] = again.trainer.step
     for _ in range(2):
         again.step()
     result["differing"] = differing(whole, again, last=2)
     again.close()
     whole.close()
-    other = resumed(_FLAGS | FSDP4_TP2, folder / "ours")
+    other = resumed(_FLAGS | FSDP2_TP2, folder / "ours")
     for _ in range(2):
         other.step()
-    result["fsdp4_tp2"] = other.global_losses()
+    result["fsdp2_tp2"] = other.global_losses()
     other.close()
     return result
 
 
-def resumed_on_one_rank(folder: Path) -> list[float]:
-    """Losses of the two steps after the checkpoint that eight ranks left."""
-    one = resumed(_FLAGS | rows(8), folder / "ours")
+def resumed_on_one_rank(folder: Path, _: str) -> list[float]:
+    """Losses of the two steps after the checkpoint that four ranks left."""
+    one = resumed(_FLAGS | rows_of(8), folder / "ours")
     for _ in range(2):
         one.step()
     losses = one.global_losses()
@@ -68,9 +69,9 @@ def resumed_on_one_rank(folder: Path) -> list[float]:
     return losses
 
 
-def resumed_from_plain_torchtitan(folder: Path) -> list[float]:
-    """Losses on eight ranks after the checkpoint that plain torchtitan left, on its batches."""
-    recorded = resumed(_FLAGS | FSDP8 | _OTHER_DATA, folder / "plain")
+def resumed_from_plain_torchtitan(folder: Path, _: str) -> list[float]:
+    """Losses on four ranks after the checkpoint that plain torchtitan left, on its batches."""
+    recorded = resumed(_FLAGS | FSDP4 | _OTHER_DATA, folder / "plain")
     mine = _rows_of_rank(torch.load(folder / "batches.pt")[SAVED:])
     recorded.batches = recorded.trainer.batch_generator(mine)
     for _ in range(2):
@@ -78,13 +79,6 @@ def resumed_from_plain_torchtitan(folder: Path) -> list[float]:
     losses = recorded.global_losses()
     recorded.close()
     return losses
-
-
-CHECKPOINTS: dict[str, Callable[[Path], Any]] = {
-    "saved": saved_on_eight,
-    "one_rank": resumed_on_one_rank,
-    "from_plain": resumed_from_plain_torchtitan,
-}
 
 
 def resumed(flags: Flags, folder: Path) -> Recorded:
@@ -115,7 +109,8 @@ def _save_global_batches(mine: list[Batch], path: Path) -> None:
 
 
 def _rows_of_rank(batches: list[Batch]) -> Iterator[Batch]:
-    """One row for each rank."""
-    row = slice(dist.get_rank(), dist.get_rank() + 1)
+    """As many of eight rows for each rank."""
+    count = 8 // dist.get_world_size()
+    rows = slice(dist.get_rank() * count, (dist.get_rank() + 1) * count)
     for inputs, labels in batches:
-        yield {name: value[row].clone() for name, value in inputs.items()}, labels[row].clone()
+        yield {name: value[rows].clone() for name, value in inputs.items()}, labels[rows].clone()

@@ -1,6 +1,6 @@
 """The models of the public API's cases, how each is sharded and what it is fed.
 
-public_api_worker.py runs them. A case that any number of ranks can run is in ANY_WORLD.
+public_api_runs.py runs them. A case that any number of ranks can run is in ANY_WORLD.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
-from tests.integration.matrix import COMMON, STEPS, Flags, arguments
+from tests.integration.matrix import COMMON, STEPS, Flags, arguments, with_few_layers
 
 EAGER: Flags = {"compile.mode": "eager"}
 # CUDA's attention adds up its gradient in the order in which blocks happen to finish.
@@ -36,7 +36,9 @@ class Recorded:
     def __init__(self, flags: Flags, folder: Path) -> None:
         on_cuda = _ON_CUDA if torch.accelerator.is_available() else {}
         words = arguments(COMMON | on_cuda | flags | {"dump_folder": folder})
-        self.trainer: GraphTrainer = GraphTrainer(load_config(words))
+        config = load_config(words)
+        with_few_layers(config)
+        self.trainer: GraphTrainer = GraphTrainer(config)
         self.losses: list[torch.Tensor] = []
         self.gradients: list[dict[str, torch.Tensor]] = []
         self.validated: list[float] = []

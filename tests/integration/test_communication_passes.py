@@ -3,42 +3,35 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.communication import EIGHT, MESHES, TWO, VARIANTS
-from tests.integration.launch import run_ranks
+from tests.integration.communication_cases import MESHES, RANKS, VARIANTS
+from tests.integration.launches import Job, Launches
+from tests.integration.matrix import GRADIENTS
 
-pytestmark = pytest.mark.timeout(900)
-
-WORKER = Path(__file__).with_name("communication_worker.py")
-GRADIENTS = 45
+TWO = [mesh for mesh, ranks in RANKS.items() if ranks == 2]
 
 
-@pytest.fixture(scope="module")
-def launches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What every rank found, by mesh."""
-    found = {}
-    for ranks, names in ((8, EIGHT), (2, TWO)):
-        words = [str(tmp_path_factory.mktemp("communication")), *names]
-        by_rank = run_ranks(WORKER, ranks, words, timeout=850)
-        found.update({name: [rank[name] for rank in by_rank] for name in names})
-    return found
+def job(mesh: str) -> Job:
+    return Job(RANKS[mesh], f"communication_cases:run:{mesh}")
 
 
-def entries(launches: dict[str, list[dict[str, Any]]], mesh: str, variant: str) -> list[Any]:
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [job(params["mesh"])]
+
+
+def entries(launches: Launches, mesh: str, variant: str) -> list[Any]:
     """What each rank found with each policy."""
-    found = [rank[f"{policy} {variant}"] for rank in launches[mesh] for policy in MESHES[mesh][1]]
-    assert found
-    return found
+    by_rank = launches(job(mesh))
+    return [rank[f"{policy} {variant}"] for rank in by_rank for policy in MESHES[mesh][1]]
 
 
 MERGES = [name for name in VARIANTS if name != "none"]
 
 
-@pytest.mark.parametrize("mesh", [*EIGHT, *TWO])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("variant", MERGES)
 def test_it_trains_with_the_plain_graphs_loss_and_gradients(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):
@@ -57,7 +50,7 @@ def test_on_two_ranks_gradients_are_the_same_bit_by_bit(launches, mesh, variant)
         assert entry["unlike"] == []
 
 
-@pytest.mark.parametrize("mesh", [*EIGHT, *TWO])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_process_groups_are_asked_for_what_the_graph_lists(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):

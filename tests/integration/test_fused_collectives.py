@@ -1,16 +1,15 @@
 """Collectives over two axes of a mesh become one on real ranks, with the same bits.
 
-One launch of eight: a mesh of 4 x 2, and two slices of 2 x 2 side by side.
+On eight: a mesh of 4 x 2, and two slices of 2 x 2 side by side.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.launch import run_ranks
+from tests.integration.launches import Job, Launches
 
 Results = list[dict[str, Any]]
 
@@ -18,9 +17,16 @@ MESHES = ["4x2", "2x2"]
 CASES = [f"{order} first {mesh}" for order in ("inner", "outer") for mesh in MESHES]
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Results:
-    return run_ranks(Path(__file__).with_name("fused_collectives_worker.py"), 8, timeout=180)
+FUSED = Job(8, "fused_collectives_cases:run:")
+
+
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [FUSED]
+
+
+@pytest.fixture
+def ranks(launches: Launches) -> Results:
+    return launches(FUSED)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.launch import run_ranks
+from tests.integration.launches import Job, Launches
 
-pytestmark = pytest.mark.timeout(600)
-
-WORKER = Path(__file__).with_name("loop_worker.py")
+LOOP = Job(2, "loop_cases:run:")
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A run of four steps captured, the same eagerly, and one resumed after step 2."""
-    return run_ranks(WORKER, 2, [str(tmp_path_factory.mktemp("loop"))], timeout=500)
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [LOOP]
+
+
+@pytest.fixture
+def ranks(launches: Launches) -> list[dict[str, Any]]:
+    return launches(LOOP)
 
 
 def test_the_loop_trains_the_same_captured_and_eagerly(ranks: list[dict[str, Any]]) -> None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.launch import run_ranks
-from tests.integration.removed_collectives_worker import FOLDS, TRIPS
+from tests.integration.launches import Job, Launches
+from tests.integration.removed_collectives_cases import FOLDS, TRIPS
 
-WORKER = Path(__file__).with_name("removed_collectives_worker.py")
-RANKS = 4
-
-pytestmark = pytest.mark.timeout(200)
+REMOVED = Job(4, "removed_collectives_cases:run:")
 
 GATHER, SCATTER, REDUCE = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 # case: the gathers of each rank's step, forward's and backward's, and those that are left
@@ -37,9 +33,13 @@ REDUCTIONS_LEFT = {
 }
 
 
-@pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    return run_ranks(WORKER, RANKS, timeout=180)
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [REMOVED]
+
+
+@pytest.fixture
+def ranks(launches: Launches) -> list[dict[str, Any]]:
+    return launches(REMOVED)
 
 
 @pytest.mark.parametrize("case", TRIPS)

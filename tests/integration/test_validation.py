@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integration.launch import run_ranks
-from tests.integration.validation_worker import CASES, SIZES
+from tests.integration.launches import Job, Launches
+from tests.integration.validation_cases import CASES, SIZES
 
-pytestmark = pytest.mark.timeout(300)
-
-WORKER = Path(__file__).with_name("validation_worker.py")
+JOBS = {case: Job(2, f"validation_cases:run:{case}") for case in CASES}
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_ranks(WORKER, 2, [str(tmp_path_factory.mktemp("validation"))], timeout=240)
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [JOBS[params["case"]]]
+
+
+@pytest.fixture
+def ranks(launches: Launches, case: str) -> list[dict[str, Any]]:
+    return launches(JOBS[case])
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_are_those_of_eager_validation(ranks: list[dict[str, Any]], case: str) -> None:
     """After both steps, and with batches of another size than the first ones or training's."""
     for rank in ranks:
-        found, expected = rank[case]["aot_fx_trace"], rank[case]["eager"]
+        found, expected = rank["aot_fx_trace"], rank["eager"]
         assert found["validated"] == expected["validated"]
         assert len(expected["validated"]) == 3
         # with tensor parallelism the last one repeats the one before: same weights, same batch
@@ -35,7 +36,7 @@ def test_losses_are_those_of_eager_validation(ranks: list[dict[str, Any]], case:
 def test_nothing_else_is_touched(ranks: list[dict[str, Any]], case: str) -> None:
     """Gradients stay, the model trains on, random numbers are where eager leaves them."""
     for rank in ranks:
-        found, expected = rank[case]["aot_fx_trace"], rank[case]["eager"]
+        found, expected = rank["aot_fx_trace"], rank["eager"]
         assert found["left"] == expected["left"] == [[True, True]] * 3
         assert found["random"] == expected["random"]
 
@@ -45,7 +46,7 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
     ranks: list[dict[str, Any]], case: str
 ) -> None:
     for rank in ranks:
-        found = rank[case]["aot_fx_trace"]
+        found = rank["aot_fx_trace"]
         assert found["lost"].startswith("step 2: the gather failed: Connection closed by peer. ")
         shapes = len(set(SIZES[case]))
         assert found["outputs"] == [["loss"]] * shapes
@@ -58,5 +59,5 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
         if case == "fsdp2_chunked_loss":
             # buckets: the embedding, the layer, the final norm with the head
             assert found["issued"] == {"gloo:all_gather": 3}
-    roles = {case: ranks[0][case]["aot_fx_trace"]["roles"] for case in CASES}
-    assert roles == {"fsdp2_chunked_loss": ["unshard"], "tp2": ["None"]}
+    roles = {"fsdp2_chunked_loss": ["unshard"], "tp2": ["None"]}
+    assert ranks[0]["aot_fx_trace"]["roles"] == roles[case]

@@ -1,18 +1,15 @@
-"""Cases of the public API on real ranks; test_public_api.py launches this and asserts.
+"""Runs the public API's cases on real ranks, for test_public_api.py.
 
 Every case trains one sharded model eagerly and then captured, and reports what differs and
-what was communicated. The launch says how many ranks there are; a case that needs another
-number is not in its list.
+what was communicated.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +28,6 @@ from graph_trainer.core.graph.ops import is_random
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.launch import finish
 from tests.integration.public_api_cases import (
     ANY_WORLD,
     DEVICE,
@@ -43,12 +39,6 @@ from tests.integration.public_api_cases import (
 
 STEPS = 3
 LEARNING_RATE = 0.1
-
-LAUNCHES = {
-    "three": [*(n for n in ANY_WORLD if n != "inductor"), "initialised", "resumed_dropout"],
-    "four": [*FOUR_RANKS, "initialised"],
-    "inductor": ["inductor"],
-}
 
 
 def initialised_as_on_one_rank() -> dict[str, Any]:
@@ -219,7 +209,6 @@ def run_case(case: Case) -> dict[str, Any]:
     if case.global_batch:
         result["one_rank_error"] = one_rank_error(case, eager)
     for policy in case.policies:
-        start = time.perf_counter()
         run, step = train_captured(case, policy)
         _, issued = count_issued(step, run.model, *next(batches(case)))
         listed = collectives(step.joint)
@@ -233,7 +222,6 @@ def run_case(case: Case) -> dict[str, Any]:
             "draws": sum(is_random(node) for node in step.joint.graph.nodes),
             "forward_gathers": gathers(step, backward=False),
             "backward_gathers": gathers(step, backward=True),
-            "seconds": time.perf_counter() - start,
         }
         result["policies"][policy] = entry
     return result
@@ -286,24 +274,6 @@ OTHER: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
-    launch = sys.argv[1]
-    names = sys.argv[2:] or LAUNCHES[launch]
-    cases = ANY_WORLD | (FOUR_RANKS if launch == "four" else {})
-    results: dict[str, Any] = {}
-    for name in names:
-        try:
-            if name in OTHER:
-                results[name] = OTHER[name]()
-            else:
-                results[name] = run_case(cases[name])
-        except Exception:
-            # every rank runs the same case, so every rank fails here or none does
-            results[name] = {"error": traceback.format_exc()}
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()
+def run(folder: Path, name: str) -> dict[str, Any]:
+    """One case by its name."""
+    return OTHER[name]() if name in OTHER else run_case((ANY_WORLD | FOUR_RANKS)[name])

@@ -1,7 +1,8 @@
-"""Chains of collectives on real ranks, fused and not; test_fused_collectives.py asserts."""
+"""Chains of collectives on real ranks, fused and not, for test_fused_collectives.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.torch_private import c10d_functional, process_groups
-from tests.integration.launch import finish
 from tests.unit.core.passes.rank_order import InnerFirst, OuterFirst, sum_of_squares
 
 GATHER = c10d_functional.all_gather_into_tensor.default
@@ -89,7 +89,7 @@ def in_another_order(joint: JointGraph) -> None:
     joint.graph_module.recompile()
 
 
-def run(kind: type[nn.Module], mesh: DeviceMesh) -> dict[str, Any]:
+def compare(kind: type[nn.Module], mesh: DeviceMesh) -> dict[str, Any]:
     model = sharded(kind, mesh)
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
     reference = eager(model, x)
@@ -135,18 +135,13 @@ def in_training(kind: type[nn.Module], mesh: DeviceMesh) -> dict[str, Any]:
     return {"equal": same, "counts": [counts(joint) for joint in step.joint_graphs()]}
 
 
-def main() -> None:
-    dist.init_process_group("gloo")
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """Every case, on eight ranks."""
     names = ("dp", "fsdp", "tp")
     large = init_device_mesh("cpu", (1, 4, 2), mesh_dim_names=names)
     small = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     results: dict[str, Any] = {}
     for name, mesh in (("4x2", large), ("2x2", small)):
-        results[f"inner first {name}"] = run(InnerFirst, mesh["fsdp", "tp"])
-        results[f"outer first {name}"] = run(OuterFirst, mesh)
-    results["training"] = in_training(OuterFirst, large)
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()
+        results[f"inner first {name}"] = compare(InnerFirst, mesh["fsdp", "tp"])
+        results[f"outer first {name}"] = compare(OuterFirst, mesh)
+    return results | {"training": in_training(OuterFirst, large)}

@@ -1,15 +1,11 @@
-"""Runs the cases of matrix.py on the ranks of this launch; test_matrix.py reads what it reports.
+"""Runs the cases of matrix.py, for test_matrix.py.
 
-All cases of one number of ranks share a launch, because starting eight processes costs half a
-minute on two cores. A case trains one model eagerly and captured and reports what it saw; the
-assertions are in the test.
+A case trains one model eagerly and captured and reports what it saw; the assertions are in the
+test.
 """
 
 from __future__ import annotations
 
-import sys
-import time
-import traceback
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,14 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.runtime.step_cache import TrainStep
-from tests.integration.checkpoint_cases import CHECKPOINTS
 from tests.integration.issued import expected_events
-from tests.integration.launch import finish
 from tests.integration.live_storages import measure_memory
 from tests.integration.matrix import MATRIX, Case, Flags, Holds, rows
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
 
 Result = dict[str, Any]
+
+
+def case_of(name: str) -> Case:
+    (case,) = [case for case in MATRIX if case.name == name]
+    return case
 
 
 def reference_file(case: Case, folder: Path) -> Path:
@@ -37,8 +36,9 @@ def reference_file(case: Case, folder: Path) -> Path:
     return folder / f"reference_{dtype}_{case.global_rows}.pt"
 
 
-def make_reference(case: Case, folder: Path) -> None:
+def make_reference(folder: Path, name: str) -> None:
     """One rank on the global batch."""
+    case = case_of(name)
     recorded = Recorded(case.on_one_rank | EAGER, folder).run()
     payload = {
         "losses": recorded.global_losses(),
@@ -49,8 +49,9 @@ def make_reference(case: Case, folder: Path) -> None:
     recorded.close()
 
 
-def run_case(case: Case, folder: Path) -> Result:
+def run(folder: Path, name: str) -> Result:
     """One mesh and dtype: eager, and captured with every policy."""
+    case = case_of(name)
     eager = Recorded(case.flags | EAGER, folder).run()
     result: Result = {"policies": {}, "losses": eager.global_losses()}
     result["validated"] = eager.validated
@@ -109,7 +110,7 @@ def describe(case: Case, eager: Recorded, captured: Recorded, folder: Path, flag
     return result
 
 
-def graphs_that_differ() -> str:
+def graphs_that_differ(folder: Path, _: str) -> str:
     """What a rank is told when its peers captured something else."""
     torch.manual_seed(0)
     device = "cuda" if torch.accelerator.is_available() else "cpu"
@@ -127,44 +128,3 @@ def graphs_that_differ() -> str:
     except gt.VerificationError as error:
         return str(error)
     return ""
-
-
-def run_public(name: str) -> Result:
-    """A case of the public API on this launch's ranks."""
-    from tests.integration.public_api_cases import ANY_WORLD
-    from tests.integration.public_api_worker import run_case as run_public_case
-
-    return run_public_case(ANY_WORLD[name])
-
-
-def run_job(job: str, folder: Path) -> Any:
-    """One job by its name, as test_matrix.py writes them."""
-    kind, _, name = job.partition(":")
-    if kind == "checkpoint":
-        return CHECKPOINTS[name](folder)
-    if kind == "public":
-        return run_public(name)
-    if kind == "differ":
-        return graphs_that_differ()
-    (case,) = [case for case in MATRIX if case.name == name]
-    return make_reference(case, folder) if kind == "reference" else run_case(case, folder)
-
-
-def main() -> None:
-    """Arguments: the scratch folder, then the jobs in order."""
-    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
-    torch.set_num_threads(1)
-    results: dict[str, Result] = {}
-    for job in jobs:
-        start = time.perf_counter()
-        try:
-            results[job] = {"result": run_job(job, folder)}
-        except Exception:
-            # the other ranks run the same job, and fail here too unless one is unlike the rest
-            results[job] = {"error": traceback.format_exc()}
-        results[job]["seconds"] = round(time.perf_counter() - start, 1)
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()

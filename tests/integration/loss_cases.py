@@ -1,4 +1,4 @@
-"""The chunked cross-entropy on two gloo ranks; test_loss.py launches this and asserts.
+"""The chunked cross-entropy on two gloo ranks, for test_loss.py.
 
 First Llama 3's debug model, sharded in two ways, against torchtitan's own loss; then the loss
 alone, on a vocabulary that is split over the ranks, against the unsharded computation.
@@ -6,7 +6,6 @@ alone, on a vocabulary that is split over the ranks, against the unsharded compu
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
-from tests.integration.launch import finish
+from tests.integration.matrix import with_few_layers
 
 from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
 
@@ -167,6 +166,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 def run_llama(flags: list[str], folder: Path, *, mode: str, chunked: bool) -> dict[str, Any]:
     """Two microbatches' losses and gradients, and what a graph says of the head's collectives."""
     config = load_config([*_LLAMA, *flags, "--compile.mode", mode, "--dump_folder", str(folder)])
+    with_few_layers(config)
     if chunked:
         config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
     trainer: GraphTrainer = GraphTrainer(config)
@@ -224,22 +224,13 @@ def llama(name: str, folder: Path) -> dict[str, Any]:
     return results
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    folder = Path(sys.argv[1])
-    # The first trainer makes the process group and everything after it uses that one: a second
-    # one under the same launch can find the addresses that the first left in its store, and hang.
-    results: dict[str, Any] = {name: llama(name, folder) for name in LLAMA_MESHES}
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """Everything about the loss on two ranks."""
+    results: dict[str, Any] = {name: llama(name, folder / "loss") for name in LLAMA_MESHES}
     results["split"] = {
         f"{vocabulary}-{dtype}-{given}": split_vocabulary(vocabulary, DTYPES[dtype], given)
         for vocabulary in VOCABULARIES
         for dtype in DTYPES
         for given in INPUTS
     }
-    results["whole"] = whole_vocabulary()
-    results["bad_labels"] = bad_labels()
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()
+    return results | {"whole": whole_vocabulary(), "bad_labels": bad_labels()}

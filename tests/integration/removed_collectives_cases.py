@@ -1,10 +1,10 @@
-"""Steps without the collectives that structure passes remove; test_removed_collectives.py
-launches this on four ranks and asserts."""
+"""Steps without the collectives that structure passes remove, for test_removed_collectives.py."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.launch import finish
 
 ROWS, COLUMNS = 8, 12
 CLEANUP = ["normalize_views", "functionalize_index_put", "eliminate_dead_code"]
@@ -30,7 +29,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def run(
+def step_with(
     model: nn.Module, loss: Callable[..., torch.Tensor], passes: list[str], *batch: torch.Tensor
 ) -> dict[str, Any]:
     """One captured step under a list of passes."""
@@ -114,7 +113,7 @@ def round_trip(name: str) -> dict[str, Any]:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x)
 
-    return told(run(model, loss, [], x), run(model, loss, ["eliminate_round_trips"], x))
+    return told(step_with(model, loss, [], x), step_with(model, loss, ["eliminate_round_trips"], x))
 
 
 # --- folded reductions -------------------------------------------------------------------------
@@ -181,9 +180,9 @@ def folded(name: str) -> dict[str, Any]:
     model = gt.simple_fsdp(Tied(), mesh, mode, mp_policy=policy)
     generator = torch.Generator().manual_seed(10 + dist.get_rank())
     tokens = torch.randint(0, VOCABULARY, (3, 5), generator=generator)
-    plain = run(model, mean_square, ["deduplicate_unshards"], tokens)
+    plain = step_with(model, mean_square, ["deduplicate_unshards"], tokens)
     passes = ["deduplicate_unshards", "fold_grad_reductions"]
-    changed = run(model, mean_square, passes, tokens)
+    changed = step_with(model, mean_square, passes, tokens)
     # Two sums of the same terms, each in some order: (n - 1) u / (1 - (n - 1) u) of the sum of
     # the absolute values is the most that either is off by; the division by four is exact.
     off = (2 * dist.get_world_size() - 1) * UNIT
@@ -199,15 +198,9 @@ def folded(name: str) -> dict[str, Any]:
     return told(plain, changed) | {"beyond": beyond}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    results: dict[str, Any] = {
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """Every case, on four ranks."""
+    return {
         "trips": {name: round_trip(name) for name in TRIPS},
         "folds": {name: folded(name) for name in FOLDS},
     }
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()

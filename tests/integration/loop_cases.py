@@ -1,8 +1,7 @@
-"""Drives torchtitan's whole loop on the captured step; test_loop.py reads the results."""
+"""Drives torchtitan's whole loop on the captured step, for test_loop.py."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch.distributed as dist
 
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
-from tests.integration.launch import finish
 
 FLAGS = [
     *("--training.seq_len", "64", "--training.local_batch_size", "1", "--debug.seed", "42"),
@@ -52,9 +50,9 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
     return [n for n, p in a["parameters"].items() if not torch.equal(p, b["parameters"][n])]
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """A run of four steps captured, the same eagerly, and one resumed after step 2."""
+    folder /= "loop"
     whole = train(folder / "whole", "--training.steps", "4")
     eager = train(folder / "eager", "--training.steps", "4", "--compile.mode", "eager")
     # as if the run had been ended after step 2: the schedule is that of four steps
@@ -65,7 +63,7 @@ def main() -> None:
     dist.barrier()
     resumed = train(stopped, "--training.steps", "4")
     written = folder / "whole"
-    result = {
+    return {
         "steps": [whole["step"], eager["step"], resumed["step"]],
         "validated": [whole["validated"], eager["validated"], resumed["validated"]],
         "rates": [whole["rates"], resumed["rates"]],
@@ -75,8 +73,3 @@ def main() -> None:
         "checkpoints": sorted(p.name for p in (written / "checkpoint").iterdir()),
         "config": (written / "config.toml").read_text(),
     }
-    finish(result)
-
-
-if __name__ == "__main__":
-    main()

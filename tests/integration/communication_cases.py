@@ -1,4 +1,5 @@
-"""Trains the debug model with every way to merge and schedule collectives, on this launch's ranks.
+"""The debug model with every way to merge and schedule collectives, for
+test_communication_passes.py.
 
 The step is captured once a mesh; each variant is a copy of that graph with its own passes.
 """
@@ -6,8 +7,8 @@ The step is captured once a mesh; each variant is a copy of that graph with its 
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +31,57 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollect
 from graph_trainer.core.runtime.step import Step
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
-from tests.integration.communication import MESHES, VARIANTS, Variant
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.launch import finish
-from tests.integration.matrix import Flags
+from tests.integration.matrix import (
+    DDP4,
+    FP32,
+    FSDP2,
+    FSDP4,
+    FSDP4_TP2,
+    HSDP2X2_TP2,
+    Flags,
+    replicate,
+    rows,
+    shard,
+)
 from tests.integration.recorded import Recorded
 
 Result = dict[str, Any]
 
+BOTH = ("always", "never")
 
-def run_mesh(flags: Flags, policies: tuple[str, ...], folder: Path) -> Result:
+
+@dataclass(frozen=True)
+class Variant:
+    """Passes behind the default ones, and options of bucket_collectives."""
+
+    bucketing: dict[str, Any] = field(default_factory=dict)
+    passes: tuple[str, ...] = ()
+
+
+VARIANTS = {
+    "none": Variant(),
+    "size": Variant({"strategy": "size", "cap_mib": 1.0}),
+    "transformer_block": Variant({"strategy": "transformer_block"}),
+    "auto": Variant({"strategy": "auto"}),
+    "scheduled": Variant({"strategy": "transformer_block"}, ("schedule_overlap",)),
+}
+
+MESHES: dict[str, tuple[Flags, tuple[str, ...]]] = {
+    "fsdp4": (FSDP4 | FP32, BOTH),
+    "fsdp4_tp2": (FSDP4_TP2 | FP32, BOTH),
+    "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, BOTH),
+    "ddp4": (DDP4 | FP32, ("never",)),
+    "fsdp2": (FSDP2 | FP32, ("always",)),
+    "ddp2": (replicate(2) | shard(1) | rows(4) | FP32, ("never",)),
+}
+RANKS = {"fsdp4": 4, "ddp4": 4, "fsdp4_tp2": 8, "hsdp2x2_tp2": 8, "fsdp2": 2, "ddp2": 2}
+
+
+def run(folder: Path, mesh: str) -> Result:
     """Every policy and variant on one mesh: first on the same weights and batch, in which nothing
     but the variant differs, then a training step with each."""
+    flags, policies = MESHES[mesh]
     recorded = Recorded(flags, folder)
     trainer = recorded.trainer
     config = passes_of(trainer.config, trainer.parallel_dims, "cpu")
@@ -160,14 +200,3 @@ class Magnitudes(fx.Interpreter):
             return self.magnitude[node]
         value = self.env[node]
         return value.abs() if isinstance(value, torch.Tensor) else value
-
-
-def main() -> None:
-    """Arguments: the scratch folder, then the names of the meshes."""
-    folder, names = Path(sys.argv[1]), sys.argv[2:]
-    torch.set_num_threads(1)
-    finish({name: run_mesh(*MESHES[name], folder) for name in names})
-
-
-if __name__ == "__main__":
-    main()

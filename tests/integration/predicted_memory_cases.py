@@ -1,6 +1,6 @@
 """Peak memory of a training step as predicted and as the allocator tells it, on these ranks.
 
-test_predicted_memory.py launches this and asserts.
+test_predicted_memory.py asserts.
 
 The `[memory]` events of torch's profiler name every allocation of every thread that knows of the
 profiler. gloo's threads do while they run a collective and no longer when they drop the last
@@ -14,9 +14,7 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +34,6 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.titan.training_state_memory import held_by
-from tests.integration.launch import finish
 from tests.integration.matrix import Flags, arguments
 
 COMMON: Flags = {"debug.seed": 42, "metrics.log_freq": 100}
@@ -77,7 +74,8 @@ class Measured:
     """A GraphTrainer that has captured its step and taken one, and what further ones allocate."""
 
     def __init__(self, model: str, flags: Flags, folder: Path) -> None:
-        self._file = folder / f"memory_{os.environ['RANK']}.json"
+        folder.mkdir(exist_ok=True)
+        self._file = folder / f"{os.environ['WORLD_SIZE']}_{os.environ['RANK']}.json"
         config = load_config(arguments(COMMON | flags | {"dump_folder": folder}))
         if model == "wide":
             make_wide(config)
@@ -181,22 +179,10 @@ def cases(ranks: int) -> dict[str, tuple[str, Flags, tuple[str, ...]]]:
     return found
 
 
-def main() -> None:
-    """Argument: a scratch folder."""
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    results: dict[str, Any] = {}
-    for name, (model, flags, policies) in cases(int(os.environ["WORLD_SIZE"])).items():
-        try:
-            measured = Measured(model, flags, folder)
-            for policy in policies:
-                results[f"{name} {policy}"] = measured.result(policy)
-            measured.close()
-        except Exception:
-            # the other ranks run the same case, and fail here too
-            results[name] = {"error": traceback.format_exc()}
-    finish(results)
-
-
-if __name__ == "__main__":
-    main()
+def run(folder: Path, name: str) -> dict[str, Any]:
+    """A case of `cases`: by policy, what was measured and what is predicted."""
+    model, flags, policies = cases(int(os.environ["WORLD_SIZE"]))[name]
+    measured = Measured(model, flags, folder / "memory")
+    results = {policy: measured.result(policy) for policy in policies}
+    measured.close()
+    return results

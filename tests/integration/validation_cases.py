@@ -1,4 +1,4 @@
-"""Validation on two gloo ranks, captured and eager; test_validation.py launches this and asserts.
+"""Validation on two gloo ranks, captured and eager, for test_validation.py.
 
 One layer of Llama 3's debug model is trained for two steps and validated after each, and once
 more: where FSDP is on with batches of another size.
@@ -6,7 +6,6 @@ more: where FSDP is on with batches of another size.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.launch import finish
 from tests.integration.matrix import BF16, COMMON, FP32, VALIDATE, Flags, arguments, rows
 from tests.integration.matrix import shard as fsdp
 from tests.integration.matrix import tensor as tensor_parallel
@@ -38,7 +36,7 @@ CASES: dict[str, Flags] = {
 SIZES = {"fsdp2_chunked_loss": (2, 2, 1), "tp2": (1, 1, 1)}
 
 
-def run(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
+def validate(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
     """What is validated after each of two steps, and once more, and what that leaves."""
     words = COMMON | VALIDATE | {"validator.steps": 2} | rows(2) | flags
     config = load_config(arguments(words | {"compile.mode": mode, "dump_folder": folder}))
@@ -101,16 +99,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
 
 
-def main() -> None:
-    folder = Path(sys.argv[1])
-    torch.set_num_threads(1)
-    finish(
-        {
-            name: {mode: run(name, flags, folder, mode) for mode in ("eager", "aot_fx_trace")}
-            for name, flags in CASES.items()
-        }
-    )
-
-
-if __name__ == "__main__":
-    main()
+def run(folder: Path, name: str) -> dict[str, Any]:
+    """A case, eager and captured."""
+    modes = ("eager", "aot_fx_trace")
+    return {mode: validate(name, CASES[name], folder / "validation", mode) for mode in modes}

@@ -1,0 +1,49 @@
+"""Runs the jobs of one launch on every rank; launches.py starts it and hands out the results.
+
+Arguments: a scratch folder that all launches share, then jobs, each `module:function:argument`
+with a module of tests.integration; the function is called with the folder and the argument.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.launch import finish
+
+
+def run(job: str, folder: Path) -> Any:
+    module, function, argument = job.split(":", 2)
+    return getattr(importlib.import_module(f"tests.integration.{module}"), function)(
+        folder, argument
+    )
+
+
+def main() -> None:
+    folder, jobs = Path(sys.argv[1]), sys.argv[2:]
+    torch.set_num_threads(1)
+    # Every job uses this group: torchtitan's trainer takes the one that it finds.
+    dist.init_process_group("nccl" if torch.accelerator.is_available() else "gloo")
+    results: dict[str, dict[str, Any]] = {}
+    for job in jobs:
+        start = time.perf_counter()
+        try:
+            results[job] = {"result": run(job, folder)}
+        except Exception:
+            # the other ranks run the same job, and fail here too unless one differs from the rest
+            results[job] = {"error": traceback.format_exc()}
+        results[job]["seconds"] = round(time.perf_counter() - start, 1)
+        gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
+    finish(results)
+
+
+if __name__ == "__main__":
+    main()
