@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.raised_errors import CLASSES, HOLE, Raised, raised_errors
+from tests.docs.raised_errors import CLASSES, HOLE, Raised, raised_errors
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs/troubleshooting.md").read_text()
 ALL = raised_errors()

@@ -1,4 +1,4 @@
-"""The README's commands that start ranks, run as written but for two steps."""
+"""The documentation's commands that start ranks, run as written but for two steps."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 
 from graph_trainer.core.passes.catalogue import registered_passes
-from tests.unit import test_readme as readme
+from tests.docs import pages
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.full]
 
 SECONDS = 240
 SHORTER = " --training.steps 2 --metrics.log_freq 1"
-TRAINING = [c for c in readme.commands(start_ranks=True) if "./run_train.sh" in c[1]]
-TESTING = [c for c in readme.commands(start_ranks=True) if "./run_train.sh" not in c[1]]
+COMMANDS = pages.commands(start_ranks=True)
+TRAINING = [c for c in COMMANDS if "./run_train.sh" in c[1] and "--plan" not in c[1]]
+TESTING = [c for c in COMMANDS if "./run_tests.sh" in c[1]]
+BISECTING = [c[1] for c in COMMANDS if "bisect-passes" in c[1]]
 
 TABLE = {"after", "capture", *registered_passes()}
 """The first column of the passes' table."""
@@ -30,7 +32,7 @@ def run(command: str, folder: Path) -> str:
     process = subprocess.Popen(
         ["bash", "-c", f"exec env {command}"],
         cwd=folder,
-        env=readme.environment(),
+        env=pages.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -75,7 +77,7 @@ def _is_shown(line: str, other: str) -> bool:
 
 @pytest.mark.parametrize(("block", "command"), [pytest.param(*c, id=c[1]) for c in TRAINING])
 def test_a_command_that_trains(block, command, tmp_path):
-    output = run(command + SHORTER, readme.workplace(tmp_path))
+    output = run(command + SHORTER, pages.workplace(tmp_path))
     lines = lines_of(output)
     assert "Training completed" in lines
     assert sum(line.startswith("step: # loss: #") for line in lines) == 2
@@ -89,19 +91,25 @@ def test_a_command_that_trains(block, command, tmp_path):
         assert not missing(wanted, lines), "it shows now:\n" + output
 
 
-def test_the_readme_shows_what_training_shows():
+def test_one_page_shows_what_training_shows():
     assert sum(bool(block.output) for block, _ in TRAINING) == 1
 
 
 @pytest.mark.parametrize("command", [pytest.param(c[1], id=c[1]) for c in TESTING])
-def test_a_command_that_tests_finds_the_tests(command, tmp_path):
-    output = run(command + " --collect-only -q", readme.workplace(tmp_path))
-    assert "tests/unit/test_readme.py" in output and "tests/integration/" in output
+def test_a_command_that_tests_is_one_that_the_script_knows(command):
+    words = shlex.split(command)[1:]
+    assert words in ([], ["--full"]) and "--full) " in (pages.ROOT / "run_tests.sh").read_text()
+
+
+@pytest.mark.parametrize("command", BISECTING)
+def test_a_command_that_bisects(command, tmp_path):
+    assert "bitwise equal" in run(command, pages.workplace(tmp_path))
 
 
 def test_the_python_example_runs_under_torchrun_with_the_change_that_is_named(tmp_path):
-    (named,) = re.findall(r"Under torchrun, write `(.*?)`", readme.PROSE)
-    (block,) = (b for b in readme.BLOCKS if "torch.optim" in b.text)
+    (named,) = re.findall(r"Under torchrun, write `(.*?)`", pages.PAGES["python_api.md"].prose)
+    here = pages.PAGES["python_api.md"].blocks
+    (block,) = (b for b in here if "torch.optim" in b.text)
     source, changes = re.subn(r"dist\.init_process_group\(.*\)", named, block.text)
     assert changes == 1
     checks = (

@@ -1,0 +1,48 @@
+"""The programs of docs/write_a_pass.md run, and its test finds what the page says it finds."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.docs.pages import ROOT, environment
+
+
+def python_blocks() -> dict[str, str]:
+    """The programs of docs/write_a_pass.md, by the file name in their first line."""
+    text = (ROOT / "docs/write_a_pass.md").read_text()
+    blocks = re.findall(r"^```python\n(\"\"\"(\w+\.py)\"\"\"\n.*?)^```$", text, re.M | re.S)
+    assert len(blocks) == text.count("```python") == 2
+    return {name: source for source, name in blocks}
+
+
+def run_example(folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
+    for name, source in (python_blocks() | changed).items():
+        (folder / name).write_text(source)
+    variables = environment()
+    variables["PYTHONPATH"] = f"{folder}:{variables['PYTHONPATH']}"
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+        + ["--rootdir", str(folder), str(folder)],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+
+
+def test_the_example_pass_passes_its_tests(tmp_path):
+    done = run_example(tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "7 passed" in done.stdout
+
+
+def test_the_example_test_finds_the_break_that_the_page_proposes(tmp_path):
+    name = "remove_needless_casts.py"
+    source, changes = re.subn(r"if writes\.is_written.*:", "if False:", python_blocks()[name])
+    assert changes == 1
+    done = run_example(tmp_path, **{name: source})
+    assert done.returncode == 1 and "test_what_is_written_in_place" in done.stdout
