@@ -19,6 +19,9 @@ from benchmarks.turns import orders
 ROOT = Path(__file__).resolve().parents[2]
 WIDTH = 100
 
+# each starts programs that capture, and some of them ranks
+pytestmark = pytest.mark.full
+
 
 def benchmark(module: str, *flags: str, timeout: float = 280) -> tuple[list[str], dict[str, Any]]:
     """The lines of the table that a benchmark prints, and its JSON."""

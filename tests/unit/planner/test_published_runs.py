@@ -6,6 +6,9 @@ import pytest
 
 from benchmarks import published
 
+# five captures of Llama 3 8B
+pytestmark = pytest.mark.full
+
 H100 = [run for run in published.RUNS if run.hardware == "h100-grand-teton"]
 
 
