@@ -91,9 +91,14 @@ class Page:
     inline: list[str]
 
 
+def without_blocks(text: str) -> str:
+    """A page without its fenced blocks."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+
+
 def _read(path: Path) -> Page:
     text = path.read_text(encoding="utf-8")
-    prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
+    prose = without_blocks(text)
     return Page(path, text, blocks_of(text, path.name), prose, re.findall(r"`([^`\n]+)`", prose))
 
 
@@ -156,10 +161,13 @@ def workplace(folder: Path) -> Path:
     for script in ("run_train.sh", "run_tests.sh"):
         (folder / script).symlink_to(ROOT / script)
     (folder / "my_package").mkdir()
-    (named,) = (b for b in PAGES["README.md"].blocks if "def keep_small_unshards" in b.text)
-    definition = named.text[: named.text.index("config = ")]
+    (own,) = (b for b in PAGES["README.md"].blocks if "def keep_small_unshards" in b.text)
+    definition = own.text[: own.text.index("config = ")]
     source = f"import graph_trainer as gt\n{definition}"
     (folder / "my_package/passes.py").write_text(source)
+    for block in PAGES["write_a_pass.md"].blocks:
+        if named := re.match(r'"""(\w+\.py)"""', block.text):
+            (folder / named[1]).write_text(block.text)
     (folder / "my_text").mkdir()
     for name in ("README.md", "CONTRIBUTING.md", "LICENSE"):
         (folder / "my_text" / f"{name}.txt").write_text((ROOT / name).read_text(encoding="utf-8"))

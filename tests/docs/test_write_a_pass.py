@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.docs.pages import ROOT, environment
+from tests.docs.pages import PAGES, environment
 
 
 def python_blocks() -> dict[str, str]:
     """The programs of docs/write_a_pass.md, by the file name in their first line."""
-    text = (ROOT / "docs/write_a_pass.md").read_text()
-    blocks = re.findall(r"^```python\n(\"\"\"(\w+\.py)\"\"\"\n.*?)^```$", text, re.M | re.S)
-    assert len(blocks) == text.count("```python") == 2
-    return {name: source for source, name in blocks}
+    sources = [b.text for b in PAGES["write_a_pass.md"].blocks if b.kind == "python"]
+    found = {source.split('"""')[1]: source for source in sources}
+    assert len(found) == len(sources) == 2
+    return found
 
 
 def run_example(folder: Path, **changed: str) -> subprocess.CompletedProcess[str]:
