@@ -22,7 +22,7 @@ from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.simulate import Simulation, simulate
 from graph_trainer.core.simulation.timeline import describe_ranks
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
 
 from torchtitan.models.common import FusedQKVLinear, Linear, QKVLinear  # isort: skip
@@ -58,7 +58,7 @@ def captured_case(wanted: dict[str, Any]) -> Captured:
     if wanted["unfused_qkv"]:
         for layer in config.model_spec.model.layers:
             layer.attention.qkv_linear = separate(layer.attention.qkv_linear)
-    run = FakeRun(config, ranks)
+    run = FakeRank(config, ranks)
     return Captured(config, run.parallel_dims, run.capture())
 
 

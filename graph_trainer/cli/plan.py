@@ -25,8 +25,7 @@ from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.progress import progress
 from graph_trainer.planner.report import document
-from graph_trainer.planner.saved_plan import write_plan
-from graph_trainer.planner.saving import plan_every_class
+from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
@@ -152,7 +151,7 @@ def _write_json(plan: Plan, file: IO[str]) -> None:
 def _write_saved(plan: Plan, file: IO[str]) -> None:
     with progress("save") as say:
         saved = plan_every_class(plan, on_progress=say)
-    write_plan(saved, file)
+    file.write(saved.to_json())
 
 
 _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {

@@ -12,8 +12,7 @@ from rich.text import Text
 from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.console import plain_table
-from graph_trainer.planner.plan import OnProgress, Plan
-from graph_trainer.planner.report import versions
+from graph_trainer.planner.plan import OnProgress, Plan, versions
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import platform
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +21,7 @@ from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Simulation, simulate
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
@@ -73,6 +75,16 @@ class Plan:
     """Of the graph that runs."""
     advice: tuple[Advice, ...] = ()
     """What would help where it does not fit, the most helpful first; empty where it fits."""
+
+    @property
+    def headline(self) -> str:
+        """What was planned, in one line."""
+        spec = self.config.model_spec
+        model = f"{spec.name} {spec.flavor}" if spec is not None else "model"
+        return (
+            f"{model}, {self.num_parameters / 1e9:.2f} B parameters, rank {self.rank} of "
+            f"{self.world_size} on {self.hardware.name}, run by {self.simulation.runtime.name}"
+        )
 
     @property
     def step_seconds(self) -> float:
@@ -134,7 +146,7 @@ def make_plan(
         PassError, VerificationError: as `run_passes`.
     """
     on_progress("building the model on meta")
-    run = FakeRun(config, world_size, rank, hardware.device)
+    run = FakeRank(config, world_size, rank, hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
     mark_saved(joint)
@@ -193,6 +205,12 @@ def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassCo
         disable_passes=[name for name in passes.disable_passes if name != overlap_fsdp.name],
         options={**passes.options, overlap_fsdp.name: options},
     )
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that make a plan."""
+    packages = ("graph_trainer", "torch", "torchtitan")
+    return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
 def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:

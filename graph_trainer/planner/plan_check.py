@@ -1,4 +1,4 @@
-"""`train --plan FILE`: a run that is held to a plan, and refused where it is another run."""
+"""`train --plan FILE`: compare a run with a plan, and refuse it where it is another run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import tomli
 
-from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
-from graph_trainer.planner.report import versions
-from graph_trainer.planner.saved_plan import SavedPlan, read_plan
+from graph_trainer.planner.plan import versions
+from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.messages import show
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 FLAG = "--plan"
 _CAUSES_SHOWN = 8
 
-# Sections that a graph is made from; what differs in others is told behind these.
+# The sections that a graph is made from; a message names their differences first.
 _MAKE_GRAPHS = (
     "module",
     "base",
@@ -38,31 +37,45 @@ _MAKE_GRAPHS = (
 )
 _NEVER = ("dump_folder",)
 _OURS = ("graph_trainer", "torchtitan")
-# An entry is a name, or a name and what it is called with.
+# An entry is a name, or a name and its arguments.
 _OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldTo:
-    """A plan, and how the config of the run differs from the plan's."""
+class PlanCheck:
+    """A plan that a run is compared with, and how config and versions differ from the plan's."""
 
     plan: SavedPlan
     path: Path
     config_differs: tuple[str, ...]
-    """ "key: planned value, now value", what graphs are made from first."""
+    """ "key: planned value, now value"; keys that change graphs come first."""
     versions_differ: tuple[str, ...]
     """ "package planned version, now version"."""
+
+    @classmethod
+    def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
+        """Compare the config and the versions of this run with the plan's.
+
+        Args:
+            plan: the content of the file.
+            path: the file, for messages.
+            config: of this run.
+        """
+        now = tomli.loads(config_to_toml(config))
+        differences = config_differences(plan.config_table(), now)
+        return cls(plan, path, tuple(differences), tuple(_other_versions(plan)))
 
     def check(self, captured: Fingerprint, rank: int) -> None:
         """Refuse a step that is not the planned one.
 
-        Arguments:
-            captured: of the rank's graph, its passes run.
+        Args:
+            captured: of the rank's graph after its passes.
+            rank: the global rank.
 
         Raises:
-            VerificationError: with the first thing that differs and what may be the cause.
+            VerificationError: with the first difference and its likely cause.
         """
-        planned = self.plan.of_rank(rank).fingerprint
+        planned = self.plan.fingerprint(self.plan.of_rank(rank))
         difference = first_difference(planned, captured)
         if difference is not None:
             raise VerificationError(
@@ -72,34 +85,40 @@ class HeldTo:
             )
 
     def _causes(self) -> str:
-        told = []
+        causes = []
         if self.config_differs:
-            told.append(f"The config differs from the plan's: {_some(self.config_differs)}.")
+            causes.append(f"The config differs from the plan's: {_some(self.config_differs)}.")
         if self.versions_differ:
-            told.append(f"Versions differ: {_some(self.versions_differ)}.")
-        return " ".join(told) or (
+            causes.append(f"Versions differ: {_some(self.versions_differ)}.")
+        return " ".join(causes) or (
             f"Config and versions are the plan's; it was captured for '{self.plan.device}'."
         )
 
     def remarks(self) -> list[str]:
-        """What a user should know of a run that may start."""
-        said = []
+        """Return a warning for versions and one for a config that differ from the plan's."""
+        warnings = []
         if self.versions_differ:
-            said.append(f"{self.path} was made by other versions: {_some(self.versions_differ)}")
+            versions = _some(self.versions_differ)
+            warnings.append(f"{self.path} was made by other versions: {versions}")
         if self.config_differs:
-            said.append(f"the config is not the one of {self.path}: {_some(self.config_differs)}")
-        return said
+            keys = _some(self.config_differs)
+            warnings.append(f"the config is not the one of {self.path}: {keys}")
+        return warnings
 
 
-def held_to(
+def load_config_and_plan(
     words: Sequence[str], *, world_size: int | None = None
-) -> tuple[GraphTrainerConfig, HeldTo | None]:
-    """The checked config of a command line, and the plan that its --plan names.
+) -> tuple[GraphTrainerConfig, PlanCheck | None]:
+    """Load the config of a command line and the plan that its --plan names.
 
-    Without --config the plan's own config takes the place of the default; flags override it.
+    Without --config, the plan's config takes the place of the default; flags override it.
 
-    Arguments:
+    Args:
+        words: the command line.
         world_size: as `load_config` takes it.
+
+    Returns:
+        the checked config; and what to compare the run with, or None without --plan.
 
     Raises:
         ConfigError: bad input; or, before any process group is created, a plan for another
@@ -122,7 +141,7 @@ def held_to(
     config = load_config(rest, world_size=plan.world_size, default=default)
     _check_mode(path, config)
     _check_passes(path, plan, config)
-    return config, HeldTo(plan, path, *differences_to(plan, config))
+    return config, PlanCheck.of(plan, path, config)
 
 
 def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
@@ -149,21 +168,8 @@ def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
     return rest, path
 
 
-def pass_names(config: GraphTrainerConfig) -> list[str]:
-    """The passes that a config asks for, in order."""
-    return [p.name for p in resolve_passes(config.compile.passes, config.compile.disable_passes)]
-
-
-def differences_to(
-    plan: SavedPlan, config: GraphTrainerConfig
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """How this run's config and versions differ from the plan's."""
-    now = tomli.loads(config_to_toml(config))
-    return tuple(config_differences(plan.config_table(), now)), tuple(_other_versions(plan))
-
-
 def config_differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ, those that graphs are made from first."""
+    """List the keys whose values differ, those that change graphs first."""
     before, after = dict(_flat(planned, "")), dict(_flat(now, ""))
     keys = [
         key for key in before | after if before.get(key) != after.get(key) and key not in _NEVER
@@ -203,7 +209,10 @@ def _names_a_config(words: Sequence[str]) -> bool:
 
 
 def _check_imports(path: Path, document: Mapping[str, Any], words: Sequence[str]) -> None:
-    """A config may name code to import. A plan is data, so it may name none but ours."""
+    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan.
+
+    A config may name code to import; a plan is data.
+    """
     if any(word.partition("=")[0] == "--module" for word in words):
         document = {k: v for k, v in document.items() if k != "module"}
     for key, value in _code_named(document, ""):
@@ -215,8 +224,8 @@ def _check_imports(path: Path, document: Mapping[str, Any], words: Sequence[str]
 
 
 def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Every text of a config that names code, wherever it stands: the module of the registry,
-    the class of a section, and torchtitan's overrides, which are imported by name."""
+    """Find every key of a config that names code, with its value: the module of the registry, the
+    class of a section, and torchtitan's overrides, which are imported by name."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _code_named(inner, f"{key}.{name}" if key else name)
@@ -234,7 +243,7 @@ def _check_mode(path: Path, config: GraphTrainerConfig) -> None:
     if config.compile.mode != "aot_fx_trace":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
-            'could be held to a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
+            'could be compared with a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
         )
 
 

@@ -1,21 +1,29 @@
-"""A run that has a plan: checked before its first step, measured, and compared at its end."""
+"""The observers that a run is given: they print reports and compare the run with its plan."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from rich.table import Table
 
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.backends.registry import find_backend
-from graph_trainer.planner.comparison import comparison, save, table
-from graph_trainer.planner.console import print_table, report_table
+from graph_trainer.core.units import unit_of
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
+from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.run_metrics import (
+    WARM_UP,
     WATCHED_STEP,
     Measured,
     StepTimes,
@@ -23,20 +31,139 @@ from graph_trainer.planner.run_metrics import (
     local_bytes,
     optimizer_state_bytes,
 )
+from graph_trainer.planner.saved_plan import SavedPlan
 from graph_trainer.titan.observer import RunObserver
 
 from torchtitan.tools.logging import logger  # isort: skip
 
 if TYPE_CHECKING:
-    from graph_trainer.planner.plan_check import HeldTo
     from graph_trainer.titan.trainer import GraphTrainer
+
+SCHEMA = "graph_trainer.predicted_and_measured/1"
+FILE = "predicted_and_measured.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One quantity, predicted and measured in the same unit."""
+
+    what: str
+    unit: str
+    """ "bytes", "seconds" or "count"."""
+    predicted: float
+    measured: float | None
+    """None: not measured."""
+    how: str
+    """How it was measured, or why it was not."""
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.measured and self.predicted else None
+
+    def cells(self) -> list[str]:
+        """Return the row as text: what, predicted, measured, ratio and how."""
+        ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
+        values = (_text(value, self.unit) for value in (self.predicted, self.measured))
+        return [self.what, *values, ratio, self.how]
+
+
+def comparison(plan: SavedPlan, rank: int, now: Measured) -> list[Row]:
+    """Compare what a plan predicts for a rank with what the rank measured."""
+    predicted = plan.of_rank(rank).predicted
+    no_watch = f"not measured: that is done in step {WATCHED_STEP}"
+    no_made = no_watch if now.sees_memory else "not measured: compiled code allocates unseen"
+    no_maximum = "not measured: a CPU's allocator keeps no maximum"
+    # A collective under way keeps its input alive in the backend, which cannot be seen from here;
+    # the prediction counts that input until the wait.
+    watched = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
+
+    def row(
+        what: str, unit: str, before: float, found: float | None, how: str, why_not: str = ""
+    ) -> Row:
+        return Row(what, unit, before, found, why_not if found is None else how)
+
+    rows = [
+        row("peak memory", "bytes", predicted.peak_bytes, now.peak_bytes,
+            "CUDA allocator's maximum", no_maximum),
+        row("reserved memory", "bytes", predicted.reserved_bytes, now.reserved_bytes,
+            "CUDA allocator's maximum", no_maximum),
+        row("parameters", "bytes", predicted.parameter_bytes, now.parameter_bytes, "summed"),
+        row("optimizer state", "bytes", predicted.optimizer_bytes, now.optimizer_bytes, "summed"),
+        row("gradients", "bytes", predicted.gradient_bytes, now.gradient_bytes,
+            "summed after backward", "not measured: no step was run"),
+        row("made by the graph", "bytes", predicted.made_bytes, now.made_bytes, watched, no_made),
+    ]  # fmt: skip
+    apart = (Category.PARAMETERS.value, Category.OPTIMIZER_STATE.value, Category.GRADIENTS.value)
+    for category, num in predicted.peak_by_category.items():
+        if num and category not in apart:
+            what = f"  at the peak: {category.replace('_', ' ')}"
+            rows.append(Row(what, "bytes", num, None, "not measured apart"))
+    rows.append(
+        row("step", "seconds", predicted.step_seconds, now.step_seconds,
+            f"median of {now.steps_timed} steps after {WARM_UP} of warm-up",
+            f"not measured: the first {WARM_UP} steps are warm-up")
+    )  # fmt: skip
+    counts = predicted.counts()
+    for kind in counts | (now.issued or {}):
+        number = None if now.issued is None else now.issued.get(kind, 0)
+        how = f"issued in step {WATCHED_STEP}, one microbatch"
+        rows.append(row(kind, "count", counts.get(kind, 0), number, how, no_watch))
+    return rows
+
+
+def comparison_table(plan: SavedPlan, rank: int, rows: Iterable[Row]) -> Table:
+    """Make the table of predicted beside measured, in at most 100 columns."""
+    title = f"Predicted for {plan.hardware} and measured, rank {rank} of {plan.world_size:,}"
+    table = plain_table(title, title_style="")
+    table.add_column("what", overflow="fold")
+    for heading in ("predicted", "measured", "ratio"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("how", overflow="fold")
+    for row in rows:
+        table.add_row(*row.cells())
+    return table
+
+
+def save_comparison(check: PlanCheck, rank: int, rows: Iterable[Row], folder: str) -> Path:
+    """Write predicted and measured as JSON to a folder; return the file.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    path = Path(folder) / FILE
+    document = {
+        "schema": SCHEMA,
+        "plan": str(check.path),
+        "hardware": check.plan.hardware,
+        "rank": rank,
+        "world_size": check.plan.world_size,
+        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
+    }
+    try:
+        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: predicted and measured cannot be written: {error.strerror}. Set "
+            "--dump_folder to a folder that can be written."
+        ) from error
+    return path
+
+
+def _text(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        name, size = unit_of(value)
+        return f"{value / size:,.2f} {name}"
+    return f"{value:,.4f} s" if unit == "seconds" else f"{value:,.0f}"
 
 
 class ReportedRun(RunObserver):
     """Prints what the passes did to each captured graph, on rank 0.
 
     Args:
-        rank: the global rank that is watched.
+        rank: the global rank of this process.
     """
 
     def __init__(self, rank: int) -> None:
@@ -52,47 +179,43 @@ class PlannedRun(ReportedRun):
     """Refuses a step that is not the planned one, and compares predicted with measured.
 
     Args:
-        held_to: the plan.
-        config: of this run.
-        device: what the rank trains on.
-        rank: its global rank.
+        check: the plan.
+        trainer: of the run, before its first step.
     """
 
-    def __init__(
-        self, held_to: HeldTo, config: GraphTrainer.Config, device: torch.device, rank: int
-    ) -> None:
-        super().__init__(rank)
-        self.times = StepTimes(device)
-        self._held_to = held_to
-        self._folder = config.dump_folder
-        self._device = device
-        self._watch = Watch(sees_memory=find_backend(config.compile.backend).dispatches_ops)
+    def __init__(self, check: PlanCheck, trainer: GraphTrainer) -> None:
+        super().__init__(dist.get_rank())
+        self._check = check
+        self._folder = trainer.config.dump_folder
+        self._device = trainer.device
+        self._times = StepTimes(trainer.device)
+        self._watch = Watch(find_backend(trainer.config.compile.backend).dispatches_ops)
         self._gradient_bytes: int | None = None
         self._peak: int | None = None
         self._reserved: int | None = None
 
     def first_graph(self, joint: JointGraph) -> None:
-        """Refuse another graph than the planned one.
+        """Refuse a graph that is not the planned one.
 
         Raises:
             VerificationError: with the first difference.
         """
-        captured = fingerprint_of(joint, self._rank, self._held_to.plan.classes)
-        self._held_to.check(captured, self._rank)
+        captured = fingerprint_of(joint, self._rank, self._check.plan.rank_classes)
+        self._check.check(captured, self._rank)
 
     def step(self) -> contextlib.AbstractContextManager[None]:
         """Return a context that times the step."""
-        return self.times.timing()
+        return self._times.timing()
 
     def microbatch(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts collectives and bytes, once, in the second step."""
-        due = self.times.steps == WATCHED_STEP - 1 and self._watch.issued is None
+        """Return a context that counts collectives and bytes, once, in step WATCHED_STEP."""
+        due = self._times.steps == WATCHED_STEP - 1 and self._watch.issued is None
         return self._watch.watching() if due else contextlib.nullcontext()
 
     def gradients_ready(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Measure gradients and the allocator's peak.
+        """Measure gradients and the allocator's maxima.
 
-        torchtitan resets the allocator's peak when it logs, so the peak is read after every
+        torchtitan resets the allocator's maxima when it logs, so they are read after every
         microbatch.
         """
         if self._gradient_bytes is None:
@@ -123,26 +246,25 @@ class PlannedRun(ReportedRun):
             parameter_bytes=local_bytes(parameters),
             gradient_bytes=self._gradient_bytes,
             optimizer_bytes=optimizer_state_bytes(optimizers),
-            step_seconds=self.times.median(),
-            steps_timed=self.times.timed,
+            step_seconds=self._times.median(),
+            steps_timed=self._times.timed,
             issued=self._watch.issued,
         )
-        found = comparison(self._held_to.plan, self._rank, now)
-        print_table(table(found))
-        save(found, self._held_to.path, self._folder)
+        rows = comparison(self._check.plan, self._rank, now)
+        print_table(comparison_table(self._check.plan, self._rank, rows))
+        save_comparison(self._check, self._rank, rows, self._folder)
 
 
-def observer_of(trainer: GraphTrainer, plan: HeldTo | None) -> RunObserver:
-    """Make the observer of a run, and log on rank 0 how its config differs from the plan's.
+def observer_of(trainer: GraphTrainer, check: PlanCheck | None) -> RunObserver:
+    """Make the observer of a run, and log on rank 0 how the run differs from the plan.
 
     Args:
         trainer: of the run, before its first step.
-        plan: the plan of `--plan`, or None.
+        check: the plan of `--plan`, or None.
     """
-    rank = dist.get_rank()
-    if plan is None:
-        return ReportedRun(rank)
-    if rank == 0:
-        for line in plan.remarks():
+    if check is None:
+        return ReportedRun(dist.get_rank())
+    if dist.get_rank() == 0:
+        for line in check.remarks():
             logger.warning(line)
-    return PlannedRun(plan, trainer.config, trainer.device, rank)
+    return PlannedRun(check, trainer)

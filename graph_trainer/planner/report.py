@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import platform
-from importlib import metadata
 from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.planner.ledger import LedgerRow
-from graph_trainer.planner.plan import Plan
+from graph_trainer.planner.plan import Plan, versions
 from graph_trainer.titan.config.serialize import config_to_toml
 
 SCHEMA = "graph_trainer.plan/1"
@@ -51,12 +49,6 @@ def document(plan: Plan) -> dict[str, Any]:
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "mfu": plan.mfu,
     }
-
-
-def versions() -> dict[str, str]:
-    """What made the plan."""
-    packages = ("graph_trainer", "torch", "torchtitan")
-    return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
 
 
 def largest(plan: Plan, count: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a run really needs and issues, where that can be measured honestly and cheaply."""
+"""Measure what a run needs and issues, where a measurement is exact and cheap."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 
 WARM_UP = 3
-"""Steps whose time does not count: the first captures, the second is watched."""
+"""Steps that are not timed: the first captures, and the second is slowed down by counting."""
 WATCHED_STEP = 2
-"""The step in which collectives and what the graph makes are counted, which slows it down."""
+"""The step in which collectives and the bytes that the graph makes are counted."""
 _STEPS_KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one rank measured. None: not measured."""
+    """The measurements of one rank. None: not measured."""
 
     peak_bytes: int | None
     """The most bytes that the device's allocator had given out at once."""
     reserved_bytes: int | None
-    """The most bytes that it had taken from the device."""
+    """The most bytes that the allocator had taken from the device."""
     made_bytes: int | None
-    """The most bytes at once that the graph had made and tensors held; see `LiveStorages`."""
+    """The most bytes alive at once in tensors that the graph made; see `LiveStorages`."""
     sees_memory: bool
     """Whether `made_bytes` can be measured with the backend."""
     parameter_bytes: int
@@ -46,13 +46,13 @@ class Measured:
     step_seconds: float | None
     """Median."""
     steps_timed: int
-    """Behind those of warm-up."""
+    """The number of steps after warm-up, at most the latest 1,000."""
     issued: dict[str, int] | None
     """Collectives of one microbatch, by kind."""
 
 
 class IssuedCollectives(TorchDispatchMode):
-    """While it is entered: the collectives that are really started, by kind."""
+    """While entered: counts the collectives that are started, by kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,23 +61,24 @@ class IssuedCollectives(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         namespace, _, name = func._schema.name.partition("::")
         if namespace in FUNCTIONAL_NAMESPACES and kind_named(name).effect is Effect.STARTS:
-            kind = name.removesuffix("_out").removesuffix("_")  # as Inductor calls them
+            kind = name.removesuffix("_out").removesuffix("_")  # Inductor's names of the same op
             self.count[kind] = self.count.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
 
 
 class Watch:
-    """Counts, in one microbatch, the collectives that are issued and the bytes that live.
+    """Counts, in one microbatch, the collectives that are issued and the bytes that are alive.
 
-    Arguments:
-        sees_memory: whether what runs allocates op by op. Inductor's code does not.
+    Args:
+        sees_memory: whether the backend allocates op by op. Inductor's code does not.
     """
 
     def __init__(self, sees_memory: bool) -> None:
         self.sees_memory = sees_memory
         self.issued: dict[str, int] | None = None
+        """Collectives by kind."""
         self.made_bytes: int | None = None
-        """The most bytes at once that the step had made and held."""
+        """The most bytes alive at once in tensors that the step made."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -90,13 +91,13 @@ class Watch:
 
 
 class StepTimes:
-    """Seconds of the latest steps, as the device sees them: nothing waits for the clock."""
+    """Seconds of the latest steps, measured on the device without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_cuda = device.type == "cuda"
         self._spans: deque[tuple[Any, Any]] = deque(maxlen=_STEPS_KEPT)
         self.steps = 0
-        """All that were timed, warm-up included."""
+        """The number of all steps, warm-up included."""
 
     @contextlib.contextmanager
     def timing(self) -> Iterator[None]:
@@ -109,11 +110,11 @@ class StepTimes:
 
     @property
     def timed(self) -> int:
-        """Those of which the median is."""
+        """The number of steps that the median is of."""
         return len(self._spans)
 
     def median(self) -> float | None:
-        """Seconds of a step; None where all were warm-up."""
+        """Return the median seconds of a step; None where all steps were warm-up."""
         if not self._spans:
             return None
         if self._on_cuda:
@@ -130,12 +131,12 @@ class StepTimes:
 
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the tensors' elements on this rank."""
+    """Sum the bytes of the tensors' elements on this rank."""
     return sum(part.numel() * part.itemsize for t in tensors for part in unwrap(t)[0])
 
 
 def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Bytes of all tensors that optimizers keep of their parameters on this rank."""
+    """Sum the bytes of the optimizers' state tensors on this rank."""
     return local_bytes(
         value
         for optimizer in optimizers

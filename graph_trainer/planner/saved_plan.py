@@ -1,93 +1,146 @@
-"""plan.json: a plan that a later run is held to. Data alone: reading it executes nothing."""
+"""plan.json: the plan of a whole run, which `train --plan` compares a run with.
+
+The pydantic models are the file's format. A plan is data: reading one executes nothing.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 import tomli
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from graph_trainer.core.analysis.collective_purpose import traffic_of
+from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.context import AllReduceMax
+from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.fingerprint import Entry, Fingerprint
+from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of
+from graph_trainer.planner.plan import Plan, make_plan, versions
+from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.messages import did_you_mean, show
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.serialize import config_to_toml
 
-SCHEMA = "graph_trainer.saved_plan/1"
+SCHEMA: Final = "graph_trainer.saved_plan/1"
 """Changes with every change of the format."""
 
 AGAIN = "Write the plan again with `graph-trainer plan --save`."
 
-T = TypeVar("T")
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Entries = tuple[tuple[Count, Count], ...]
+"""The entries of a list of a fingerprint. They are long and repeat themselves, so each text is
+written once: `Entry.what` and `Entry.where` are positions in `SavedPlan.texts`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Predicted:
-    """What the simulation says of one rank."""
+class _Model(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
-    peak_bytes: int
+
+class CollectiveVolume(_Model):
+    """Collectives of one kind and role in one microbatch."""
+
+    count: Count
+    bytes: Count
+    """The bytes that they read on this rank."""
+
+
+class Predicted(_Model):
+    """What the simulation predicts for one rank."""
+
+    peak_bytes: Count
     """The most bytes alive at once."""
-    reserved_bytes: int
-    """What the allocator takes from the device, gaps included."""
-    peak_by_category: dict[str, int]
-    made_bytes: int
-    """The most bytes alive at once of what the graph makes: the peak above its inputs."""
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    step_seconds: float
+    reserved_bytes: Count
+    """The bytes that the allocator takes from the device, gaps included."""
+    peak_by_category: dict[str, Count]
+    made_bytes: Count
+    """The most bytes alive at once of the tensors that the graph makes; inputs do not count."""
+    parameter_bytes: Count
+    gradient_bytes: Count
+    optimizer_bytes: Count
+    step_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     """All microbatches, clipping and optimizer."""
-    collectives: dict[str, dict[str, dict[str, int]]]
-    """{kind: {role: {"count": of one microbatch, "bytes": that they move}}}."""
+    collectives: dict[str, dict[str, CollectiveVolume]]
+    """By kind and role, of one microbatch."""
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of collectives of each kind in one microbatch."""
+        return {
+            kind: sum(volume.count for volume in roles.values())
+            for kind, roles in self.collectives.items()
+        }
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedClass:
-    """Ranks whose graphs are alike, told by one of them."""
+class PlannedClass(_Model):
+    """A class of ranks that capture the same graph, described by one of them."""
 
-    rank: int
-    """The one that was captured."""
-    ranks: int
-    """How many there are, itself included."""
-    fingerprint: Fingerprint
+    rank: Count
+    """The rank that was captured."""
+    ranks: Count
+    """The number of ranks in the class."""
+    fingerprint: str
+    """The digest of the three lists below."""
     predicted: Predicted
+    input: Entries
+    op: Entries
+    collective: Entries
 
 
-@dataclass(frozen=True, slots=True)
-class SavedPlan:
+class SavedPlan(_Model):
     """A plan as `graph-trainer plan --save` writes it."""
 
+    schema_: Literal["graph_trainer.saved_plan/1"] = Field(alias="schema")
     versions: dict[str, str]
+    """By package."""
     config: str
     """The resolved config as TOML."""
     hardware: str
     device: str
     """ "cuda" or "cpu": what the step was captured for."""
-    world_size: int
+    world_size: Count
     passes: tuple[str, ...]
     """Names, in order."""
-    microbatches: int
+    microbatches: Count
     """How often the graph runs in a step."""
-    classes: RankClasses
-    by_rank: dict[int, PlannedClass]
-    """Every class, by the rank that was captured for it."""
+    axes: tuple[tuple[str, Annotated[tuple[Count, ...], Field(min_length=1)]], ...]
+    """Name of each axis of the mesh, and for each coordinate along it the class it belongs to."""
+    classes: tuple[PlannedClass, ...]
+    """One for each class of ranks."""
+    texts: tuple[str, ...]
+
+    @property
+    def rank_classes(self) -> RankClasses:
+        """The axes, as the order check names classes of ranks."""
+        return RankClasses(*zip(*self.axes, strict=True)) if self.axes else RankClasses((), ())
 
     def of_rank(self, rank: int) -> PlannedClass:
-        """The class of a rank."""
-        return self.by_rank[self.classes.representative_of(rank)]
+        """Return the class that a rank belongs to."""
+        first = self.rank_classes.representative_of(rank)
+        return next(each for each in self.classes if each.rank == first)
+
+    def fingerprint(self, planned: PlannedClass) -> Fingerprint:
+        """Return the step that a class was planned to capture."""
+        lists = (planned.input, planned.op, planned.collective)
+        return Fingerprint(
+            *(tuple(Entry(*(self.texts[i] for i in pair)) for pair in entries) for entries in lists)
+        )
 
     def config_table(self) -> dict[str, Any]:
-        """The config as a parsed document."""
+        """Return the config as a parsed document."""
         return tomli.loads(self.config)
 
-
-def write_plan(plan: SavedPlan, file: IO[str]) -> None:
-    """Write a plan as JSON."""
-    json.dump(_document(plan), file, separators=(",", ":"))
-    file.write("\n")
+    def to_json(self) -> str:
+        """Return the content of the file."""
+        return self.model_dump_json(by_alias=True) + "\n"
 
 
 def read_plan(path: Path) -> SavedPlan:
@@ -97,260 +150,159 @@ def read_plan(path: Path) -> SavedPlan:
         ConfigError: the file cannot be read, is no plan, is of another version, or was changed.
     """
     try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a NUL in the path
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(
             f"--plan {path}: cannot be read: {reason}. Name a file that `graph-trainer plan "
             "--save` wrote."
         ) from error
     try:
-        return _Reader(path).plan(_parsed(path, text))
-    except RecursionError:
-        raise ConfigError(f"--plan {path}: nested too deeply for a plan. {AGAIN}") from None
+        plan = SavedPlan.model_validate_json(content)
+    except ValidationError as error:
+        raise ConfigError(f"--plan {path}: {_problem_of(error)}") from error
+    for key, value, problem in _contradictions(plan):
+        raise ConfigError(f"--plan {path}: {key} = {show(value)}: {problem}. {AGAIN}")
+    return plan
 
 
-def _parsed(path: Path, text: str) -> object:
+def _problem_of(error: ValidationError) -> str:
+    """Describe the first thing that keeps a document from being a plan."""
+    first = error.errors()[0]
+    kind, value, problem = first["type"], first["input"], first["msg"]
+    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    key = key.removeprefix(".")
+    if kind == "json_invalid":
+        return f"not JSON, or cut short: {problem}. {AGAIN}"
+    if not key or (key, kind) == ("schema", "missing"):
+        return (
+            "not a plan: it has no schema. Name a file that `graph-trainer plan --save` wrote; "
+            "what --json writes is for other programs."
+        )
+    if key == "schema":
+        return f"schema = {show(value)}, and this version reads {SCHEMA}. {AGAIN}"
+    if kind == "missing":
+        return f"{key} is missing. {AGAIN}"
+    if kind == "extra_forbidden":
+        known = {*SavedPlan.model_fields, *PlannedClass.model_fields, *Predicted.model_fields}
+        meant = did_you_mean(str(first["loc"][-1]), known)
+        problem = f"unknown key. {meant}".strip().rstrip(".")
+    return f"{key} = {show(value)}: {problem}. {AGAIN}"
+
+
+def _contradictions(plan: SavedPlan) -> Iterator[tuple[str, object, str]]:
+    """Find what is inconsistent in a plan: key, value and problem.
+
+    Whatever comes after a contradiction relies on its absence: stop at the first one.
+    """
+    num_ranks = math.prod(len(labels) for _, labels in plan.axes)
+    if num_ranks != plan.world_size:
+        problem = f"they multiply to {num_ranks} ranks, and world_size is {plan.world_size}"
+        yield "axes", plan.axes, problem
+    # Counted first: a few bytes of axes may stand for more classes than there is memory.
+    number = math.prod(len(set(labels)) for _, labels in plan.axes)
+    ranks = {each.rank: each.ranks for each in plan.classes}
+    if number != len(plan.classes) or ranks != plan.rank_classes.representatives():
+        yield "classes", list(ranks), "not one for each class of the axes"
+    for place, each in enumerate(plan.classes):
+        for name in ("input", "op", "collective"):
+            for i, pair in enumerate(getattr(each, name)):
+                if max(pair) >= len(plan.texts):
+                    yield f"classes[{place}].{name}[{i}]", pair, "not two positions in texts"
+        if each.fingerprint != plan.fingerprint(each).digest:
+            problem = "not the digest of the lists in the file, which was changed by hand"
+            yield f"classes[{place}].fingerprint", each.fingerprint, problem
     try:
-        return json.loads(text, parse_constant=_no_constant)
-    except ValueError as error:
-        raise ConfigError(f"--plan {path}: not JSON, or cut short: {error}. {AGAIN}") from error
+        plan.config_table()
+    except (tomli.TOMLDecodeError, RecursionError) as error:
+        yield "config", plan.config, f"not TOML ({error})"
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+def plan_every_class(
+    plan: Plan, *, on_progress: Callable[[str], None] = lambda line: None
+) -> SavedPlan:
+    """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
+    The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
 
-# What has a fingerprint is long and repeats itself: each text is written once and named by its
-# place in a list.
-class _Texts:
-    def __init__(self) -> None:
-        self.places: dict[str, int] = {}
+    Raises:
+        GraphTrainerError: as `make_plan`, for any of the ranks.
+    """
+    config, world_size, hardware = plan.config, plan.world_size, plan.hardware
+    classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
+    sizes = classes.representatives()
+    ranks = list(sizes)
+    positions: dict[str, int] = {}
 
-    def __call__(self, text: str) -> int:
-        return self.places.setdefault(text, len(self.places))
+    def place(text: str) -> int:
+        return positions.setdefault(text, len(positions))
 
+    def run(rank: int, agree: AllReduceMax) -> tuple[tuple[Predicted, Fingerprint], Passes]:
+        on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
+        of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False, agree=agree)
+        joint = of_rank.simulation.joint
+        return (_predicted(of_rank), fingerprint_of(joint, rank, classes)), decided_by(joint)
 
-def _document(plan: SavedPlan) -> dict[str, Any]:
-    texts = _Texts()
-    classes = []
-    for each in plan.by_rank.values():
-        parts = {
-            name: [[texts(e.what), texts(e.where)] for e in entries]
-            for name, entries in each.fingerprint.parts().items()
-        }
-        classes.append(
-            {
-                "rank": each.rank,
-                "ranks": each.ranks,
-                "fingerprint": each.fingerprint.digest,
-                "predicted": _plain(each.predicted),
-                **parts,
-            }
-        )
-    return {
-        "schema": SCHEMA,
-        "versions": plan.versions,
-        "config": plan.config,
-        "hardware": plan.hardware,
-        "device": plan.device,
-        "world_size": plan.world_size,
-        "passes": list(plan.passes),
-        "microbatches": plan.microbatches,
-        "axes": [
-            [n, list(of)] for n, of in zip(plan.classes.names, plan.classes.labels, strict=True)
-        ],
-        "classes": classes,
-        "texts": list(texts.places),
-    }
-
-
-def _plain(predicted: Predicted) -> dict[str, Any]:
-    return {name: getattr(predicted, name) for name in _PREDICTED}
-
-
-_PREDICTED: dict[str, str] = {
-    "peak_bytes": "count",
-    "reserved_bytes": "count",
-    "peak_by_category": "counts",
-    "made_bytes": "count",
-    "parameter_bytes": "count",
-    "gradient_bytes": "count",
-    "optimizer_bytes": "count",
-    "step_seconds": "seconds",
-    "collectives": "collectives",
-}
-
-
-class _Reader:
-    """Checks every key and type of a document on its way to a SavedPlan."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def plan(self, value: object) -> SavedPlan:
-        if not isinstance(value, dict) or "schema" not in value:
-            raise ConfigError(
-                f"--plan {self._path}: not a plan: it has no schema. Name a file that "
-                "`graph-trainer plan --save` wrote; what --json writes is for other programs."
-            )
-        if value["schema"] != SCHEMA:
-            raise ConfigError(
-                f"--plan {self._path}: schema = {show(value['schema'])}, and this version reads "
-                f"{SCHEMA}. {AGAIN}"
-            )
-        table = self.keys_of(
-            value,
-            "",
-            ("schema", "versions", "config", "hardware", "device", "world_size", "passes",
-             "microbatches", "axes", "classes", "texts"),
-        )  # fmt: skip
-        texts = self.some_texts(table["texts"], "texts")
-        axes = [
-            self.axis(a, f"axes[{i}]") for i, a in enumerate(self.a_list(table["axes"], "axes"))
-        ]
-        classes = RankClasses(tuple(name for name, _ in axes), tuple(labels for _, labels in axes))
-        world_size = self.a_count(table["world_size"], "world_size")
-        if world_size < 1 or classes.num_ranks != world_size:
-            raise self.bad(
-                "axes",
-                table["axes"],
-                f"they multiply to {classes.num_ranks} ranks, and world_size is {world_size}",
-            )
-        found = [
-            self.rank_class(each, texts, f"classes[{i}]")
-            for i, each in enumerate(self.a_list(table["classes"], "classes"))
-        ]
-        by_rank = {each.rank: each for each in found}
-        # counted first: a few bytes of axes may stand for more classes than there is memory
-        number = math.prod(len(set(labels)) for labels in classes.labels)
-        wrong = number != len(by_rank)
-        if wrong or {r: c.ranks for r, c in by_rank.items()} != classes.representatives():
-            raise self.bad("classes", [c.rank for c in found], "not one for each class of the axes")
-        plan = SavedPlan(
-            versions={
-                k: self.a_text(v, f"versions.{k}")
-                for k, v in self.a_table(table["versions"], "versions").items()
+    planned = [
+        PlannedClass(
+            rank=rank,
+            ranks=sizes[rank],
+            fingerprint=fingerprint.digest,
+            predicted=predicted,
+            **{
+                name: tuple((place(e.what), place(e.where)) for e in entries)
+                for name, entries in fingerprint.parts().items()
             },
-            config=self.a_text(table["config"], "config"),
-            hardware=self.a_text(table["hardware"], "hardware"),
-            device=self.a_text(table["device"], "device"),
-            world_size=world_size,
-            passes=tuple(self.some_texts(table["passes"], "passes")),
-            microbatches=self.a_count(table["microbatches"], "microbatches"),
-            classes=classes,
-            by_rank=by_rank,
         )
-        try:
-            plan.config_table()
-        except (tomli.TOMLDecodeError, RecursionError) as error:
-            raise self.bad("config", plan.config, f"not TOML ({error})") from error
-        return plan
+        for rank, (predicted, fingerprint) in as_agreed(ranks, run, on_progress).items()
+    ]
+    return SavedPlan(
+        schema=SCHEMA,
+        versions=versions(),
+        config=config_to_toml(config),
+        hardware=hardware.name,
+        device=hardware.device,
+        world_size=world_size,
+        passes=tuple(pass_names(config)),
+        microbatches=plan.microbatches,
+        axes=tuple(zip(classes.names, classes.labels, strict=True)),
+        classes=tuple(planned),
+        texts=tuple(positions),
+    )
 
-    def axis(self, value: object, key: str) -> tuple[str, tuple[int, ...]]:
-        match self.a_list(value, key):
-            case [name, labels]:
-                of = [self.a_count(label, key) for label in self.a_list(labels, key)]
-                if not of:
-                    raise self.bad(key, value, "an axis without ranks")
-                return self.a_text(name, key), tuple(of)
-        raise self.bad(key, value, "not a name and a list of classes")
 
-    def rank_class(self, value: object, texts: list[str], key: str) -> PlannedClass:
-        names = ("rank", "ranks", "fingerprint", "predicted", "input", "op", "collective")
-        table = self.keys_of(value, key, names)
-        parts = [self.entries(table[name], texts, f"{key}.{name}") for name in names[-3:]]
-        fingerprint = Fingerprint(*parts)
-        if table["fingerprint"] != fingerprint.digest:
-            raise self.bad(
-                f"{key}.fingerprint",
-                table["fingerprint"],
-                "not that of what follows: the file was changed by hand",
-            )
-        return PlannedClass(
-            self.a_count(table["rank"], f"{key}.rank"),
-            self.a_count(table["ranks"], f"{key}.ranks"),
-            fingerprint,
-            self.predicted(table["predicted"], f"{key}.predicted"),
-        )
+def pass_names(config: GraphTrainerConfig) -> list[str]:
+    """Return the names of the passes that a config asks for, in order."""
+    passes = resolve_passes(config.compile.passes, config.compile.disable_passes)
+    return [each.name for each in passes]
 
-    def entries(self, value: object, texts: list[str], key: str) -> tuple[Entry, ...]:
-        found = []
-        for place, pair in enumerate(self.a_list(value, key)):
-            match pair:
-                case [int(what), int(where)] if min(pair) >= 0 and max(pair) < len(texts):
-                    found.append(Entry(texts[what], texts[where]))
-                case _:
-                    raise self.bad(f"{key}[{place}]", pair, "not two places in texts")
-        return tuple(found)
 
-    def predicted(self, value: object, key: str) -> Predicted:
-        table = self.keys_of(value, key, tuple(_PREDICTED))
-        read: Mapping[str, Callable[[object, str], Any]] = {
-            "count": self.a_count,
-            "seconds": self.some_seconds,
-            "counts": self.some_counts,
-            "collectives": lambda v, k: self.nested(
-                v, k, lambda w, j: self.nested(w, j, self.volume)
-            ),
+def _predicted(plan: Plan) -> Predicted:
+    simulation = plan.simulation
+    at_peak = simulation.memory.peak_by_category()
+    gradients = [t for _, node in simulation.joint.gradients() for t in tensors_of(node)]
+    return Predicted(
+        peak_bytes=plan.peak_bytes,
+        reserved_bytes=plan.reserved_bytes,
+        peak_by_category={category.value: num for category, num in at_peak.items()},
+        made_bytes=lifetimes(simulation.joint).peak_bytes,
+        parameter_bytes=at_peak[Category.PARAMETERS],
+        gradient_bytes=sum(map(storage_bytes, gradients)),
+        optimizer_bytes=at_peak[Category.OPTIMIZER_STATE],
+        step_seconds=plan.step_seconds,
+        collectives=_collectives(simulation),
+    )
+
+
+def _collectives(simulation: Simulation) -> dict[str, dict[str, CollectiveVolume]]:
+    traffic = traffic_of(simulation.collectives)
+    read: dict[str, dict[str, list[int]]] = {}
+    for c in simulation.collectives:
+        roles = read.setdefault(c.kind, {})
+        roles.setdefault(traffic[c.node].value, []).append(c.input_bytes)
+    return {
+        kind: {
+            role: CollectiveVolume(count=len(num), bytes=sum(num)) for role, num in roles.items()
         }
-        return Predicted(
-            **{n: read[kind](table[n], f"{key}.{n}") for n, kind in _PREDICTED.items()}
-        )
-
-    def volume(self, value: object, key: str) -> dict[str, int]:
-        return self.some_counts(self.keys_of(value, key, ("count", "bytes")), key)
-
-    def some_counts(self, value: object, key: str) -> dict[str, int]:
-        return self.nested(value, key, self.a_count)
-
-    def nested(self, value: object, key: str, read: Callable[[object, str], T]) -> dict[str, T]:
-        return {k: read(v, f"{key}.{k}") for k, v in self.a_table(value, key).items()}
-
-    def keys_of(self, value: object, key: str, names: tuple[str, ...]) -> dict[str, Any]:
-        table = self.a_table(value, key or "the file")
-        prefix = f"{key}." if key else ""
-        for name in table:
-            if name not in names:
-                raise self.bad(
-                    prefix + name,
-                    table[name],
-                    f"unknown key. {did_you_mean(name, names)}".strip().rstrip("."),
-                )
-        for name in names:
-            if name not in table:
-                raise ConfigError(f"--plan {self._path}: {prefix}{name} is missing. {AGAIN}")
-        return table
-
-    def a_table(self, value: object, key: str) -> dict[str, Any]:
-        if not isinstance(value, dict):
-            raise self.bad(key, value, "not a table")
-        return value
-
-    def a_list(self, value: object, key: str) -> list[Any]:
-        if not isinstance(value, list):
-            raise self.bad(key, value, "not a list")
-        return value
-
-    def some_texts(self, value: object, key: str) -> list[str]:
-        return [self.a_text(each, f"{key}[{i}]") for i, each in enumerate(self.a_list(value, key))]
-
-    def a_text(self, value: object, key: str) -> str:
-        if not isinstance(value, str):
-            raise self.bad(key, value, "not text")
-        return value
-
-    def a_count(self, value: object, key: str) -> int:
-        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**63:
-            raise self.bad(key, value, "not a whole number from 0 to 2**63 - 1")
-        return value
-
-    def some_seconds(self, value: object, key: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.bad(key, value, "not a number")
-        if not 0 <= value < math.inf:
-            raise self.bad(key, value, "not a number from 0 on")
-        return float(value)
-
-    def bad(self, key: str, value: object, problem: str) -> ConfigError:
-        return ConfigError(f"--plan {self._path}: {key} = {show(value)}: {problem}. {AGAIN}")
+        for kind, roles in read.items()
+    }

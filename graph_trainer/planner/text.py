@@ -34,7 +34,7 @@ def report(plan: Plan) -> RenderableType:
 
 
 def _parts(plan: Plan) -> Iterator[RenderableType]:
-    yield Text(headline(plan), style="bold")
+    yield Text(plan.headline, style="bold")
     if decided := _decided_for(plan):
         yield Text(decided)
     yield ledger_table(plan.rows)
@@ -53,16 +53,6 @@ def _parts(plan: Plan) -> Iterator[RenderableType]:
     yield Text(verdict(plan))
     if not plan.fits:
         yield advice_table(plan)
-
-
-def headline(plan: Plan) -> str:
-    """What was planned, in one line."""
-    spec = plan.config.model_spec
-    model = f"{spec.name} {spec.flavor}" if spec is not None else "model"
-    return (
-        f"{model}, {plan.num_parameters / 1e9:.2f} B parameters, rank {plan.rank} of "
-        f"{plan.world_size} on {plan.hardware.name}, run by {plan.simulation.runtime.name}"
-    )
 
 
 def _decided_for(plan: Plan) -> str:

@@ -1,24 +1,109 @@
-"""A plan in the Trace Event Format, which Perfetto and chrome://tracing open."""
+"""A simulated step as slices of time on named tracks, and as a trace file.
+
+The file is in the Trace Event Format, which Perfetto and chrome://tracing open. The page of a plan
+draws the same slices.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import IO, Any
 
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    phase_of,
-)
-from graph_trainer.core.simulation.simulate import Simulation
-from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.report import versions
-from graph_trainer.planner.slices import WAITS, Slice, memory_steps, slices, tracks
-from graph_trainer.planner.text import headline
+from torch import fx
 
+from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
+from graph_trainer.core.analysis.collectives import Collective
+from graph_trainer.core.graph.annotations import module_of, phase_of
+from graph_trainer.core.simulation.op_costs import Cost
+from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.core.simulation.timeline import COMPUTE
+from graph_trainer.planner.plan import Plan, versions
+
+WAITS = "exposed waits"
+WAIT = "wait"
+"""The kind of a slice of the track WAITS."""
 MEMORY = "memory"
 _RED = "terrible"
-"""What chrome://tracing calls its red; Perfetto chooses by name."""
+"""The name of red in chrome://tracing; Perfetto chooses colours by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A span of time on a track.
+
+    Times are whole nanoseconds. Start and end are rounded alike, so that neighbours do not overlap.
+    """
+
+    track: str
+    """COMPUTE, the name of a process group's stream, or WAITS."""
+    node: fx.Node
+    start: int
+    end: int
+    cost: Cost | None = None
+    """Of a compute node."""
+    collective: Collective | None = None
+    """The collective that runs, or that an exposed wait waits for."""
+    traffic: Traffic | None = None
+    """The purpose of the collective."""
+    delayed: fx.Node | None = None
+    """The node that an exposed wait delays; None where the step ends."""
+
+    @property
+    def kind(self) -> str:
+        """A kind of compute, the purpose of a collective that runs, or WAIT."""
+        if self.track == WAITS:
+            return WAIT
+        if self.traffic is not None:
+            return self.traffic.value
+        return self.cost.kind.value if self.cost is not None else ""
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that a compute node or a collective moves."""
+        if self.collective is not None:
+            return max(self.collective.input_bytes, self.collective.output_bytes)
+        return self.cost.bytes if self.cost is not None else 0
+
+
+def slices(simulation: Simulation) -> Iterator[Slice]:
+    """Yield the slices of every stream, then the exposed waits. Linear in nodes."""
+    issued = {c.node: c for c in simulation.collectives}
+    traffic = traffic_of(simulation.collectives)
+    timeline = simulation.timeline
+    for event in timeline.events:
+        node = event.node
+        span = (nanoseconds(event.start), nanoseconds(event.start + event.seconds))
+        if event.stream == COMPUTE:
+            yield Slice(COMPUTE, node, *span, simulation.costs[node])
+        else:
+            yield Slice(event.stream, node, *span, collective=issued[node], traffic=traffic[node])
+    reached = dict(zip(simulation.joint.graph.nodes, timeline.starts, strict=True))
+    for wait in timeline.exposed:
+        start = reached[wait.wait]
+        yield Slice(
+            WAITS,
+            wait.wait,
+            nanoseconds(start),
+            nanoseconds(start + wait.seconds),
+            collective=wait.collective,
+            traffic=wait.traffic,
+            delayed=wait.delayed,
+        )
+
+
+def tracks(simulation: Simulation) -> list[str]:
+    """List compute, every group's stream in the order of first use, and the exposed waits."""
+    streams = dict.fromkeys(e.stream for e in simulation.timeline.events if e.stream != COMPUTE)
+    return [COMPUTE, *streams, WAITS]
+
+
+def nanoseconds(seconds: float) -> int:
+    """Round seconds to the nearest nanosecond."""
+    return round(seconds * 1e9)
 
 
 def write_trace(plan: Plan, file: IO[str]) -> None:
@@ -26,9 +111,9 @@ def write_trace(plan: Plan, file: IO[str]) -> None:
 
     One thread holds compute, one every group's stream and one the exposed waits; an arrow leads
     from a collective to the wait that it blocks; a counter has a series, in bytes, for every
-    category of memory. Times are microseconds. No more is held in memory than one event.
+    category of memory. Times are microseconds. Only one event at a time is kept in memory.
     """
-    about = {"plan": headline(plan)} | versions()
+    about = {"plan": plan.headline} | versions()
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))
     file.write(',\n"traceEvents": [')
     for count, event in enumerate(trace_events(plan.simulation, plan.rank)):
@@ -38,7 +123,7 @@ def write_trace(plan: Plan, file: IO[str]) -> None:
 
 
 def trace_events(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
-    """The events of `write_trace`, those of a thread in the order of time."""
+    """Yield the events of `write_trace`, those of a thread in the order of time."""
     threads = {track: number for number, track in enumerate(tracks(simulation))}
     yield _metadata("process_name", rank, 0, name=f"rank {rank}")
     for track, tid in threads.items():
@@ -46,23 +131,23 @@ def trace_events(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
         yield _metadata("thread_sort_index", rank, tid, sort_index=tid)
     issued: dict[str, Slice] = {}
     for number, each in enumerate(slices(simulation)):
+        waited = each.collective.node.name if each.collective and each.kind == WAIT else None
         event = {
             "ph": "X",
             "pid": rank,
             "tid": threads[each.track],
             "ts": each.start / 1000,
             "dur": (each.end - each.start) / 1000,
-            "name": _name(each),
-            "cat": _category(each),
+            "name": each.node.name if waited is None else f"wait for {waited}",
+            "cat": each.kind,
             "args": _args(each),
         }
-        if each.track != WAITS:
+        if waited is None:
             issued[each.node.name] = each
             yield event
-            continue
-        yield event | {"cname": _RED}
-        assert each.collective is not None
-        yield from _arrow(rank, threads, issued[each.collective.node.name], each, number)
+        else:
+            yield event | {"cname": _RED}
+            yield from _arrow(rank, threads, issued[waited], each, number)
     yield from _memory(simulation, rank)
 
 
@@ -73,12 +158,12 @@ def _metadata(kind: str, pid: int, tid: int, **args: str | int) -> dict[str, Any
 def _arrow(
     pid: int, threads: dict[str, int], source: Slice, wait: Slice, number: int
 ) -> Iterator[dict[str, Any]]:
-    """From a collective to its wait, at a time at which both go on: they end together."""
+    """Yield the ends of an arrow from a collective to its wait, at a time when both go on."""
     both = {
         "pid": pid,
         "ts": max(source.start, wait.start) / 1000,
         "name": "blocks",
-        "cat": "wait",
+        "cat": WAIT,
         "id": number,
     }
     yield both | {"ph": "s", "tid": threads[source.track]}
@@ -86,9 +171,16 @@ def _arrow(
 
 
 def _memory(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
+    """Yield a counter event wherever the bytes alive change, at most one for each nanosecond.
+
+    Of the nodes that start in the same nanosecond, the one with the most bytes alive counts, so
+    that the peak is among them. Linear in nodes.
+    """
     before: dict[str, int] = {}
-    series = simulation.memory.by_category
-    for time, place in memory_steps(simulation):
+    total, series = simulation.memory.total, simulation.memory.by_category
+    at = ((nanoseconds(start), place) for place, start in enumerate(simulation.timeline.starts))
+    for time, places in groupby(at, key=itemgetter(0)):
+        place = max((place for _, place in places), key=total.__getitem__)
         alive = {category.value: live[place] for category, live in series.items()}
         if alive != before:
             yield {
@@ -102,25 +194,11 @@ def _memory(simulation: Simulation, rank: int) -> Iterator[dict[str, Any]]:
         before = alive
 
 
-def _name(each: Slice) -> str:
-    if each.track == WAITS and each.collective is not None:
-        return f"wait for {each.collective.node.name}"
-    return each.node.name
-
-
-def _category(each: Slice) -> str:
-    if each.track == WAITS:
-        return "wait"
-    if each.traffic is not None:
-        return each.traffic.value
-    return each.cost.kind.value if each.cost is not None else ""
-
-
 def _args(each: Slice) -> dict[str, Any]:
     args: dict[str, Any] = {"node": each.node.name, "op": str(each.node.target)}
     phase, module = phase_of(each.node), module_of(each.node)
     if each.cost is not None:
-        args |= {"bytes": each.cost.bytes, "flops": each.cost.flops}
+        args |= {"bytes": each.bytes, "flops": each.cost.flops}
     if each.collective is not None:
         of = each.collective
         phase, module = phase or of.phase, module or of.module
@@ -128,10 +206,10 @@ def _args(each: Slice) -> dict[str, Any]:
             "role": each.traffic.value if each.traffic else None,
             "parameter": of.parameter,
             "collective": of.node.name,
-            "bytes": max(of.input_bytes, of.output_bytes),
+            "bytes": each.bytes,
             "dtype": str(of.dtype),
             "ranks": len(of.ranks),
         }
-    if each.track == WAITS:
+    if each.kind == WAIT:
         args["holds_up"] = each.delayed.name if each.delayed else "the end of the step"
     return args | {"phase": phase.value if phase else None, "module": module}

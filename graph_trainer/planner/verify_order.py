@@ -20,7 +20,7 @@ from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 
 if TYPE_CHECKING:
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -71,7 +71,7 @@ def verify_order(
         VerificationError: the ranks can hang, with two ranks, the group and what differs; or a
             rank has no graph, with its error.
     """
-    classes = None if all_ranks else rank_classes(FakeRun(config, world_size, 0, device))
+    classes = None if all_ranks else rank_classes(FakeRank(config, world_size, 0, device))
     ranks = list(classes.representatives()) if classes else list(range(world_size))
     on_progress(_what(classes, world_size))
     start = time.perf_counter()
@@ -96,7 +96,7 @@ def verify_order(
     return prove_order(as_agreed(ranks, run, on_progress), classes)
 
 
-def rank_classes(run: FakeRun) -> RankClasses:
+def rank_classes(run: FakeRank) -> RankClasses:
     """Which ranks of a run have parameters of the same local shapes.
 
     Two coordinates along an axis are alike when, whatever the other coordinates, their ranks
@@ -128,7 +128,7 @@ def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int
     return tuple(seen.setdefault(key, len(seen)) for key in keys)
 
 
-def _axes(run: FakeRun) -> dict[str, int]:
+def _axes(run: FakeRank) -> dict[str, int]:
     """Name and size of the mesh's axes; ranks are counted along the last one first."""
     dims = run.parallel_dims
     return {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
@@ -153,7 +153,7 @@ def _capture(
     agree: AllReduceMax,
 ) -> tuple[Sequence, Passes]:
     """What a rank issues after its passes, and which they were."""
-    run = FakeRun(config, world_size, rank, device)
+    run = FakeRank(config, world_size, rank, device)
     if classes is not None:
         check_shapes(run, classes)
     joint = run.capture()
@@ -161,7 +161,7 @@ def _capture(
     return issued_by(joint, world_size), decided_by(joint)
 
 
-def check_shapes(run: FakeRun, classes: RankClasses) -> None:
+def check_shapes(run: FakeRank, classes: RankClasses) -> None:
     """Whether a rank holds what its class was made for.
 
     Raises:

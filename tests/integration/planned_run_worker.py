@@ -1,4 +1,4 @@
-"""Runs that are held to a plan; test_plan_is_the_run.py asserts. Two ranks.
+"""Runs that are compared with a plan; test_plan_is_the_run.py asserts. Two ranks.
 
 The last case ends the process group, as training does.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from graph_trainer.planner.plan_check import held_to
+from graph_trainer.planner.plan_check import load_config_and_plan
 from graph_trainer.planner.planned_run import observer_of
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave, run
@@ -43,9 +43,10 @@ def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> di
 
 def counted(folder: Path) -> dict[str, Any]:
     """A step of the planned run, as the process groups themselves tell the profiler."""
-    config, plan = held_to(words(folder, "plan.json", "counted", "--training.steps", "1"))
+    flags = words(folder, "plan.json", "counted", "--training.steps", "1")
+    config, check = load_config_and_plan(flags)
     trainer = GraphTrainer(config)
-    trainer.observe(observer_of(trainer, plan))
+    trainer.observe(observer_of(trainer, check))
     step, issued = trainer._captured_step, {}
 
     def profiled(*args: Any, **kwargs: Any) -> Any:
@@ -56,9 +57,8 @@ def counted(folder: Path) -> dict[str, Any]:
     trainer.take_step_with(profiled)
     trainer.train()
     trainer.close()
-    planned = plan.plan.of_rank(dist.get_rank()).predicted.collectives
-    kinds = {kind: sum(v["count"] for v in roles.values()) for kind, roles in planned.items()}
-    return {"issued": issued, "planned": expected_events(kinds)}
+    planned = check.plan.of_rank(dist.get_rank()).predicted
+    return {"issued": issued, "planned": expected_events(planned.counts())}
 
 
 def trained(folder: Path) -> dict[str, Any]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from graph_trainer.planner.saved_plan import read_plan, write_plan
+from graph_trainer.planner.saved_plan import read_plan
 from tests.integration.launch import ROOT, run_ranks
 
 pytestmark = pytest.mark.timeout(600)
@@ -35,11 +34,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     # a plan of which rank 1 alone captures another step
     plan = read_plan(made / "plan.json")
-    of_rank_1 = plan.of_rank(1)
-    step = of_rank_1.fingerprint
-    other = replace(of_rank_1, fingerprint=replace(step, issues=step.issues[1:]))
-    with open(made / "other.json", "w") as file:
-        write_plan(replace(plan, by_rank=plan.by_rank | {1: other}), file)
+    first, second = plan.classes
+    second = second.model_copy(update={"collective": second.collective[1:]})
+    digest = plan.fingerprint(second).digest
+    second = second.model_copy(update={"fingerprint": digest})
+    other = plan.model_copy(update={"classes": (first, second)})
+    (made / "other.json").write_text(other.to_json())
     return made
 
 

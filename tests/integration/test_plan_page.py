@@ -27,7 +27,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
-from graph_trainer.planner.slices import WAITS, Slice, slices, tracks
+from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser
 

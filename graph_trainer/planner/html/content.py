@@ -13,9 +13,8 @@ from graph_trainer.core.names import without_layer
 from graph_trainer.core.units import format_bytes
 from graph_trainer.planner.html.words import TRAFFIC, duration
 from graph_trainer.planner.ledger import LedgerRow
-from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.report import versions
-from graph_trainer.planner.text import CATEGORIES, headline, served_by
+from graph_trainer.planner.plan import Plan, versions
+from graph_trainer.planner.text import CATEGORIES, served_by
 from graph_trainer.titan.config.serialize import config_to_toml
 
 _SHOWN = 12
@@ -26,7 +25,7 @@ def content(plan: Plan) -> dict[str, Any]:
     timeline = plan.simulation.timeline
     exposed = sum(timeline.exposed_seconds().values())
     return {
-        "headline": headline(plan),
+        "headline": plan.headline,
         "verdict": verdict(plan),
         "fits": plan.fits,
         "figures": figures(plan, exposed),

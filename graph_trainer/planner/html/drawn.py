@@ -14,10 +14,10 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
 )
 from graph_trainer.core.simulation.simulate import Simulation
-from graph_trainer.planner.html.words import KINDS, WAIT
+from graph_trainer.planner.html.words import KINDS
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.slices import WAITS, Slice, nanoseconds, slices, tracks
 from graph_trainer.planner.text import CATEGORIES
+from graph_trainer.planner.trace import WAITS, nanoseconds, slices, tracks
 
 
 class _Numbers:
@@ -101,8 +101,8 @@ def _slices(simulation: Simulation, texts: _Numbers) -> dict[str, Any]:
                 position[each.node],
                 each.start,
                 each.end - each.start,
-                kinds[_kind(each)],
-                each.cost.bytes if each.cost else _moved(each),
+                kinds[each.kind],
+                each.bytes,
                 each.cost.flops if each.cost else 0,
                 texts.of((collective.parameter if collective else "") or ""),
                 position[collective.node] if collective else -1,
@@ -117,17 +117,3 @@ def _slices(simulation: Simulation, texts: _Numbers) -> dict[str, Any]:
             for track, rows in lanes.items()
         ]
     }
-
-
-def _kind(each: Slice) -> str:
-    if each.track == WAITS:
-        return WAIT
-    if each.traffic is not None:
-        return each.traffic.value
-    assert each.cost is not None
-    return each.cost.kind.value
-
-
-def _moved(each: Slice) -> int:
-    assert each.collective is not None
-    return max(each.collective.input_bytes, each.collective.output_bytes)

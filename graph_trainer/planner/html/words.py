@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.simulation.op_costs import Kind
+from graph_trainer.planner.trace import WAIT
 
 TRAFFIC = {
     Traffic.UNSHARD: "gathers parameters",
@@ -11,8 +12,6 @@ TRAFFIC = {
     Traffic.TENSOR_PARALLEL: "tensor parallelism",
     Traffic.OTHER: "other communication",
 }
-
-WAIT = "wait"
 
 # What a slice may be: kinds of compute, kinds of communication, a wait.
 KINDS = {

@@ -27,7 +27,7 @@ from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.planner import advice
 from graph_trainer.planner.compare import combinations, compare, flags_of, settings
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.files import published
 from graph_trainer.planner.html.content import waits
 from graph_trainer.planner.ledger import ledger, row_of
@@ -348,7 +348,7 @@ def test_booleans_and_lists_are_compared():
 def test_tied_weights_are_one_parameter_under_tensor_parallelism_too():
     config = small("--parallelism.tensor_parallel_degree", "2", ranks=2)
     config.model_spec.model.enable_weight_tying = True
-    run = FakeRun(config, 2, device="cpu")
+    run = FakeRank(config, 2, device="cpu")
     assert run.model.tok_embeddings._parameters["weight"] is run.model.lm_head._parameters["weight"]
     (tied,) = [i for i in run.capture().signature.inputs if i.aliases]
     assert {tied.name, *tied.aliases} == {"tok_embeddings.weight", "lm_head.weight"}

@@ -25,7 +25,7 @@ from graph_trainer.core.simulation.timeline import COMPUTE
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner import trace
 from graph_trainer.planner.files import check_outputs, published
-from graph_trainer.planner.slices import WAITS, nanoseconds
+from graph_trainer.planner.trace import WAITS, nanoseconds
 from tests.unit.graphs import Decoder, fake_world, mean_square
 
 HOSTILE = '</script><img src=x onerror="document.title=1">\\ "quoted"\n'
@@ -57,10 +57,9 @@ def simulation(request: pytest.FixtureRequest) -> Simulation:
     return simulated(*request.param)
 
 
-def written(simulation: Simulation, monkeypatch: pytest.MonkeyPatch) -> dict:
-    monkeypatch.setattr(trace, "headline", lambda plan: HOSTILE)
+def written(simulation: Simulation) -> dict:
     file = io.StringIO()
-    trace.write_trace(SimpleNamespace(simulation=simulation, rank=3), file)
+    trace.write_trace(SimpleNamespace(simulation=simulation, rank=3, headline=HOSTILE), file)
     return json.loads(file.getvalue())
 
 
@@ -69,8 +68,8 @@ def on_thread(events: list[dict], name: str) -> list[dict]:
     return [e for e in events if e["ph"] == "X" and e["tid"] == tid]
 
 
-def test_every_event_is_of_the_format(simulation, monkeypatch):
-    document = written(simulation, monkeypatch)
+def test_every_event_is_of_the_format(simulation):
+    document = written(simulation)
     assert document["otherData"]["plan"] == HOSTILE
     events = document["traceEvents"]
     asked = {"M": {"args"}, "X": {"dur", "args", "cat"}, "C": {"args"}, "s": {"id", "cat"}}
@@ -85,8 +84,8 @@ def test_every_event_is_of_the_format(simulation, monkeypatch):
     assert names == [COMPUTE, "ranks 0, 1, 2, 3", "ranks 0, 4", WAITS]
 
 
-def test_slices_follow_each_other_and_are_as_long_as_the_streams_are_busy(simulation, monkeypatch):
-    events = written(simulation, monkeypatch)["traceEvents"]
+def test_slices_follow_each_other_and_are_as_long_as_the_streams_are_busy(simulation):
+    events = written(simulation)["traceEvents"]
     timeline = simulation.timeline
     for stream, busy in timeline.busy.items():
         slices = on_thread(events, stream)
@@ -98,8 +97,8 @@ def test_slices_follow_each_other_and_are_as_long_as_the_streams_are_busy(simula
         assert not any(begin_of(e) < end_of(wait) and end_of(e) > begin_of(wait) for e in compute)
 
 
-def test_waits_are_the_simulations_and_an_arrow_leads_to_each(simulation, monkeypatch):
-    events = written(simulation, monkeypatch)["traceEvents"]
+def test_waits_are_the_simulations_and_an_arrow_leads_to_each(simulation):
+    events = written(simulation)["traceEvents"]
     waits = on_thread(events, WAITS)
     assert len(waits) == len(simulation.timeline.exposed) > 0
     for slice_, wait in zip(waits, simulation.timeline.exposed, strict=True):
@@ -132,8 +131,8 @@ def end_of(event: dict) -> int:
     return round((event["ts"] + event["dur"]) * 1000)
 
 
-def test_slices_say_what_they_are(simulation, monkeypatch):
-    events = written(simulation, monkeypatch)["traceEvents"]
+def test_slices_say_what_they_are(simulation):
+    events = written(simulation)["traceEvents"]
     by_name = {e["args"]["node"]: e["args"] for e in events if e["ph"] == "X"}
     for node, cost in simulation.costs.items():
         if cost.seconds:
@@ -148,8 +147,8 @@ def test_slices_say_what_they_are(simulation, monkeypatch):
     assert any(HOSTILE.replace(".", "_") in (said["module"] or "") for said in by_name.values())
 
 
-def test_the_counter_is_the_memory_at_its_time(simulation, monkeypatch):
-    events = written(simulation, monkeypatch)["traceEvents"]
+def test_the_counter_is_the_memory_at_its_time(simulation):
+    events = written(simulation)["traceEvents"]
     memory = simulation.memory
     at = defaultdict(list)
     for place, start in enumerate(simulation.timeline.starts):

@@ -13,9 +13,9 @@ import graph_trainer as gt
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.saving import plan_every_class
+from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report
 from graph_trainer.planner.verify_order import (
     MOST_CLASSES,
@@ -62,10 +62,10 @@ def test_ranks_of_a_class_hold_the_same_shapes(degrees):
     """Against every rank's own parameters. 256 rows over 5 ranks, or over 3, are uneven."""
     config = config_of(*degrees)
     world = degrees[0] * degrees[1] * degrees[2]
-    classes = rank_classes(FakeRun(config, world, 0, "cpu"))
+    classes = rank_classes(FakeRank(config, world, 0, "cpu"))
     by_class = {}
     for rank in range(world):
-        run = FakeRun(config, world, rank, "cpu")
+        run = FakeRank(config, world, rank, "cpu")
         check_shapes(run, classes)
         held = local_shapes(run)
         place = classes.coordinates(rank)
@@ -87,7 +87,7 @@ def test_uneven_and_empty_shards_are_proved():
 
 
 def test_first_and_last_are_apart_while_that_makes_few_classes(monkeypatch):
-    run = FakeRun(config_of(4, 4, 4), 64, 0, "cpu")
+    run = FakeRank(config_of(4, 4, 4), 64, 0, "cpu")
 
     def classes_of_at_most(most):
         monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", most)
@@ -183,7 +183,7 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
 
     after = {}
     for rank in (0, 2):
-        run = FakeRun(config_with(1000), 3, rank, "cpu")
+        run = FakeRank(config_with(1000), 3, rank, "cpu")
         joint, peaks = run.capture(), []
         run_passes(
             joint, run.pass_config(), all_reduce_max=lambda peak, to=peaks: to.append(peak) or peak

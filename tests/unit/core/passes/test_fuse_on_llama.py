@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.planner.fake_run import FakeRun
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
 
 LAYERS = 2
@@ -54,7 +54,7 @@ def test_every_pair_fuses_in_forward_and_in_backward():
     spec = config.model_spec
     spec.model.layers = spec.model.layers[:LAYERS]
     config.model_spec = dataclasses.replace(spec, parallelize_fn=split_over_two_axes)
-    joint = FakeRun(config, 128, 77, "cpu").capture()
+    joint = FakeRank(config, 128, 77, "cpu").capture()
     always = gt.PassConfig(reshard_after_forward="always")
     without = dataclasses.replace(always, disable_passes=["fuse_chained_all_gathers"])
     chained = gt.run_passes(copy_graph(joint), without)

@@ -1,18 +1,19 @@
-"""One rank of a run that is not there: what training would capture on it, on any machine."""
+"""One rank of a run that has not started: what training would capture on it, on any machine."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.torch_private import clear_sharding_cache
-from graph_trainer.planner.attention import flash_attention_as_on_gpu
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 
 from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
-class FakeRun:
-    """Be one rank of `world_size` and build what the trainer builds, on meta.
+class FakeRank:
+    """Act as one rank of `world_size` and build what the trainer builds, on meta.
 
-    The process groups are fake, nothing is materialized and nothing is communicated. A later
-    FakeRun of this process takes the place of an earlier one.
+    The process groups are fake, nothing is materialized and nothing is communicated. A process
+    acts as one rank at a time: another FakeRank ends the earlier one's process groups.
 
-    Arguments:
+    Args:
         config: a checked config whose degrees multiply to `world_size`.
-        rank: the global rank to be.
+        rank: the global rank.
         device: what the step is captured for: "cuda" or "cpu".
     """
 
@@ -41,7 +42,7 @@ class FakeRun:
         assert config.model_spec is not None
         if dist.is_initialized():
             dist.destroy_process_group()
-        # DTensor remembers results with the meshes, and so the groups, of an earlier rank
+        # DTensor caches results together with the meshes, and so the groups, of an earlier rank.
         clear_sharding_cache()
         dist_utils.init_fake_mode(world_size, rank=rank)
         self.config = config
@@ -76,16 +77,21 @@ class FakeRun:
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many different batches a step has."""
+        """The number of ranks, or groups of ranks, that compute on batches of their own."""
         dims = self.parallel_dims
         return dims.get_mesh("batch").size() if dims.dp_enabled else 1
 
     def pass_config(self) -> PassConfig:
-        """The passes that training runs."""
+        """Return the passes that training runs."""
         return passes_of(self.config, self.parallel_dims, self.device)
 
     def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
-        """A batch as the data loaders and the trainer make it, on meta."""
+        """Make the arguments of a batch as the data loader and the trainer do, on meta.
+
+        Returns:
+            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence];
+            and the keyword arguments of the model.
+        """
         training = self.config.training
         shape = (training.local_batch_size, training.seq_len)
         with torch.device("meta"):
@@ -94,7 +100,7 @@ class FakeRun:
         return (inputs, labels, valid_tokens), {"positions": positions}
 
     def capture(self) -> JointGraph:
-        """The joint graph that training captures on this rank.
+        """Capture the joint graph that training captures on this rank.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -112,3 +118,45 @@ class FakeRun:
                 kwargs,
                 meta_as="cpu" if self.device == "cpu" else "meta",
             )
+
+
+@contextlib.contextmanager
+def flash_attention_as_on_gpu() -> Iterator[None]:
+    """While entered: `F.scaled_dot_product_attention` in half precision is the flash kernel.
+
+    CUDA builds of torch choose that kernel (or cuDNN's, which needs the same memory) for float16
+    and bfloat16 without a mask. On meta, torch decomposes attention into matmuls that keep all
+    scores. The op has a meta kernel, a backward and DTensor's sharding rule.
+    """
+    # Not a TorchFunctionMode: while torch.autograd.grad runs under one, the mode is off, and a
+    # checkpointed block that is recomputed there would get the other attention.
+    original = F.scaled_dot_product_attention
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        # The kernel's limits: half precision, no mask, heads of at most 256.
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if half and attn_mask is None and query.shape[-1] <= 256:
+            # The kernel reads fewer keys than queries as they are, so enable_gqa changes nothing.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return original(
+            *(query, key, value, attn_mask, dropout_p, is_causal),
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+
+    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = original
