@@ -1,21 +1,26 @@
-"""What torchtitan asks of a device module, for CPU.
+"""What torchtitan needs and this torch or this machine lacks: a CPU device module, time-outs.
 
-torchtitan binds its device type and module when torchtitan.tools.utils is imported, to CUDA
-where it finds no accelerator. `setup` comes before any other torchtitan import and, on a
-machine without one, binds a CPU module that answers everything torchtitan asks.
+torchtitan binds its device type and module when torchtitan.tools.utils is imported, to CUDA where
+it finds no accelerator. `setup` has to run before any other torchtitan import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
+from collections.abc import Iterator
+from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 
+from graph_trainer.core.sharding.process_groups import groups_made
+from graph_trainer.core.torch_private import set_process_group_timeout
 from graph_trainer.errors import ConfigError
 
 
@@ -23,7 +28,7 @@ def setup() -> None:
     """Bind torchtitan to the CPU where there is no accelerator; elsewhere do nothing.
 
     Raises:
-        ConfigError: torchtitan was imported before and has bound CUDA for good.
+        ConfigError: torchtitan was imported before, and modules of it have bound CUDA.
     """
     if torch.accelerator.is_available():
         return
@@ -54,7 +59,7 @@ def _cpu_module() -> ModuleType:
         {name: getattr(torch.cpu, name) for name in torch.cpu.__all__},
         set_device=lambda device: None,
         current_device=lambda: 0,
-        # as many as a machine may have ranks: torchtitan checks LOCAL_RANK against it
+        # one for each rank of the machine: torchtitan compares LOCAL_RANK with it
         device_count=lambda: max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
         get_device_name=lambda device=None: platform.processor() or platform.machine(),
         get_device_properties=lambda device=None: SimpleNamespace(
@@ -68,10 +73,10 @@ def _cpu_module() -> ModuleType:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    """The process's resident memory under the names of CUDA's allocator, in bytes.
+    """Return the process's resident memory under the names of CUDA's allocator, in bytes.
 
-    The CPU allocator keeps no statistics; resident memory is what the machine runs out of.
-    Its peak is the process's since it began, which resetting cannot change.
+    The CPU allocator keeps no statistics; resident memory is what a machine has too little of.
+    Its peak counts from the start of the process and cannot be reset.
     """
     resident = psutil.Process().memory_info().rss
     peak = max(resident, _peak_resident())
@@ -88,3 +93,27 @@ def _peak_resident() -> int:
 
     unit = 1 if sys.platform == "darwin" else 1024  # kilobytes on Linux, bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@contextlib.contextmanager
+def process_group_timeouts() -> Iterator[None]:
+    """Let torchtitan shorten time-outs after the first step, also of groups that passes made.
+
+    torchtitan 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not have yet, for
+    the groups of its meshes and then for the group of all ranks, None.
+    """
+    of_torch = getattr(dist, "set_timeout", None)
+    set_one = of_torch or set_process_group_timeout
+
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        for each in (group, *(groups_made() if group is None else ())):
+            set_one(timeout, each)
+
+    dist.set_timeout = set_timeout  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if of_torch is None:
+            del dist.set_timeout  # type: ignore[attr-defined]
+        else:
+            dist.set_timeout = of_torch  # type: ignore[attr-defined]

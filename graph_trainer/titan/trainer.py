@@ -22,10 +22,10 @@ from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
+from graph_trainer.titan.device import process_group_timeouts
 from graph_trainer.titan.nonfinite_guard import LossGuard
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
-from graph_trainer.titan.titan_compat import process_group_timeouts
 from graph_trainer.titan.validator import with_captured_forward
 
 from torchtitan.components.validate import BaseValidator  # isort: skip

@@ -12,7 +12,7 @@ from torchtitan.hf_datasets import text_datasets
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, join_or, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.data.corpus import check_dataset
+from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
@@ -102,7 +102,7 @@ def check_data(config: GraphTrainerConfig, where: Origin) -> None:
 def _check_dataset(component: Any, section: str, where: Origin) -> None:
     if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
         try:
-            check_dataset(component.dataset, component.dataset_path)
+            open_corpus(component.dataset, component.dataset_path)
         except ConfigError as e:
             place = where.of(f"{section}.dataset", f"{section}.dataset_path")
             raise ConfigError(f"{place}: {section}: {e}") from e

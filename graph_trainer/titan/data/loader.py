@@ -17,31 +17,29 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TextDataLoader(BaseDataLoader):
-    """Rows of one global, packed stream of documents, shared out to data-parallel ranks.
+    """Give each data-parallel rank its rows of one global, packed stream of documents.
 
-    A global batch is the next ``dp_world_size * local_batch_size`` rows of the
-    stream (see PackedRows); rank r takes rows r * local_batch_size to (r + 1) *
-    local_batch_size of it. So the ranks together see exactly what one rank
-    with the global batch would see, no row goes to two ranks, all ranks have
-    equally many batches, and the position, one number that is the same on
-    every rank, holds for any number of ranks and any batch size.
+    A global batch is the next ``dp_world_size * local_batch_size`` rows of the stream (see
+    PackedRows); rank r takes rows r * local_batch_size to (r + 1) * local_batch_size of it. So the
+    ranks together read what one rank with the global batch would read, no row goes to two ranks,
+    and all ranks have the same number of batches. The position is one number, the same on every
+    rank, and is valid for any number of ranks and any batch size.
 
-    As with torchdata's StatefulDataLoader, iterating again starts anew, except
-    directly after ``load_state_dict``.
+    As with torchdata's StatefulDataLoader, iterating again starts anew, except directly after
+    ``load_state_dict``.
 
-    Arguments:
+    Args:
         config: what to read.
-        dp_world_size: data-parallel ranks.
-        dp_rank: this rank's place among them.
+        dp_world_size: number of data-parallel ranks.
+        dp_rank: this rank's index among them.
         tokenizer: encodes the documents, each between bos and eos.
         seq_len: tokens a row.
         local_batch_size: rows a batch and rank.
-        snapshot_every_n_steps: taken for torchtitan's sake; the state is exact
-            after every batch.
+        snapshot_every_n_steps: torchtitan's; ignored, since the state is exact after every batch.
 
     Raises:
-        ConfigError: a dataset that is missing, unreadable, or has less tokens
-            than one global batch; a negative seed.
+        ConfigError: a dataset that is missing, unreadable, or has fewer tokens than one global
+            batch; a negative seed.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -104,13 +102,12 @@ class TextDataLoader(BaseDataLoader):
             )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches of this rank.
+        """Generate the batches of this rank.
 
         Yields:
-            ({"input": ..., "positions": ...}, labels), each [local_batch_size,
-            seq_len] int64 on the CPU. A label is the token after its input, in
-            the same document. Positions count from 0 at the start of each
-            document and of each row.
+            ({"input": ..., "positions": ...}, labels), each [local_batch_size, seq_len] int64 on
+            the CPU. A label is the token after its input, in the same document. Positions count
+            from 0 at the start of each document and of each row.
         """
         if not self._resuming:
             self._position = 0
@@ -120,7 +117,7 @@ class TextDataLoader(BaseDataLoader):
     def _batches(self) -> Iterator[Batch]:
         while self._infinite or self._position + self._global_rows <= self._rows.rows_per_epoch:
             first = self._position + self._first_local_row
-            # Before the yield: whoever holds this batch saves a state past it.
+            # Before the yield: a state that is saved while this batch is used is past it.
             self._position += self._global_rows
             yield self._batch(first)
 
@@ -133,23 +130,22 @@ class TextDataLoader(BaseDataLoader):
         return batch, torch.from_numpy(labels)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch, equal on every rank, and what it is a position in.
+        """Return the position after the last batch, and the data that it is a position in.
 
         Returns:
-            "position": rows of the stream that have been handed out to all
-            ranks together; "dataset_digest", "split", "seed", "seq_len".
+            "position": rows of the stream that all ranks together have read, the same on every
+            rank; "dataset_digest", "split", "seed", "seq_len".
         """
         return {"position": self._position, **self._identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a saved position at the next ``iter``; {} changes nothing.
+        """Continue from a saved position at the next ``iter``; {} changes nothing.
 
-        The number of ranks and the batch size may differ from those of the
-        run that saved it.
+        The number of ranks and the batch size may differ from those of the run that saved it.
 
         Raises:
-            ConfigError: the position is one in other data: another corpus,
-                tokenizer, split, seed or sequence length, or another loader.
+            ConfigError: the position is one in other data: another corpus, tokenizer, split, seed
+                or sequence length, or another loader.
         """
         if not state_dict:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -25,7 +26,8 @@ logger = logging.getLogger(__name__)
 FORMAT_VERSION = 1
 """Part of the cache key: raise it when the table's columns or its tokens change."""
 
-_BATCH_CHARACTERS = 1 << 20
+_BATCH = 64
+"""Documents to encode at once, on all cores."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def _fingerprint(tokenizer: BaseTokenizer) -> str | None:
     inner = getattr(tokenizer, "tokenizer", None)  # torchtitan's HuggingFaceTokenizer
     if not isinstance(inner, tokenizers.Tokenizer):
         return None
-    # What stands around a document is not in the inner tokenizer's file.
+    # The tokens around a document are not in the inner tokenizer's file.
     frame = tokenizer.encode("a", add_bos=True, add_eos=True)
     return Hasher.hash((type(tokenizer).__qualname__, frame, inner.to_str()))
 
@@ -99,19 +101,12 @@ def _rows(corpus: Corpus, tokenizer: BaseTokenizer, dtype: str) -> Rows:
 
 
 def _encode(corpus: Corpus, tokenizer: BaseTokenizer) -> Iterator[list[int]]:
-    if not isinstance(tokenizer, ByteBPETokenizer):
-        for text in corpus.documents():
-            yield tokenizer.encode(text, add_bos=True, add_eos=True)
-        return
-    batch: list[str] = []
-    size = 0
-    for text in corpus.documents():
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_CHARACTERS:
+    documents = corpus.documents()
+    while batch := list(itertools.islice(documents, _BATCH)):
+        if isinstance(tokenizer, ByteBPETokenizer):
             yield from tokenizer.encode_batch(batch, add_bos=True, add_eos=True)
-            batch, size = [], 0
-    yield from tokenizer.encode_batch(batch, add_bos=True, add_eos=True)
+        else:
+            yield from (tokenizer.encode(text, add_bos=True, add_eos=True) for text in batch)
 
 
 def _lengths_and_validation(

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer, trained once on a corpus and kept."""
+"""A byte-level BPE tokenizer, trained once on a corpus and cached."""
 
 import hashlib
 import heapq
@@ -30,18 +30,16 @@ MIN_VOCAB_SIZE = 256 + 2
 class ByteBPETokenizer(BaseTokenizer):
     """Text to token ids and back, exactly, for any Unicode text.
 
-    Ids below ``bos_id`` are byte sequences. The two last ids, ``bos_id`` and
-    ``eos_id``, are no text: nothing that a document contains can encode to
-    them.
+    Ids below ``bos_id`` are byte sequences. The two last ids, ``bos_id`` and ``eos_id``, are no
+    text: nothing that a document contains can encode to them.
 
     Args:
         config: the vocabulary's size and the corpus to learn it from.
-        tokenizer_path: what torchtitan's Trainer passes to every tokenizer, its
-            hf_assets_path. This tokenizer needs no file from there.
+        tokenizer_path: torchtitan's hf_assets_path; unused.
 
     Raises:
-        ConfigError: a vocabulary too small for every byte, a dataset that
-            cannot be read, a cache folder that cannot be written.
+        ConfigError: a vocabulary too small for every byte, a dataset that cannot be read, a cache
+            folder that cannot be written.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -85,20 +83,20 @@ class ByteBPETokenizer(BaseTokenizer):
         """32 hexadecimal digits; equal where every text encodes to equal ids."""
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """Token ids of ``text``, with ``bos_id`` in front and ``eos_id`` behind on request."""
+        """Encode ``text``, on request between ``bos_id`` and ``eos_id``."""
         return self._framed(self._tokenizer.encode(text).ids, add_bos, add_eos)
 
     def encode_batch(
         self, texts: Sequence[str], add_bos: bool = False, add_eos: bool = False
     ) -> list[list[int]]:
-        """As ``encode`` for each text, on all cores."""
+        """Encode each text as ``encode`` does, on all cores."""
         encodings = self._tokenizer.encode_batch_fast(list(texts))
         return [self._framed(encoding.ids, add_bos, add_eos) for encoding in encodings]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of token ids; ``bos_id`` and ``eos_id`` give none.
+        """Decode token ids; ``bos_id`` and ``eos_id`` give no text.
 
-        A character that is cut in two by the ends of ``ids`` gives U+FFFD.
+        A character of which ``ids`` contain a part of the bytes gives U+FFFD.
 
         Raises:
             ValueError: an id outside the vocabulary.
@@ -112,7 +110,7 @@ class ByteBPETokenizer(BaseTokenizer):
         return self._tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def get_vocab_size(self) -> int:
-        """Number of token ids, at most the config's: a small corpus runs out of merges."""
+        """Return the number of token ids: fewer than configured where the corpus is small."""
         return self.eos_id + 1
 
     def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
@@ -140,7 +138,7 @@ def _train(corpus: Corpus, vocab_size: int) -> Rows:
 
 
 def _sample(corpus: Corpus) -> list[str]:
-    """Training documents of about SAMPLE_CHARACTERS in all: those of the smallest hashes."""
+    """Choose training documents of about SAMPLE_CHARACTERS in all: the smallest hashes."""
     heap: list[tuple[int, str]] = []  # the largest hash, negated, on top
     size = 0
     for text in corpus.documents("train"):

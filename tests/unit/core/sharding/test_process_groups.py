@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from graph_trainer.core.sharding.process_groups import groups_made, groups_within
 from graph_trainer.core.torch_private import group_ranks, process_groups
-from graph_trainer.titan.titan_compat import process_group_timeouts
+from graph_trainer.titan.device import process_group_timeouts
 from tests.unit.fake_ranks import become
 
 BY_COLUMN = ((0, 2, 1, 3), (4, 6, 5, 7))
@@ -65,7 +65,7 @@ def test_torchtitan_shortens_the_time_outs_of_these_groups_too(monkeypatch, has_
         monkeypatch.setattr(dist, "set_timeout", record, raising=False)
     else:
         monkeypatch.delattr(dist, "set_timeout", raising=False)
-        monkeypatch.setattr("graph_trainer.titan.titan_compat.set_process_group_timeout", record)
+        monkeypatch.setattr("graph_trainer.titan.device.set_process_group_timeout", record)
     become(0, 8)
     groups_within([PAIRS])
     (made,) = groups_made()

@@ -13,7 +13,6 @@ from graph_trainer.titan.data.corpus import (
     CHUNK_CHARACTERS,
     DATASETS,
     _stable_hash,
-    check_dataset,
     open_corpus,
 )
 
@@ -152,7 +151,7 @@ def test_content_hash_follows_paths_bytes_and_how_a_file_is_read(tmp_path):
 def test_a_bad_line_names_file_line_and_remedy(tmp_path, bad, what):
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "good"}\n\n' + bad + "\n")
-    check_dataset("text", str(path))  # cheap: it reads the first document only
+    open_corpus("text", str(path))  # cheap: it reads the first document only
     with pytest.raises(ConfigError) as caught:
         list(open_corpus("text", str(path)).documents())
     message = str(caught.value)
@@ -164,14 +163,14 @@ def test_text_in_another_encoding_is_refused_by_name(tmp_path, lone):
     path = tmp_path / "latin.txt"
     path.write_bytes("é".encode("latin-1"))
     with pytest.raises(ConfigError, match=r"latin\.txt is not UTF-8.*iconv"):
-        check_dataset("text", str(path if lone else tmp_path))
+        open_corpus("text", str(path if lone else tmp_path))
 
 
 def test_a_usable_dataset_passes_the_check(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    check_dataset("stdlib", None)
-    check_dataset("text", str(tmp_path))
-    check_dataset("text", str(tmp_path / "a.txt"))
+    open_corpus("stdlib", None)
+    open_corpus("text", str(tmp_path))
+    open_corpus("text", str(tmp_path / "a.txt"))
 
 
 def test_bad_datasets_are_refused_with_the_remedy(tmp_path):
@@ -188,11 +187,11 @@ def test_bad_datasets_are_refused_with_the_remedy(tmp_path):
         ("text", str(tmp_path / "no" / "where")): ["does not exist"],
         ("text", str(tmp_path / "a.csv")): ["'.csv'", ".jsonl"],
         ("text", str(tmp_path / "empty")): ["without a single .txt or .jsonl"],
-        ("text", str(tmp_path / "blank.jsonl")): ["no documents", "1 file"],
+        ("text", str(tmp_path / "blank.jsonl")): ["no documents", "(1)"],
     }
     for arguments, parts in cases.items():
         with pytest.raises(ConfigError) as caught:
-            check_dataset(*arguments)
+            open_corpus(*arguments)
         for part in parts:
             assert part in str(caught.value), (arguments, part)
 
@@ -200,7 +199,7 @@ def test_bad_datasets_are_refused_with_the_remedy(tmp_path):
 def test_a_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="found no source files.*dataset = 'text'"):
-        check_dataset("stdlib")
+        open_corpus("stdlib")
 
 
 def test_a_library_source_in_another_encoding_is_passed_over(tmp_path, monkeypatch):

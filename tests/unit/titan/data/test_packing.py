@@ -67,7 +67,7 @@ def test_many_batches_give_what_one_gives(path, monkeypatch):
     tokenizer = bpe(path)
     expected = tokenized(path, tokenizer).digest
     monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(path.parent / "another"))
-    monkeypatch.setattr(packing, "_BATCH_CHARACTERS", 60)
+    monkeypatch.setattr(packing, "_BATCH", 3)
     monkeypatch.setattr("graph_trainer.titan.data.cache._ROWS_IN_MEMORY", 7)
     found = tokenized(path, tokenizer)
     assert found.digest == expected and found.tokens.num_chunks > 1
