@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
@@ -250,18 +251,17 @@ class _HashingFileSystem(FileSystem):
         self.digests: dict[str, str] = {}
 
     @contextlib.contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream, ThreadPoolExecutor(1) as thread:
-            hashing = _HashingStream(stream, thread)  # type: ignore[arg-type]
-            yield hashing
-        self.digests[Path(path).name] = hashing.sha256.hexdigest()
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with ThreadPoolExecutor(1) as thread, _HashingFile(path, mode, thread) as file:
+            yield file
+        self.digests[Path(path).name] = file.sha256.hexdigest()
 
 
-class _HashingStream:
-    """A file to append to. It cannot seek: what is hashed must be what is in the file."""
+class _HashingFile(io.BufferedWriter):
+    """A file to append to, with the SHA-256 of its content."""
 
-    def __init__(self, file: BinaryIO, thread: ThreadPoolExecutor) -> None:
-        self._file = file
+    def __init__(self, path: str | os.PathLike[str], mode: str, thread: ThreadPoolExecutor) -> None:
+        super().__init__(io.FileIO(path, mode))
         self._thread = thread
         self.sha256 = hashlib.sha256()
 
@@ -269,21 +269,13 @@ class _HashingStream:
         """Write and hash at the same time; both release the GIL."""
         if memoryview(data).nbytes < _INLINE_BYTES:
             self.sha256.update(data)
-            return self._file.write(data)
+            return super().write(data)
         hashed = self._thread.submit(self.sha256.update, data)
         try:
-            return self._file.write(data)
+            return super().write(data)
         finally:
             hashed.result()  # the caller may free the bytes
 
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def fileno(self) -> int:
-        return self._file.fileno()
-
-    def close(self) -> None:
-        self._file.close()
+    def seek(self, target: int, whence: int = 0) -> int:
+        """Refuse: what is hashed must be what is in the file."""
+        raise io.UnsupportedOperation(f"seek in {self.name}, which is hashed")

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
@@ -117,7 +116,7 @@ class CheckedCheckpointManager(CheckpointManager):
             raise self._could_not_save(writing, final, error) from error
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        # an asynchronous save fails later, where it is waited for
+        # The error of an asynchronous save is raised later, where the save is waited for.
         self._in_flight = (writing, final)
         return saved
 
@@ -125,19 +124,16 @@ class CheckedCheckpointManager(CheckpointManager):
         self, state_dict: dict[str, Any], writing: Path, final: Path, async_mode: AsyncMode
     ) -> Future[Any] | AsyncSaveResponse | None:
         writer = PublishingWriter(writing, publish_as=final, verify=self._verify)
-        if async_mode == AsyncMode.ASYNC:
-            return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
+        if async_mode == AsyncMode.DISABLED:
+            dcp.save(state_dict, storage_writer=writer)
+            return None
+        options: dict[str, Any] = {}
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            stager: DefaultStager | None = self.stager
-            return dcp.async_save(
-                state_dict,
-                storage_writer=writer,
-                process_group=self.pg,
-                async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                async_stager=stager,
-            )
-        dcp.save(state_dict, storage_writer=writer)
-        return None
+            options = {
+                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                "async_stager": self.stager,
+            }
+        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
 
     def _wait_for_saving(self) -> None:
         try:
@@ -202,9 +198,8 @@ class CheckedCheckpointManager(CheckpointManager):
             found = self._damage(checkpoint_id)
             if found:
                 raise CheckpointError(
-                    f"the checkpoint {checkpoint_id} is damaged: {_listed(found)}. Choose "
-                    "another one, or leave checkpoint.load_step out to take the newest that is "
-                    "good."
+                    f"the checkpoint {checkpoint_id} is damaged: {_listed(found)}. Choose another "
+                    "one, or leave checkpoint.load_step out to take the newest that is good."
                 )
         try:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)

@@ -28,28 +28,29 @@ _HEAD = "lm_head"
 
 
 class ChunkedCrossEntropyLoss(BaseLoss):
-    """Cross-entropy of hidden states and the output head's weight, a chunk of the sequence at
-    a time: what `CrossEntropyLoss` gives for the logits, which never exist whole.
+    """Compute the cross-entropy from hidden states and the output head's weight, in chunks.
 
-    One autograd function takes the hidden states and the weight, so however many chunks there
-    are, the weight is gathered once and its gradient reduced once, and a capture sees both.
+    The loss is that of `CrossEntropyLoss` on the logits, of which only one chunk of the sequence
+    is alive at a time. One autograd function takes the hidden states and the weight, so for any
+    number of chunks the weight is gathered once, its gradient is reduced once, and a capture
+    contains both.
 
-    Gradients are computed in forward, chunk by chunk, while the chunk's logits exist; backward
-    only multiplies them by the gradient of the loss. The other way, to compute each chunk's
-    logits again in backward, needs a fourth matmul of the head's size and, where the weight is
-    freed after forward, a second all-gather. It saves no memory: backward begins with the loss
-    and then holds weight, weight gradient and a chunk's logits as well. (The product with the
-    loss's gradient is a second weight gradient for a moment, when the weight itself is not
-    needed any more.) The price is that whoever wants the loss alone must ask for it under
-    `torch.no_grad()`, as validation does: then nothing but logits is computed.
+    Gradients are computed in forward, chunk by chunk, while the chunk's logits are alive; backward
+    only multiplies them by the gradient of the loss. To recompute each chunk's logits in backward
+    would need a fourth matmul of the head's size and, where the weight is freed after forward, a
+    second all-gather. It would save no memory: backward begins with the loss, and weight, weight
+    gradient and a chunk's logits would be alive then as well. (The product with the loss's gradient
+    is a second weight gradient for a moment, when the weight itself is no longer needed.) A caller
+    that needs the loss alone has to compute it under `torch.no_grad()`, as validation does: then
+    only logits are computed.
 
     Memory beyond inputs and gradients, for a chunk of n tokens, a vocabulary of V (V / ranks
     under tensor parallelism) and a hidden size of D: n * V logits in float32 and, below float32,
     again in the weight's dtype; and twice V * D: in float32 the sum of the weight's gradient over
-    chunks, and in the weight's dtype one chunk's product. Measured on CPU with 4,096 tokens,
+    chunks, and in the weight's dtype the product of one chunk. Measured on CPU with 4,096 tokens,
     V = 32,768, D = 64, 8 chunks, above what was allocated before: 81 MiB in float32 and 104 MiB
-    in bfloat16, the same when backward computes logits again, and 1,536 MiB for `cross_entropy`
-    behind a linear layer in either dtype.
+    in bfloat16, the same when backward recomputes logits, and 1,536 MiB for `cross_entropy` after a
+    linear layer in either dtype.
 
     Under tensor parallelism the weight is split by vocabulary, evenly or not. The ranks then
     exchange three numbers a token (maximum, sum, the label's logit), once a chunk.
@@ -68,8 +69,8 @@ class ChunkedCrossEntropyLoss(BaseLoss):
 
         num_chunks: int = 8
         """
-        Into how many chunks the sequence is split, as torch.chunk does it: where that does
-        not divide, the last chunk is shorter and there may be fewer.
+        Number of chunks that the sequence is split into, as torch.chunk does it: where the number
+        does not divide the length, the last chunk is shorter and there may be fewer.
         """
 
         def __post_init__(self) -> None:
@@ -90,11 +91,11 @@ class ChunkedCrossEntropyLoss(BaseLoss):
         self._head: nn.Linear | None = None
 
     def attach(self, model: nn.Module) -> None:
-        """Take over the output head of a torchtitan decoder.
+        """Let the loss compute with the output head of a torchtitan decoder.
 
-        `model.forward` then gives hidden states instead of logits. The head stays the model's:
-        its parameter keeps its name, its sharding and its place in checkpoints, and its weight
-        is read anew at every call.
+        `model.forward` then returns hidden states instead of logits. The head stays a part of the
+        model: its parameter keeps its name, its sharding and its place in checkpoints, and its
+        weight is read at every call.
 
         Raises:
             ConfigError: a model without such a head, or a head that is more than one matmul.
@@ -105,8 +106,7 @@ class ChunkedCrossEntropyLoss(BaseLoss):
                 f"{type(model).__name__} has no output head 'lm_head' that it can leave out; the "
                 "chunked cross-entropy needs a torchtitan Decoder: use CrossEntropyLoss"
             )
-        # Anything but a plain matmul (a bias, an adapter, a quantised layer) would be left out
-        # without a word.
+        # Anything but a plain matmul (a bias, an adapter, a quantised layer) would be ignored.
         names = [name for name, _ in head.named_parameters()]
         plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward
         if not plain or names != ["weight"]:
@@ -129,14 +129,14 @@ class ChunkedCrossEntropyLoss(BaseLoss):
         global_valid_tokens: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The loss and no metrics, as torchtitan's `CrossEntropyLoss`.
+        """Compute the loss and no metrics, as torchtitan's `CrossEntropyLoss` does.
 
-        Arguments:
+        Args:
             pred: hidden states [batch, sequence, dim], in the dtype that the head computes in.
                 Under tensor parallelism a DTensor, or a plain tensor that is the same on every
                 rank.
             labels: [batch, sequence] integers; -100 is left out.
-            global_valid_tokens: what the sum over tokens is divided by; None divides by nothing.
+            global_valid_tokens: divisor of the sum over tokens; None for the sum itself.
             kwargs: ignored.
 
         Returns:
@@ -155,7 +155,7 @@ class ChunkedCrossEntropyLoss(BaseLoss):
                 "the chunked cross-entropy has no output head: call loss.attach(model) once the "
                 "model is built"
             )
-        # What the read runs, an all-gather for one, belongs to the head too.
+        # The read may run ops of the head, such as an all-gather.
         with annotate(annotation(module=_HEAD)):
             weight = self._head.weight
         hidden, weight, shard = _local(pred, weight)
@@ -178,23 +178,23 @@ class ChunkedCrossEntropyLoss(BaseLoss):
 
 @dataclass(frozen=True, slots=True)
 class _VocabularyShard:
-    """The rows of the output head that this rank holds."""
+    """The rows of the output head's weight on this rank."""
 
     vocabulary: int
     start: int
     rows: int
     group: dist.ProcessGroup | None
-    """The ranks that hold the others; None where this one holds all."""
+    """The ranks among which the rows are split; None where this rank has all of them."""
 
 
 def _local(
     hidden: torch.Tensor, weight: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, _VocabularyShard]:
-    """Plain tensors to compute with, and what part of the vocabulary they are.
+    """Return the local tensors, and the part of the vocabulary that the weight is.
 
-    Each rank's gradient of the hidden states is its part of the vocabulary's and one of the
-    summands of the whole one. Saying so to DTensor, instead of summing here, lets what made
-    the hidden states choose how: under sequence parallelism by a reduce-scatter.
+    Each rank's gradient of the hidden states comes from its part of the vocabulary and is one
+    summand of the full gradient. It is declared as a partial DTensor instead of being summed here,
+    so that the layer before can choose the reduction: a reduce-scatter under sequence parallelism.
     """
     if not isinstance(weight, DTensor):
         if isinstance(hidden, DTensor):
@@ -262,13 +262,13 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if not (wants_hidden or wants_weight):
                 continue
             gradient = softmax.gradient(scale).to(tokens.dtype)
-            del softmax  # it holds the gradient in float32
+            del softmax  # frees the gradient in float32
             with annotate(annotation(module=_HEAD)):
                 if wants_hidden:
                     hidden_gradients.append((gradient @ weight).view(part.shape))
                 if wants_weight:
                     weight_gradient = _add_product(weight_gradient, gradient.t(), tokens, dtype)
-            del gradient  # or it would stand beside the next chunk's logits
+            del gradient  # or it would be alive together with the next chunk's logits
         ctx.save_for_backward(
             torch.cat(hidden_gradients, dim=1) if wants_hidden else None,
             weight_gradient.to(weight.dtype) if weight_gradient is not None else None,
@@ -278,12 +278,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # The saved gradients are numbers: a penalty on them would count for nothing.
+            # The saved gradients are constants to autograd: a penalty on them has no gradient.
             raise RuntimeError(
                 "the chunked cross-entropy cannot be differentiated twice (create_graph=True); "
                 "use CrossEntropyLoss"
             )
-        # not in place: a graph that is kept may be run backward again
+        # not in place: with retain_graph backward may run again
         gradients = (g if g is None else g * grad for g in ctx.saved_tensors)
         return (*gradients, None, None, None, None, None)
 
@@ -291,12 +291,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _chunks(
     hidden: torch.Tensor, labels: torch.Tensor, num_chunks: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """As torch.chunk along the sequence: [batch, chunk, dim] with [batch, chunk]."""
+    """Split along the sequence as torch.chunk does: [batch, chunk, dim], [batch, chunk]."""
     return zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 1), strict=True)
 
 
 class _Softmax:
-    """Loss and gradient of one chunk's logits, over all ranks' parts of the vocabulary."""
+    """Loss and gradient of one chunk's logits, over the parts of the vocabulary of all ranks."""
 
     def __init__(
         self,
@@ -308,7 +308,7 @@ class _Softmax:
     ) -> None:
         self._valid = (targets != IGNORE_INDEX).unsqueeze(1)
         with annotate(annotation(module=_HEAD)):
-            # [tokens, rows]; where they are in `dtype` already everything below is in place
+            # [tokens, rows]; everything below is in place
             logits = (tokens @ weight.t()).to(dtype)
         self._find_targets(targets.unsqueeze(1), shard)
         # A rank without rows has no maximum; minus infinity is the one that changes nothing.
@@ -319,53 +319,53 @@ class _Softmax:
         )
         target = torch.zeros_like(maximum)
         if shard.rows:
-            target = torch.where(self._mine, logits.gather(1, self._index), target)
+            target = torch.where(self._is_local, logits.gather(1, self._index), target)
         self._exponentials = logits.sub_(maximum).exp_()
         sums = self._exponentials.sum(1, keepdim=True)
         factor = torch.ones_like(maximum)
         if shard.group is not None:
-            own = maximum
+            local_maximum = maximum
             maximum, sums, target = _combine(maximum, sums, target, shard.group)
-            factor = (own - maximum).exp()
+            factor = (local_maximum - maximum).exp()
         self._to_probabilities = factor / sums
-        # Both differences are of numbers near each other: no large number is added to a small.
+        # In this order no large number is added to a small one.
         self._losses = maximum - target + sums.log()
 
     def _find_targets(self, targets: torch.Tensor, shard: _VocabularyShard) -> None:
-        """Where this rank holds the label's row, and its index there.
+        """Find for each label whether its row is on this rank, and the local index.
 
-        A label that no rank holds keeps an index that is out of bounds on every one of them:
-        all raise, and none waits for another in a collective.
+        A label that is no row of the head keeps an index that is out of bounds on every rank:
+        all ranks raise, and none waits for another in a collective.
         """
         index = targets - shard.start
-        self._mine = self._valid & (index >= 0) & (index < shard.rows)
+        self._is_local = self._valid & (index >= 0) & (index < shard.rows)
         inside = (targets >= 0) & (targets < shard.vocabulary)
-        elsewhere = ~self._valid | (inside & ~self._mine)
+        elsewhere = ~self._valid | (inside & ~self._is_local)
         self._index = torch.where(elsewhere, 0, index)
 
     def loss(self) -> torch.Tensor:
-        """Sum over the chunk's valid tokens, a scalar."""
+        """Sum the losses of the chunk's valid tokens, a scalar."""
         return torch.where(self._valid, self._losses, 0).sum()
 
     def gradient(self, scale: torch.Tensor) -> torch.Tensor:
-        """`scale` times the loss's gradient by this rank's logits, in the exponentials' place."""
+        """Compute `scale` times the gradient by the local logits, in place: [tokens, rows]."""
         scales = torch.where(self._valid, scale, 0)
         gradient = self._exponentials.mul_(self._to_probabilities * scales)
         if gradient.shape[1]:
-            gradient.scatter_add_(1, self._index, torch.where(self._mine, -scales, 0))
+            gradient.scatter_add_(1, self._index, torch.where(self._is_local, -scales, 0))
         return gradient
 
 
 def _combine(
     maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each [tokens, 1] of every rank -> the whole vocabulary's, bitwise the same on all ranks.
+    """Combine each [tokens, 1] over the ranks, bitwise the same on all of them.
 
-    One all-gather of three numbers a token instead of an all-reduce for the maximum and,
-    after it, one for the sums: it is the waiting that costs, not the bytes.
+    One all-gather of three numbers a token replaces an all-reduce for the maximum and another for
+    the sums: latency costs more than bytes here.
     """
-    mine = torch.cat([maximum, sums, target], dim=1)
-    ranks = all_gather(mine, group).view(group.size(), *mine.shape)
+    local = torch.cat([maximum, sums, target], dim=1)
+    ranks = all_gather(local, group).view(group.size(), *local.shape)
     maxima, all_sums, targets = ranks.split(1, dim=2)
     maximum = maxima.amax(0)
     return maximum, (all_sums * (maxima - maximum).exp()).sum(0), targets.sum(0)
@@ -374,11 +374,11 @@ def _combine(
 def _add_product(
     total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`total + left @ right` in `dtype`, in the place of `total`.
+    """Compute `total + left @ right` in `dtype`, in place where there is a `total`.
 
-    In place, because this is as large as the weight. In at least float32, because rounding to
-    bfloat16 once a chunk would make the error grow with the number of chunks. A matmul and a
-    sum, not one addmm_, which nothing that counts FLOPs knows.
+    In place, because the sum is as large as the weight. In at least float32, because rounding to
+    bfloat16 once a chunk would make the error grow with the number of chunks. As a matmul and a
+    sum: counters of FLOPs do not know addmm_.
     """
     product = left @ right
     return product.to(dtype) if total is None else total.add_(product)

@@ -33,9 +33,21 @@ def parallelize_decoder(
 ) -> nn.Module:
     """Parallelize a decoder on meta, in place. torchtitan calls this as a `parallelize_fn`.
 
-    Tensor and sequence parallelism are the model's own sharding configuration; data
-    parallelism is `simple_fsdp` in the mode that the degrees say. Gradients are summed, not
+    Tensor and sequence parallelism follow the sharding configuration of the model; data
+    parallelism is `simple_fsdp` in the mode that the degrees decide. Gradients are summed, not
     averaged: torchtitan's loss is divided by the global number of tokens already.
+
+    Args:
+        model: a torchtitan decoder.
+        parallel_dims: the meshes.
+        training: dtypes of mixed precision.
+        parallelism: the section [parallelism].
+        compile_config: the section [compile]; unused.
+        ac_config: activation checkpointing; None for none.
+        dump_folder: where activation checkpointing may write.
+
+    Returns:
+        The model.
 
     Raises:
         ConfigError: a parallelism that a captured step does not support.
@@ -95,7 +107,7 @@ def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
 
 
 def _tie_again(model: nn.Module) -> None:
-    """Make one parameter of two that tensor parallelism has distributed one by one.
+    """Tie embedding and output head again: tensor parallelism has distributed each of them.
 
     torchtitan ties them again only when it initializes the model, which a plan never does.
     """
@@ -104,7 +116,7 @@ def _tie_again(model: nn.Module) -> None:
 
 
 def _initialize_shards(model: nn.Module) -> None:
-    """Let the model's own initialisation write shards, with the same numbers on any mesh."""
+    """Let the model's initialisation write shards, with the same numbers on any mesh."""
     initialize = model.init_states
 
     def init_states(*, buffer_device: torch.device | None = None) -> None:

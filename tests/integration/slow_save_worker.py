@@ -9,7 +9,7 @@ from graph_trainer.titan import checkpoint_files
 from graph_trainer.train import leave, run
 
 
-class SlowStream(checkpoint_files._HashingStream):
+class SlowFile(checkpoint_files._HashingFile):
     def write(self, data: Any) -> int:
         written = super().write(data)
         self.flush()
@@ -18,5 +18,5 @@ class SlowStream(checkpoint_files._HashingStream):
 
 
 if __name__ == "__main__":
-    checkpoint_files._HashingStream = SlowStream  # type: ignore[misc]
+    checkpoint_files._HashingFile = SlowFile  # type: ignore[misc]
     leave(run())
