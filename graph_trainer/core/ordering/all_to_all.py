@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -66,29 +63,6 @@ def splits_of(node: fx.Node, source: fx.Node, members: int) -> Splits | None:
             )
         both.append(tuple(sizes))
     return Splits(*both)
-
-
-def first_mismatch(
-    splits: Mapping[int, Splits], representatives: Sequence[int]
-) -> tuple[int, int] | None:
-    """Find two ranks of which the second does not expect what the first sends it.
-
-    Args:
-        splits: by rank whose graph was read.
-        representatives: by place in the group, the rank whose graph stands for the member there.
-
-    Returns:
-        the sender and the receiver; None if all splits fit.
-    """
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, rank in enumerate(representatives):
-        places[rank].append(place)
-    for one, two in itertools.product(splits, repeat=2):
-        sent = {splits[one].sent[place] for place in places[two]}
-        expected = {splits[two].received[place] for place in places[one]}
-        if len(sent | expected) > 1:
-            return one, two
-    return None
 
 
 def balance(splits: Splits, place: int, key: object) -> int:

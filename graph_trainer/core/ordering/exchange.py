@@ -24,11 +24,11 @@ from graph_trainer.core.ordering.members import (
 from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
 from graph_trainer.errors import VerificationError
 
-Digests = dict[Ranks, str]
-"""By group, a digest of what one rank issues on it."""
+Digests = dict[Ranks, tuple[str, int]]
+"""By group, a digest of what one rank issues on it and at which places of its whole sequence;
+and the sum of the `balance` of its all-to-alls."""
 Summary = dict[str, tuple[int, str, int]]
-"""By a digest of a group's ranks: the number of members, the digest of what is issued, and the
-sum of the `balance` of its all-to-alls. Its size does not grow with the groups."""
+"""The digests by a digest of the group's ranks, after the number of these ranks."""
 
 _PAIRS_SHOWN = 4
 _ERROR_SHOWN = 4000  # every rank receives as much from each
@@ -56,6 +56,7 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
     if _alone() and not isinstance(joint, Exception):
         return
     mine: Sequence = []
+    digests: Digests = {}
     summary: Summary | Exception
     try:
         if isinstance(joint, Exception):
@@ -63,34 +64,23 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
             check_member(each, dist.get_rank())
-        summary = summary_of(mine, dist.get_rank())
+        digests = digests_of(mine, dist.get_rank())
+        summary = summary_of(digests)
     except Exception as error:  # of any kind: the other ranks wait for this rank's summary
         summary = error
-    summaries = _exchange(summary, "capture the step")
-    if all_agree(summaries):
+    groups = disagreeing_groups(gather_or_fail(summary, "capture the step"))
+    if not groups:
         return
-    digests = gather_from_ranks(digests_of(mine))
-    members = {ranks: ranks for groups in digests for ranks in groups}
-    disagreeing = disagreeing_members(members, lambda rank, ranks: digests[rank].get(ranks))
+    known = [{ranks: of[0] for ranks, of in each.items()} for each in gather_from_ranks(digests)]
+    members = {ranks: ranks for of_rank in known for ranks in of_rank}
+    disagreeing = disagreeing_members(members, lambda rank, ranks: known[rank].get(ranks))
     if not disagreeing:
-        _refuse_group(unbalanced(summaries)[0], mine)
+        _refuse_group(groups[0], mine)  # its splits do not fit
     # The sequences of all ranks would be gigabytes on thousands of ranks. Every rank knows the
     # same pairs, so only the ranks in these pairs send their sequences.
     pairs = list(dict.fromkeys(disagreeing.values()))[:_PAIRS_SHOWN]
     named = {rank for pair in pairs for rank in pair}
     _refuse_pairs(pairs, gather_from_ranks(mine if dist.get_rank() in named else []))
-
-
-def check_all_compiled(error: Exception | None) -> None:
-    """Refuse a step that another rank could not compile. Every rank calls it.
-
-    Args:
-        error: why this rank could not, raised here after the other ranks have received it.
-
-    Raises:
-        VerificationError: with the error of another rank.
-    """
-    _exchange(error, "compile the step")
 
 
 class LargestOfAllRanks:
@@ -110,7 +100,7 @@ class LargestOfAllRanks:
             VerificationError: with the error of another rank that had no number.
         """
         try:
-            return max(_exchange(mine, "capture the step"))
+            return max(gather_or_fail(mine, "capture the step"))
         except VerificationError:
             self._received_failure = True
             raise
@@ -135,17 +125,23 @@ def gather_from_ranks(mine: T) -> list[T]:
     return everyone
 
 
-def _exchange(mine: T | Exception, what: str) -> list[T]:
-    """Return the value of every rank, or raise on every rank where one has an error.
+def gather_or_fail(mine: T | Exception, what: str) -> list[T]:
+    """Return the value of every rank, by rank. Every rank calls it.
 
     Args:
+        mine: the value of this rank; or its error, raised after the other ranks have received it.
         what: what a rank with an error could not do, for the message.
+
+    Raises:
+        VerificationError: with the error of another rank, on every rank alike.
     """
     text = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN] if isinstance(mine, Exception) else ""
     everyone = gather_from_ranks((text, None if text else mine))
     if isinstance(mine, Exception):
         raise mine
-    raise_first_failure([text for text, _ in everyone], what)
+    for rank, (text, _) in enumerate(everyone):
+        if text:
+            raise VerificationError(f"rank {rank} could not {what}: {text}")
     values: list[Any] = [value for _, value in everyone]
     kinds = [type(value).__name__ for value in values]
     other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
@@ -162,18 +158,6 @@ def _exchange(mine: T | Exception, what: str) -> list[T]:
 def _alone() -> bool:
     """Return whether no other rank answers, as in a fake process group."""
     return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
-
-
-def raise_first_failure(texts: list[str], what: str) -> None:
-    """Raise the error of the first rank that has one.
-
-    Args:
-        texts: by rank, the error; "" for none.
-        what: what that rank could not do.
-    """
-    for rank, text in enumerate(texts):
-        if text:
-            raise VerificationError(f"rank {rank} could not {what}: {text}")
 
 
 def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
@@ -218,56 +202,43 @@ def _without_sizes(c: Collective) -> object:
     return (c.kind, c.ranks, [dtype for dtype, _ in c.inputs], c.reduction)
 
 
-def digests_of(sequence: Sequence) -> Digests:
-    """Digest what one rank issues on each of its groups, with places in the whole sequence.
-
-    Linear in collectives.
-    """
+def digests_of(sequence: Sequence, rank: int) -> Digests:
+    """Digest what a rank issues on each of its groups. Linear in collectives."""
     by_group: dict[Ranks, list[object]] = defaultdict(list)
-    for place, each in enumerate(sequence):
-        by_group[each.entry[1]].append((place, each.entry, each.waited_after))
-    return {ranks: _sha256(entries) for ranks, entries in by_group.items()}
-
-
-def summary_of(sequence: Sequence, rank: int) -> Summary:
-    """Summarize a rank's sequence for the others.
-
-    A summary names neither the ranks of a group, of which there may be thousands, nor the
-    splits of an all-to-all.
-    """
     sums: dict[Ranks, int] = defaultdict(int)
-    for (ranks, _), number in _balances(sequence, rank).items():
-        sums[ranks] += number
-    return {
-        _short(ranks): (len(ranks), digest, sums[ranks] % MODULUS)
-        for ranks, digest in digests_of(sequence).items()
-    }
+    for place, each in enumerate(sequence):
+        ranks = each.entry[1]
+        by_group[ranks].append((place, each.entry, each.waited_after))
+        if each.splits is not None:
+            sums[ranks] += balance(each.splits, ranks.index(rank), place)
+    return {ranks: (_sha256(each), sums[ranks] % MODULUS) for ranks, each in by_group.items()}
 
 
-def all_agree(summaries: list[Summary]) -> bool:
-    """Return whether the ranks' graphs fit together.
+def summary_of(digests: Digests) -> Summary:
+    """Shorten digests: they then name no ranks of groups, of which there may be thousands."""
+    return {_short(ranks): (len(ranks), *digest) for ranks, digest in digests.items()}
 
-    They do where every member of every group has the group, with one digest, and its
-    all-to-alls balance.
+
+def disagreeing_groups(summaries: list[Summary]) -> list[str]:
+    """List the groups whose members do not agree, in the same order on all ranks.
+
+    Members agree where each of them has the group, with one digest, and the balances of their
+    all-to-alls sum to 0.
 
     Args:
         summaries: by global rank.
     """
-    by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
+    by_group: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
     for groups in summaries:
-        for group, (members, digest, _) in groups.items():
-            by_group[group].append((members, digest))
-    alike = all(len(set(said)) == 1 and len(said) == said[0][0] for said in by_group.values())
-    return alike and not unbalanced(summaries)
-
-
-def unbalanced(summaries: list[Summary]) -> list[str]:
-    """List the groups with an all-to-all whose splits do not fit, in one order on all ranks."""
-    sums: dict[str, int] = defaultdict(int)
-    for groups in summaries:
-        for group, (_, _, number) in groups.items():
-            sums[group] += number
-    return [group for group, total in sums.items() if total % MODULUS]
+        for group, summary in groups.items():
+            by_group[group].append(summary)
+    return [
+        group
+        for group, members in by_group.items()
+        if len({digest for _, digest, _ in members}) > 1
+        or len(members) != members[0][0]
+        or sum(number for *_, number in members) % MODULUS
+    ]
 
 
 def _sha256(value: object) -> str:
@@ -278,15 +249,6 @@ def _short(ranks: Ranks) -> str:
     return _sha256(ranks)[:32]
 
 
-def _balances(sequence: Sequence, rank: int) -> dict[tuple[Ranks, int], int]:
-    """Balance of each all-to-all of a rank, by group and place."""
-    return {
-        (each.entry[1], place): balance(each.splits, each.entry[1].index(rank), place)
-        for place, each in enumerate(sequence)
-        if each.splits is not None
-    }
-
-
 def _refuse_group(group: str, mine: Sequence) -> NoReturn:
     """Raise on every rank, with two ranks that do not fit in an all-to-all of this group.
 
@@ -294,9 +256,9 @@ def _refuse_group(group: str, mine: Sequence) -> NoReturn:
     splits of that all-to-all.
     """
     local = {
-        place: number
-        for (ranks, place), number in _balances(mine, dist.get_rank()).items()
-        if _short(ranks) == group
+        place: balance(each.splits, each.entry[1].index(dist.get_rank()), place)
+        for place, each in enumerate(mine)
+        if each.splits is not None and _short(each.entry[1]) == group
     }
     sums: dict[int, int] = defaultdict(int)
     for balances in gather_from_ranks(local):

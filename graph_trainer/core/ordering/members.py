@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from itertools import zip_longest
 from typing import NoReturn, TypeVar
 
 from graph_trainer.core.analysis.collective_kinds import Ranks
-from graph_trainer.core.ordering.all_to_all import first_mismatch
 from graph_trainer.core.ordering.sequences import Issued
 from graph_trainer.errors import VerificationError
 
@@ -55,7 +55,7 @@ def disagreeing_members(
 
 def first_difference(one: Sequence[object], two: Sequence[object]) -> int:
     """Find the first place at which two lists differ that are not equal."""
-    pairs = enumerate(zip_longest(one, two))
+    pairs = enumerate(itertools.zip_longest(one, two))
     return next(place for place, (a, b) in pairs if a != b)
 
 
@@ -78,10 +78,15 @@ def check_splits(members: Mapping[int, Issued], representatives: Sequence[int]) 
     Raises:
         VerificationError: with the splits of two ranks that do not fit.
     """
+    places: dict[int, list[int]] = defaultdict(list)
+    for place, rank in enumerate(representatives):
+        places[rank].append(place)
     splits = {rank: each.splits for rank, each in members.items() if each.splits is not None}
-    found = first_mismatch(splits, representatives)
-    if found is not None:
-        one, two = found
+    for one, two in itertools.product(splits, repeat=2):
+        sent = {splits[one].sent[place] for place in places[two]}
+        expected = {splits[two].received[place] for place in places[one]}
+        if len(sent | expected) == 1:
+            continue
         raise VerificationError(
             f"rank {two} does not expect of an all-to-all what rank {one} sends it; running them "
             f"would hang, or mix up rows: rank {one} issues {members[one].line}; rank {two} issues "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from graph_trainer.core.analysis.collective_kinds import Ranks
@@ -119,17 +119,14 @@ _Step = tuple[_Group, int]
 class _Program:
     """What one rank issues on groups of more than one rank."""
 
-    steps: list[_Step]
     on_group: dict[_Group, list[Issued]]
-    waits: list[list[_Step]]
-    """By number of steps issued, the steps that must end before the next step."""
+    events: list[tuple[_Step, bool]]
+    """Steps in order, each with whether it is waited for there; else it is issued."""
 
-    def events(self, *, blocking: bool) -> Iterator[tuple[_Step, bool]]:
-        """Steps in order, each with whether it is waited for there or issued."""
-        for place in range(len(self.steps) + 1):
-            waits = self.steps[max(place - 1, 0) : place] if blocking else self.waits[place]
-            yield from ((step, True) for step in waits)
-            yield from ((step, False) for step in self.steps[place : place + 1])
+    @property
+    def steps(self) -> list[_Step]:
+        """Steps in the order in which they are issued."""
+        return [step for step, is_wait in self.events if not is_wait]
 
 
 _Programs = Mapping[int, _Program]
@@ -137,25 +134,22 @@ _Programs = Mapping[int, _Program]
 
 def _program(rank: int, sequences: Mapping[int, Sequence], classes: RankClasses | None) -> _Program:
     groups: dict[Ranks, _Group] = {}
-    program = _Program([], defaultdict(list), [])
-    waited: list[tuple[_Step, int]] = []
-    before = [0]  # number of steps among the first n collectives of the sequence
-    for issued in sequences[rank]:
+    on_group: dict[_Group, list[Issued]] = defaultdict(list)
+    events: list[tuple[_Step, bool]] = []
+    waits: dict[int, list[_Step]] = defaultdict(list)  # by number of collectives issued before
+    for place, issued in enumerate(sequences[rank]):
+        events += [(step, True) for step in waits[place]]
         ranks = issued.entry[1]
         if ranks not in groups:
             groups[ranks] = _group_of(issued, rank, sequences, classes)
-        group = groups[ranks]
         if len(ranks) > 1:  # nothing waits in a group of one
-            step = (group, len(program.on_group[group]))
-            program.steps.append(step)
-            program.on_group[group].append(issued)
+            step = (groups[ranks], len(on_group[groups[ranks]]))
+            on_group[groups[ranks]].append(issued)
+            events.append((step, False))
             if issued.waited_after is not None:
-                waited.append((step, issued.waited_after))
-        before.append(len(program.steps))
-    program.waits.extend([] for _ in range(len(program.steps) + 1))
-    for step, after in waited:
-        program.waits[before[after]].append(step)
-    return program
+                waits[issued.waited_after].append(step)
+    events += [(step, True) for step in waits[len(sequences[rank])]]
+    return _Program(on_group, events)
 
 
 def _group_of(
@@ -252,7 +246,12 @@ def _circle(programs: _Programs, *, blocking: bool) -> list[str]:
     Returns:
         what each rank of a circle waits for, the last for the first; empty if all ranks end.
     """
-    events = {rank: program.events(blocking=blocking) for rank, program in programs.items()}
+    events = {
+        rank: iter([(step, w) for step in program.steps for w in (False, True)])
+        if blocking
+        else iter(program.events)
+        for rank, program in programs.items()
+    }
     arrived: dict[_Step, set[int]] = defaultdict(set)
     waiting: dict[_Step, list[int]] = defaultdict(list)
     stuck: dict[int, _Step] = {}

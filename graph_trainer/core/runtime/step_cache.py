@@ -7,6 +7,8 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +20,9 @@ from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import (
     LargestOfAllRanks,
-    check_all_compiled,
     check_order_across_ranks,
     check_same_collectives,
+    gather_or_fail,
 )
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
@@ -35,6 +37,7 @@ _ERROR_SHOWN = 4000
 OnEvent = Callable[[str], None]
 
 
+@dataclass(slots=True)
 class TrainStep:
     """`loss, gradients = step(model, *args, **kwargs)`, captured at the first call.
 
@@ -47,41 +50,29 @@ class TrainStep:
     batch captures without the other ranks: its graph must issue the collectives of the program's
     first graph. If that rank has no graph, it publishes its error before it fails; the
     collectives of the other ranks then fail, and they raise the published error.
-
-    Args:
-        loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
-        backward: whether the step computes gradients; see `capture`.
-        passes: which passes run, and how.
-        backend: the name of one of `backends.registry`.
-        max_graphs: how many captured graphs are kept.
-        on_event: called with a line before the first capture and after every capture.
-        on_report: called with every new graph and its report.
-        check: called with the first graph after its passes, before any of its collectives runs;
-            an error that it raises on one rank is raised on all.
     """
 
-    def __init__(
-        self,
-        loss_fn: LossFn,
-        *,
-        backward: bool = True,
-        passes: PassConfig | None = None,
-        backend: str = "eager",
-        max_graphs: int = 8,
-        on_event: OnEvent = lambda line: None,
-        on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None,
-        check: Callable[[JointGraph], None] = lambda joint: None,
-    ) -> None:
-        self._loss_fn = loss_fn
-        self._backward = backward
-        self._passes = passes or PassConfig()
-        self._backend = backend
-        self._max_graphs = max_graphs
-        self._on_event = on_event
-        self._on_report = on_report
-        self._check = check
-        self._steps: OrderedDict[object, Step] = OrderedDict()
-        self._firsts: OrderedDict[object, JointGraph] = OrderedDict()
+    loss_fn: LossFn
+    """`loss_fn(model, *args, **kwargs)` -> scalar loss."""
+    _: KW_ONLY
+    backward: bool = True
+    """Whether the step computes gradients; see `capture`."""
+    passes: PassConfig = PassConfig()
+    """Which passes run, and how."""
+    backend: str = "eager"
+    """The name of one of `backends.registry`."""
+    max_graphs: int = 8
+    """How many captured graphs are kept."""
+    on_event: OnEvent = lambda line: None
+    """Called with a line before the first capture and after every capture."""
+    on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
+    """Called with every new graph and its report."""
+    check: Callable[[JointGraph], None] = lambda joint: None
+    """Called with the first graph after its passes, before any of its collectives runs; an error
+    that it raises on one rank is raised on all."""
+    _steps: OrderedDict[object, Step] = field(default_factory=OrderedDict, init=False)
+    _firsts: OrderedDict[object, JointGraph] = field(default_factory=OrderedDict, init=False)
+    """By program, its first graph."""
 
     def __call__(
         self, model: nn.Module, *args: Any, **kwargs: Any
@@ -124,52 +115,53 @@ class TrainStep:
         self._firsts.move_to_end(program)
         # every rank runs the same programs in the same order, so all ranks drop the same first one
         for kept in (self._steps, self._firsts):
-            while len(kept) > self._max_graphs:
+            while len(kept) > self.max_graphs:
                 kept.popitem(last=False)
 
     def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> Step:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
         first, together = not self._firsts, program not in self._firsts
         if first:
-            what = "train step" if self._backward else "step without backward"
-            self._on_event(f"Capturing the {what}")
+            what = "train step" if self.backward else "step without backward"
+            self.on_event(f"Capturing the {what}")
         largest = LargestOfAllRanks()
+        send_compiled = partial(gather_or_fail, what="compile the step")
         start = time.perf_counter()
         with _errors_sent("capture", largest.fail if together else None):
-            joint = capture(model, self._loss_fn, args, kwargs, backward=self._backward)
+            joint = capture(model, self.loss_fn, args, kwargs, backward=self.backward)
             captured = time.perf_counter()
             if together:
                 with groups_agreed_on(largest):
-                    report = run_passes(joint, self._passes, all_reduce_max=largest)
+                    report = run_passes(joint, self.passes, all_reduce_max=largest)
             else:
-                passes = passes_like(self._passes, self._firsts[program])
+                passes = passes_like(self.passes, self._firsts[program])
                 with groups_agreed_on(no_new_groups):
                     report = run_passes(joint, passes, roll_back=False)
             passed = time.perf_counter()
             if first:
-                self._check(joint)
+                self.check(joint)
             if not together:
                 check_same_collectives(self._firsts[program], joint)
         if together:
             check_order_across_ranks(joint)
         checked = time.perf_counter()
-        with _errors_sent("compile", check_all_compiled if together else None):
-            step = compile(joint, self._backend)
+        with _errors_sent("compile", send_compiled if together else None):
+            step = compile(joint, self.backend)
         compiled = time.perf_counter()
         if together:
-            check_all_compiled(None)
+            send_compiled(None)
         what = "" if first else f"Captured again for batch {_shapes(args, kwargs)}: "
-        self._on_event(
+        self.on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
             f"{passed - captured:.1f} s, order check {checked - passed:.1f} s, backend "
-            f"'{self._backend}' {compiled - checked:.1f} s"
+            f"'{self.backend}' {compiled - checked:.1f} s"
         )
-        self._on_report(joint, report)
+        self.on_report(joint, report)
         return step
 
 
 @contextlib.contextmanager
-def _errors_sent(what: str, send: Callable[[Exception], None] | None) -> Iterator[None]:
+def _errors_sent(what: str, send: Callable[[Exception], object] | None) -> Iterator[None]:
     """Let the other ranks know of an error before it is raised.
 
     Args:
