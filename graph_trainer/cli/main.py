@@ -1,17 +1,17 @@
 """graph-trainer: train, print a config, list the passes, examine the machine.
 
-Everything heavy is imported by the subcommand that needs it, so that --help and a
-mistyped subcommand answer at once.
+Each command imports what it needs, so that --help and a mistyped command answer at once.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError, GraphTrainerError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,11 +33,13 @@ examples:
   graph-trainer config --schema
       the JSON schema of the config files, from which an editor completes them
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm
-      what that run will communicate, need in memory and take in time, told without a GPU
+      what that run will communicate, need in memory and take in time, simulated without a GPU
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm --save plan.json
-      the same, and a file that a run can be held to: graph-trainer train --plan plan.json
+      the same, and a file with which a run is compared: graph-trainer train --plan plan.json
   graph-trainer passes
       the graph passes, in the order of their stages
+  graph-trainer passes --compile.passes default,my_package.passes:my_pass
+      the same with a pass of your own, my_pass in my_package/passes.py
   graph-trainer bisect-passes --training.seq_len 32
       which pass makes loss or gradients differ from the model's own, if any does
   graph-trainer doctor
@@ -45,10 +47,10 @@ examples:
 """
 
 _RULES = """\
-All flags after `train` and `config` belong to the config. --module names a package of
-configs (default graph_trainer.llama3), --config one of them (default debugmodel) or a path
-to a .toml file. Flags override the file, the file overrides the registry entry its `base`
-names.
+All flags after `train`, `config` and `bisect-passes` belong to the config; `plan` takes some of its
+own besides. --module names a package of configs (default graph_trainer.llama3), --config one
+of them (default debugmodel) or a path to a .toml file. Flags override the file, the file overrides
+the registry entry that its `base` names.
 """
 
 SCHEMA = "--schema"
@@ -57,52 +59,36 @@ SCHEMA = "--schema"
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
-    Arguments:
-        argv: the words after the program's name; None takes the process's own.
+    Args:
+        argv: the words after the program's name; None takes those of the process, which then finds
+            modules in the current folder, as `python -m` does and so every rank.
     Returns:
-        The exit code: 0, or 2 after an error of the user's, told in one message; 1 where the
-        doctor found what keeps this machine from training.
+        The exit code: 0; 2 after a mistake of the user, explained in one message; or what the
+        command says.
     """
+    if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     words = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
-    # The config's flags are tyro's to parse, --help among them, so argparse sees only
-    # the first word.
-    arguments = parser.parse_args(words[:1])
+    # tyro parses the config's flags, --help among them, so argparse sees only the first word.
+    command = parser.parse_args(words[:1]).command
+    if command is None:
+        parser.print_help()
+        return 0
     try:
-        if arguments.command == "train":
-            return train(words[1:])
-        if arguments.command == "bisect-passes":
-            from graph_trainer.cli.bisect import bisect_passes
-
-            return bisect_passes(words[1:])
-        if arguments.command == "config":
-            return print_config(words[1:])
-        if arguments.command == "plan":
-            return plan(words[1:])
-        if arguments.command == "passes":
-            return print_passes(words[1:])
-        if arguments.command == "doctor":
-            if words[1:]:
-                parser.error(f"doctor takes no arguments, found {' '.join(words[1:])}")
-            return print_doctor()
-    except GraphTrainerError as e:
-        return report(e)
-    parser.print_help()
-    return 0
-
-
-def report(error: GraphTrainerError) -> int:
-    """Print an error that a user can mend, without a traceback; returns exit code 2."""
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+        run, _ = _COMMANDS[command]
+        return run(words[1:])
+    except GraphTrainerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train: as one rank under a launcher, otherwise by launching the ranks.
+    """Train: as one rank under torchrun, otherwise by launching the ranks.
 
     A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
 
-    Arguments:
+    Args:
         argv: the config's flags.
     Raises:
         GraphTrainerError: bad input, found before any rank is started.
@@ -118,31 +104,6 @@ def train(argv: Sequence[str]) -> int:
     return launcher.start(launcher.prepare(argv))
 
 
-def print_config(argv: Sequence[str]) -> int:
-    """Print the resolved config of the flags as TOML, on any machine.
-
-    With --schema print the JSON schema of the config files instead, with the options of passes
-    of a user's own that --compile.passes names.
-
-    Raises:
-        ConfigError: bad input.
-        PassError: --compile.passes names no pass.
-    """
-    from graph_trainer.titan.config.flags import only_passes
-    from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.config.serialize import config_to_toml
-
-    if SCHEMA in argv:
-        from graph_trainer.titan.config.schema import toml_schema
-
-        rest = [word for word in argv if word != SCHEMA]
-        print(json.dumps(toml_schema(only_passes(rest, f"config {SCHEMA}")), indent=2))
-        return 0
-    config = load_config(argv, prog="graph-trainer config")
-    sys.stdout.write(config_to_toml(config))
-    return 0
-
-
 def plan(argv: Sequence[str]) -> int:
     """Print what a run will need, from a simulation.
 
@@ -154,7 +115,30 @@ def plan(argv: Sequence[str]) -> int:
     return plan_main(argv)
 
 
-def print_passes(argv: Sequence[str] = ()) -> int:
+def print_config(argv: Sequence[str]) -> int:
+    """Print the resolved config of the flags as TOML, on any machine.
+
+    With --schema print the JSON schema of the config files instead, with the options of those
+    passes of a user's own that --compile.passes names.
+
+    Raises:
+        ConfigError: bad input.
+        PassError: --compile.passes names no pass.
+    """
+    from graph_trainer.titan.config.flags import only_passes
+    from graph_trainer.titan.config.load import load_config
+    from graph_trainer.titan.config.schema import toml_schema
+    from graph_trainer.titan.config.serialize import config_to_toml
+
+    if SCHEMA in argv:
+        rest = [word for word in argv if word != SCHEMA]
+        print(json.dumps(toml_schema(only_passes(rest, f"config {SCHEMA}")), indent=2))
+    else:
+        sys.stdout.write(config_to_toml(load_config(argv, prog="graph-trainer config")))
+    return 0
+
+
+def print_passes(argv: Sequence[str]) -> int:
     """Print the table of all passes, at most 100 columns wide.
 
     Args:
@@ -169,24 +153,40 @@ def print_passes(argv: Sequence[str] = ()) -> int:
     from graph_trainer.titan.config.flags import only_passes
 
     named = resolve_passes(only_passes(argv, "passes"))
-    print_table(passes_table(registered_passes() | {each.name: each for each in named}))
+    passes = registered_passes() | {each.name: each for each in named}
+    print_table(passes_table(passes.values()))
     return 0
 
 
-def print_doctor() -> int:
-    """Print what this machine has and lacks; 1 where something keeps it from training."""
+def bisect_passes(argv: Sequence[str]) -> int:
+    """Find the pass that changes the numbers, on real CPU ranks.
+
+    Raises:
+        GraphTrainerError: bad input, found before any rank is started.
+    """
+    from graph_trainer.cli.bisect import bisect_passes
+
+    return bisect_passes(argv)
+
+
+def print_doctor(argv: Sequence[str]) -> int:
+    """Print what this machine has and lacks; 1 where something keeps it from training.
+
+    Raises:
+        ConfigError: there are words, and the command takes none.
+    """
     from graph_trainer.cli import doctor
     from graph_trainer.planner.console import print_table
 
+    if argv:
+        raise ConfigError(f"command line: doctor takes no arguments, found {' '.join(argv)}.")
     findings = doctor.examine()
     print_table(doctor.report(findings))
     return int(any(each.state is doctor.State.BROKEN for each in findings))
 
 
-def passes_table(passes: "Mapping[str, Pass]") -> "Table":
+def passes_table(passes: "Iterable[Pass]") -> "Table":
     """Make the table of passes in stage order: name, stage, summary, options, default."""
-    import dataclasses
-
     from rich.table import Table
     from rich.text import Text
 
@@ -195,20 +195,30 @@ def passes_table(passes: "Mapping[str, Pass]") -> "Table":
     table.add_column("stage", no_wrap=True)
     table.add_column("default", justify="center", no_wrap=True)
     table.add_column("what it does, and its options")
-    for each in sorted(passes.values(), key=lambda p: p.stage):
+    for each in sorted(passes, key=lambda p: p.stage):
+        defaults = each.options_type()
         options = [
-            f"  {f.name} = {json.dumps(getattr(each.options_type(), f.name), default=repr)}"
-            for f in dataclasses.fields(each.options_type)
+            f"  {field.name} = {json.dumps(getattr(defaults, field.name), default=repr)}"
+            for field in dataclasses.fields(defaults)
         ]
-        described = "\n".join([each.summary, *options])
-        # Not markup: a summary may well speak of "x[0]".
-        table.add_row(
-            each.name,
-            each.stage.name.lower(),
-            "yes" if each.default else "no",
-            Text(described, overflow="fold"),
-        )
+        # Text and not markup, which would take "x[0]" in a summary for a style.
+        described = Text("\n".join([each.summary, *options]), overflow="fold")
+        default = "yes" if each.default else "no"
+        table.add_row(each.name, each.stage.name.lower(), default, described)
     return table
+
+
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (train, "train; launches the ranks unless torchrun did"),
+    "plan": (plan, "say what a run will communicate, need and take, without running it"),
+    "config": (print_config, "print the resolved config as TOML, or with --schema its JSON schema"),
+    "passes": (print_passes, "list the graph passes"),
+    "bisect-passes": (
+        bisect_passes,
+        "find the pass, and the node, that changes the numbers; --help explains",
+    ),
+    "doctor": (print_doctor, "say what this machine has, and what will not work on it"),
+}
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -218,20 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{_RULES}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(
-        dest="command", metavar="{train,config,plan,passes,bisect-passes,doctor}"
-    )
-    for name, text in (
-        ("train", "train; launches the ranks where no launcher did"),
-        ("plan", "say what a run will communicate, need and take, without running it"),
-        ("config", "print the resolved config as TOML, or with --schema its JSON schema"),
-        ("passes", "list the graph passes"),
-        ("bisect-passes", "find the pass, and the node, that changes the numbers; --help explains"),
-        ("doctor", "say what this machine has, and what will not work on it"),
-    ):
+    commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(_COMMANDS)}}}")
+    for name, (_, text) in _COMMANDS.items():
         commands.add_parser(name, help=text)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -291,9 +291,3 @@ def test_it_runs_where_torchtitan_cannot_be_imported(tmp_path):
         [sys.executable, "-c", probe], capture_output=True, text=True, cwd=tmp_path
     )
     assert "graph backends" in done.stdout and done.stderr == ""
-
-
-def test_doctor_takes_no_arguments(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor", "now"])
-    assert ended.value.code == 2 and "now" in capsys.readouterr().err
