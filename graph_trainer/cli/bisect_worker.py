@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.errors import GraphTrainerError
 
 if TYPE_CHECKING:
@@ -20,22 +19,17 @@ if TYPE_CHECKING:
 VERDICT_FILE = "GRAPH_TRAINER_VERDICT_FILE"
 """The variable that names the file to which the first rank of each machine writes."""
 
-PassesOf = Callable[[PassConfig], PassConfig]
-
 
 class _Examined(Exception):
-    """Ends the step in which the verdict was found, before anything is optimized."""
+    """Ends the step in which the verdict was found, before the optimizer changes a parameter."""
 
     def __init__(self, verdict: Verdict) -> None:
         super().__init__()
         self.verdict = verdict
 
 
-def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) -> Verdict:
+def examine(argv: Sequence[str]) -> Verdict:
     """Build the trainer of these flags, as `train` does, and bisect its first step.
-
-    Arguments:
-        passes_of: makes the pass list to examine of the config's.
 
     Raises:
         ConfigError: bad input.
@@ -43,8 +37,7 @@ def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) ->
     """
     from graph_trainer.core.bisect.search import bisect_passes
     from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.step_inputs import loss_of_batch
-    from graph_trainer.titan.step_inputs import passes_of as config_passes
+    from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
     from graph_trainer.titan.trainer import GraphTrainer
 
     config = load_config(argv)
@@ -61,7 +54,7 @@ def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) ->
                 loss_of_batch(trainer.loss_fn),
                 args,
                 kwargs,
-                passes=passes_of(config_passes(config, trainer.parallel_dims, trainer.device.type)),
+                passes=passes_of(config, trainer.parallel_dims, trainer.device.type),
                 on_event=logger.info if dist.get_rank() == 0 else lambda line: None,
             )
         )
@@ -78,11 +71,18 @@ def examine(argv: Sequence[str], passes_of: PassesOf = lambda passes: passes) ->
     raise AssertionError("a train step has run without its captured step")
 
 
-def run(argv: Sequence[str] | None = None, passes_of: PassesOf = lambda passes: passes) -> int:
-    """Examine, leave the verdict where the launching process reads it, and say what failed."""
+def run(argv: Sequence[str] | None = None) -> int:
+    """Examine, write the verdict to the file of VERDICT_FILE, and print what failed.
+
+    Args:
+        argv: the config's flags; None takes those of the process.
+
+    Returns:
+        The exit code: 0, 2 for an error of ours, 1 for any other.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in graph_trainer.train
     try:
-        verdict = examine(sys.argv[1:] if argv is None else argv, passes_of)
+        verdict = examine(sys.argv[1:] if argv is None else argv)
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -7,7 +7,6 @@ launch would cost more than all of it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -83,10 +82,6 @@ WRONG = Pass("wrong", Stage.CLEANUP, "for a test", _wrong)
 OTHER_ORDER = Pass("other_order", Stage.CLEANUP, "for a test", on_rank_1(_other_order))
 
 
-def with_wrong(passes: gt.PassConfig) -> gt.PassConfig:
-    return dataclasses.replace(passes, passes=["normalize_views", WRONG, "eliminate_dead_code"])
-
-
 def sharded() -> tuple[torch.nn.Module, torch.Tensor]:
     """A decoder of odd sizes, so that the first rank has more of every weight."""
     torch.manual_seed(0)
@@ -138,7 +133,7 @@ def limited() -> dict[str, Any]:
 
 
 def main() -> None:
-    status = worker.run(passes_of=with_wrong)
+    status = worker.run()
     if status == 0:
         results = {"reordered": reordered(), "limited": limited()}
         path = Path(os.environ[RESULTS]) / f"{os.environ['RANK']}.json"

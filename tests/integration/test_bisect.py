@@ -18,7 +18,7 @@ from tests.integration.matrix import COMMON, FP32, arguments, rows, shard
 pytestmark = pytest.mark.timeout(300)
 RANKS = 2
 
-# What the console script does, with a worker that puts a wrong pass into the list.
+# What the console script does, with a worker that examines more in the same launch.
 COMMAND = """
 import sys
 from graph_trainer.cli.bisect import bisect_passes
@@ -35,7 +35,9 @@ class Launched(NamedTuple):
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     folder = tmp_path_factory.mktemp("bisect")
-    flags = COMMON | FP32 | shard(RANKS) | rows(1) | {"dump_folder": folder}
+    passes = "normalize_views,tests.integration.bisect_worker:WRONG,eliminate_dead_code"
+    flags = COMMON | FP32 | shard(RANKS) | rows(1)
+    flags |= {"dump_folder": folder, "compile.passes": passes}
     environment = {
         name: value
         for name, value in os.environ.items()

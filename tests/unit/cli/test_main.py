@@ -122,7 +122,7 @@ def test_every_field_of_our_section_is_documented():
     from graph_trainer.titan.config.fields import field_hints, is_suppressed
 
     source = inspect.getsource(sections.GraphCompileConfig)
-    fields = re.findall(r"^    (\w+): (?!Annotated)[^\n]*\n    (\S*)", source, re.M)
+    fields = re.findall(r"^    (\w+): (?!Annotated|ClassVar)[^\n]*\n    (\S*)", source, re.M)
     hints = field_hints(sections.GraphCompileConfig)
     settable = {name for name in hints if not is_suppressed(hints[name])}
     assert {name for name, _ in fields} == settable
@@ -148,6 +148,21 @@ def test_the_table_of_passes_names_them_all_in_stage_order_within_100_columns(ca
         stages.append(stage)
     assert stages == sorted(stages)
     assert 'strategy = "none"' in out
+
+
+def test_a_pass_in_the_current_folder_is_in_the_table(tmp_path, capsys, monkeypatch):
+    (tmp_path / "my_passes.py").write_text(
+        "import graph_trainer as gt\n"
+        "@gt.graph_pass(stage=gt.Stage.CLEANUP, summary='a pass of mine')\n"
+        "def tidy(joint, options, context): pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    words = ["passes", "--compile.passes", "default,my_passes:tidy"]
+    monkeypatch.setattr(sys, "argv", ["graph-trainer", *words])
+    assert cli.main() == 0
+    out = capsys.readouterr().out
+    assert "tidy" in out and "a pass of mine" in out and "schedule_overlap" in out
 
 
 def test_unknown_commands_and_words_are_refused(capsys):
