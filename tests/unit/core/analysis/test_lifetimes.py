@@ -4,137 +4,13 @@ import operator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from torch import fx, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
 from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
-from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world, values_for
-
-
-class _Counting(TorchDispatchMode):
-    """Asks, after every op, which storages that the graph made are still alive."""
-
-    def __init__(self, inputs):
-        super().__init__()
-        self._inputs = {t.untyped_storage()._cdata for t in inputs}
-        self._alive = {}
-        self.live = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._inputs:
-                    self._alive[storage._cdata] = (
-                        torch.multiprocessing.reductions.StorageWeakRef(storage),
-                        storage.nbytes(),
-                    )
-        self.count()
-        return result
-
-    def count(self):
-        self._alive = {k: v for k, v in self._alive.items() if not v[0].expired()}
-        self.live.append(sum(size for _, size in self._alive.values()))
-
-
-def measured(joint):
-    """Live bytes after every op of the generated code, which frees at the last use."""
-    inputs = values_for(joint)
-    module = fx.GraphModule(joint.graph_module, joint.graph)
-    with torch.no_grad(), _Counting(inputs) as counting:
-        kept = module(*inputs)
-        counting.count()
-    assert kept is not None
-    return counting.live
-
-
-def predicted(joint):
-    found = lifetimes(joint).live_bytes
-    return [
-        live
-        for node, live in zip(joint.graph.nodes, found, strict=True)
-        if node.op == "output" or isinstance(node.target, torch._ops.OpOverload)
-    ]
-
-
-# --- random small graphs -------------------------------------------------------------------
-
-STEPS = ("mul", "view", "slice", "add_", "split", "sort", "layer_norm", "expand", "cat", "unsafe")
-
-
-@st.composite
-def programs(draw):
-    """(step, which values it reads) in order; values are counted modulo what there is."""
-    length = draw(st.integers(1, 14))
-    step = st.tuples(st.sampled_from(STEPS), st.integers(0, 30), st.integers(0, 30))
-    returned = st.lists(st.integers(0, 30), min_size=1, max_size=3)
-    return draw(st.lists(step, min_size=length, max_size=length)), draw(returned)
-
-
-def build(program):
-    steps, returned = program
-    b = Builder()
-    values = [b.input("x", 8), b.input("y", 8)]
-
-    for name, one, two in steps:
-        x, y = values[one % len(values)], values[two % len(values)]
-        if name == "mul":
-            values.append(b.call(aten.mul.Tensor, x, y))
-        elif name == "view":
-            square = b.call(aten.view.default, x, [2, 4])
-            values.append(b.call(aten.view.default, square, [8]))
-        elif name == "unsafe":
-            values.append(b.call(aten._unsafe_view.default, x, [8]))
-        elif name == "slice":
-            head = b.call(aten.slice.Tensor, x, 0, 0, 4)
-            values.append(b.call(aten.cat.default, [head, head]))
-        elif name == "add_" and x.op != "placeholder":
-            values.append(b.call(aten.add_.Tensor, x, 1))
-        elif name == "split":
-            parts = b.call(aten.split.Tensor, x, 4)
-            part = b.call(operator.getitem, parts, two % 2)
-            values.append(b.call(aten.cat.default, [part, part]))
-        elif name == "sort":
-            values.append(b.call(operator.getitem, b.call(aten.sort.default, x), 0))
-        elif name == "layer_norm":
-            norm = b.call(aten.native_layer_norm.default, x, [8], None, None, 1e-5)
-            values.append(b.call(operator.getitem, norm, 0))
-            if two % 2:  # its statistics live on
-                mean = b.call(operator.getitem, norm, 1)
-                values.append(b.call(aten.mul.Tensor, x, mean))
-        elif name == "expand":
-            scalar = b.call(aten.sum.default, x)
-            values.append(b.call(aten.mul.Tensor, b.call(aten.expand.default, scalar, [8]), y))
-        elif name == "cat":
-            whole = b.call(aten.cat.default, [x, y])
-            values.append(b.call(aten.slice.Tensor, whole, 0, 8, 16))
-    # what is returned is computed, so that no input is returned
-    kept = [b.call(aten.neg.default, values[i % len(values)]) for i in returned]
-    total = b.call(aten.sum.default, kept[0])
-    for node in kept[1:]:
-        total = b.call(aten.add.Tensor, total, b.call(aten.sum.default, node))
-    return b.joint(total)
-
-
-@settings(
-    max_examples=120,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-@given(programs())
-def test_predicted_memory_is_what_a_run_uses(program):
-    joint = build(program)
-    assert predicted(joint) == measured(joint)
-
-
-# --- cases by hand -------------------------------------------------------------------------
+from tests.unit.core.analysis.run_and_count import measured, predicted
+from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world
 
 
 def checked(b, total):
@@ -143,7 +19,7 @@ def checked(b, total):
     return lifetimes(joint)
 
 
-def test_a_result_that_was_not_asked_for_keeps_its_place():
+def test_a_result_of_none_keeps_its_index():
     """The gradients of a convolution: no input gradient, so the first result is None."""
     b = Builder()
     x, w, g = b.input("x", 1, 2, 4), b.input("w", 2, 2, 1), b.input("g", 1, 2, 4)
@@ -163,7 +39,7 @@ def test_a_result_that_was_not_asked_for_keeps_its_place():
     assert found.last_use[(parts, 1)] == order.index(doubled)
 
 
-def test_unread_results_live_as_long_as_the_tuple_that_holds_them():
+def test_unused_results_are_alive_as_long_as_their_tuple():
     b = Builder()
     result = b.call(aten.sort.default, b.input("x", 8))
     b.call(aten.exp.default, b.graph.find_nodes(op="placeholder")[0])
@@ -210,7 +86,7 @@ def test_storage_bytes(tensor, size):
     assert storage_bytes(tensor) == size
 
 
-def test_a_captured_step_without_collectives_uses_what_was_predicted():
+def test_a_captured_step_allocates_what_is_predicted():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 2))
     joint = gt.capture(model, lambda m, x: m(x).square().mean(), [torch.randn(3, 4)])
@@ -226,8 +102,8 @@ def test_every_gathered_byte_is_counted():
     assert all(found.size[(n, 0)] == n.meta["val"].numel() * 4 for n in gathers)
 
 
-def test_what_a_collective_reads_lives_until_it_is_waited_for():
-    """The process group holds it, whoever else has dropped it."""
+def test_the_input_of_a_collective_is_alive_until_the_wait():
+    """The process group keeps it, even if the graph has no reader left."""
     fake_world(2)
     b = Builder()
     x = b.input("x", 8)
@@ -240,10 +116,10 @@ def test_what_a_collective_reads_lives_until_it_is_waited_for():
     assert live[other] == 3 * 32
 
 
-# --- what a backend allocates inside -------------------------------------------------------
+# --- scratch memory of a backend -----------------------------------------------------------
 
 
-def test_gloo_copies_what_it_receives_and_what_it_reduces():
+def test_gloo_allocates_what_the_table_says():
     """In bytes; measured on real ranks by tests/integration/test_predicted_memory.py."""
     fake_world(2)
     b = Builder()
@@ -265,7 +141,7 @@ def test_gloo_copies_what_it_receives_and_what_it_reduces():
     assert found == {node: num for node, num in expected.items() if num}
 
 
-def test_scratch_lives_while_its_node_runs_and_a_collectives_until_it_is_waited_for():
+def test_scratch_memory_is_alive_while_its_node_runs_or_until_the_wait():
     fake_world(2)
     b = Builder()
     x = b.input("x", 8)
@@ -286,7 +162,7 @@ def test_scratch_lives_while_its_node_runs_and_a_collectives_until_it_is_waited_
     assert found.last_use[(gathered, SCRATCH)] == order.index(wait)
 
 
-def test_what_nobody_waits_for_is_never_given_back():
+def test_a_collective_without_a_wait_is_alive_to_the_end():
     fake_world(2)
     b = Builder()
     x = b.input("x", 8)

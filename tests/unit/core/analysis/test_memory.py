@@ -64,9 +64,9 @@ def fsdp_step():
 def test_every_category_on_a_step_made_by_hand():
     joint, nodes = fsdp_step()
     found = memory_of(joint, optimizer_bytes=100, accumulated_bytes=7)
-    category = {s.node: s.category for s in found.storages}
-    assert {name: category[n] for name, n in nodes.items() if n in category} == {
-        "cast": Category.COMMUNICATION,  # is sent, and read by nothing else
+    categories = {s.node: s.category for s in found.storages}
+    assert {name: categories[n] for name, n in nodes.items() if n in categories} == {
+        "cast": Category.COMMUNICATION,  # sent, and read by no other op
         "gathered": Category.UNSHARDED,
         "kept": Category.ACTIVATIONS,
         "passing": Category.TEMPORARIES,
@@ -78,20 +78,20 @@ def test_every_category_on_a_step_made_by_hand():
     size = {s.node: s.bytes for s in found.storages}
     assert size[nodes["gathered"]] == 2 * size[nodes["cast"]] == 16 * 2
     assert size[nodes["kept"]] == 2 * ROW and size[nodes["gradient"]] == ROW
-    for own, num in zip(GIVEN, (ROW, 100, 2 * ROW + ROW), strict=True):
-        assert set(found.by_category[own]) == {num}  # all the time
+    for category, num in zip(GIVEN, (ROW, 100, 2 * ROW + ROW), strict=True):
+        assert set(found.by_category[category]) == {num}  # all the time
     assert min(found.by_category[Category.GRADIENTS]) == 7
     assert found.by_category[Category.GRADIENTS][-1] == 7 + ROW
 
 
-def test_a_storage_says_whose_it_is():
+def test_the_owner_of_a_storage():
     joint, nodes = fsdp_step()
     owner = {s.node: s.owner for s in memory_of(joint).storages}
     assert owner[nodes["gathered"]] == "w"
     assert owner[nodes["kept"]] == "layers.0" and owner[nodes["passing"]] == ""
 
 
-def test_what_is_alive_at_a_node_adds_up_to_what_the_graph_made():
+def test_the_storages_alive_at_a_node_add_up_to_its_total():
     joint, _ = fsdp_step()
     found = memory_of(joint, optimizer_bytes=100)
     for place, total in enumerate(found.total):
@@ -100,7 +100,7 @@ def test_what_is_alive_at_a_node_adds_up_to_what_the_graph_made():
         assert [s.bytes for s in alive] == sorted((s.bytes for s in alive), reverse=True)
 
 
-def test_what_a_kernel_keeps_inside_is_not_there():
+def test_storages_inside_a_kernel_are_not_counted():
     joint, nodes = fsdp_step()
     full = memory_of(joint)
     less = memory_of(joint, not_allocated={(nodes["passing"], 0)})
@@ -109,12 +109,12 @@ def test_what_a_kernel_keeps_inside_is_not_there():
     assert set(drop) == {0, 2 * ROW}
 
 
-def test_what_is_held_longer_is_there_longer():
+def test_a_storage_kept_longer_is_alive_longer():
     joint, nodes = fsdp_step()
     last = len(joint.graph.nodes) - 1
-    held = memory_of(joint, kept_until={(nodes["passing"], 0): last})
-    assert next(s.last for s in held.storages if s.node is nodes["passing"]) == last
-    assert held.total[last] == memory_of(joint).total[last] + 2 * ROW
+    found = memory_of(joint, kept_until={(nodes["passing"], 0): last})
+    assert next(s.last for s in found.storages if s.node is nodes["passing"]) == last
+    assert found.total[last] == memory_of(joint).total[last] + 2 * ROW
 
 
 def test_scratch_is_communication_until_the_wait():
@@ -152,9 +152,9 @@ def check(joint, **how):
     assert sum(found.peak_by_category().values()) == found.peak_bytes
     for category in GIVEN:
         assert len(set(found.by_category[category])) == 1
-    own = lifetimes(joint).live_bytes
+    made = lifetimes(joint).live_bytes
     caller = how.get("accumulated_bytes", 0) + sum(found.by_category[c][0] for c in GIVEN)
-    assert found.total == [caller + live for live in own]
+    assert found.total == [caller + live for live in made]
     return found
 
 
@@ -174,7 +174,7 @@ def test_of_a_captured_step(policy):
         assert max(found.by_category[category]) > 0
 
 
-def test_resharding_takes_less_for_unsharded_parameters():
+def test_resharding_lowers_the_peak_of_unsharded_parameters():
     peak = {}
     for policy in ("always", "never"):
         joint = captured_decoder(layers=4)

@@ -29,7 +29,7 @@ def groups_of(found, nodes):
     return [found.group.get(node) for node in nodes]
 
 
-def test_a_chain_is_one_kernel_and_its_inside_is_never_allocated():
+def test_a_chain_is_one_kernel_and_its_intermediate_results_are_not_allocated():
     b = Builder()
     nodes = chain(b, b.input("x", 4, 4), aten.relu.default, aten.t.default, aten.exp.default,
                   aten.neg.default)  # fmt: skip
@@ -66,13 +66,13 @@ def test_nothing_is_fused_across_a_matmul_or_a_collective():
     b = Builder()
     before = b.call(aten.relu.default, b.input("x", 4, 4))
     through = matmul(b, before)
-    behind = b.call(aten.add.Tensor, before, through)
-    waited = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, behind, "sum", "0"))
-    last = b.call(aten.mul.Tensor, waited, behind)
+    after = b.call(aten.add.Tensor, before, through)
+    waited = b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, after, "sum", "0"))
+    last = b.call(aten.mul.Tensor, waited, after)
     found = fuse(b.joint(b.call(aten.sum.default, matmul(b, last))))
-    assert len(set(groups_of(found, [before, behind, last]))) == 3
+    assert len(set(groups_of(found, [before, after, last]))) == 3
     assert through not in found.group and waited not in found.group
-    assert not {(before, 0), (behind, 0), (through, 0)} & found.kept_inside
+    assert not {(before, 0), (after, 0), (through, 0)} & found.kept_inside
 
 
 def test_phases_and_far_nodes_are_apart(monkeypatch):
@@ -104,7 +104,7 @@ def test_random_numbers_and_views_are_no_part_of_a_kernel():
     assert is_fusible(cast) and not is_fusible(matmul(b, x))
 
 
-ZIGZAG = [  # two branches that read one another's nodes by turns
+ZIGZAG = [  # two branches that read each other's nodes in turn
     ("relu", 0, 0, FORWARD),
     ("relu", 1, 0, FORWARD),
     ("add", 2, 3, FORWARD),
@@ -117,13 +117,13 @@ THERE_AND_BACK = [  # a node of another phase between two of one
 ]
 
 
-def behind_views(joint):
-    """For every node what it reads, through views: those are inside the kernels that take them."""
-    behind = {}
+def inputs_through_views(joint):
+    """For every node what it reads, through views, which are part of the kernels that read them."""
+    found = {}
     for node in joint.graph.nodes:
         inputs = node.all_input_nodes
-        behind[node] = {s for n in inputs for s in (behind[n] if is_view(n) else [n])}
-    return behind
+        found[node] = {s for n in inputs for s in (found[n] if is_view(n) else [n])}
+    return found
 
 
 def is_view(node):
@@ -136,20 +136,20 @@ def is_view(node):
 @given(program=steps)
 def test_kernels_never_wait_for_each_other(program):
     joint = random_graph(program)
-    group, behind = fuse(joint).group, behind_views(joint)
+    group, inputs = fuse(joint).group, inputs_through_views(joint)
     kernels = graphlib.TopologicalSorter()
     for node in joint.graph.nodes:
-        own = group.get(node, node)
-        kernels.add(own, *({group.get(n, n) for n in behind[node]} - {own}))
+        kernel = group.get(node, node)
+        kernels.add(kernel, *({group.get(n, n) for n in inputs[node]} - {kernel}))
     assert len(list(kernels.static_order())) >= 1  # raises CycleError
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 @given(program=steps)
-def test_what_is_kept_inside_is_read_by_its_own_kernel_alone(program):
+def test_only_its_kernel_reads_a_storage_that_is_not_allocated(program):
     joint = random_graph(program)
     found = fuse(joint)
-    for node, sources in behind_views(joint).items():
+    for node, sources in inputs_through_views(joint).items():
         for source in () if is_free(node) else sources:
             if (source, 0) in found.kept_inside:
                 assert found.group[source] == found.group[node]

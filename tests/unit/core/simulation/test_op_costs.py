@@ -132,48 +132,48 @@ def test_a_collective_is_no_compute():
     assert cost_of(b, node, machine(launch_seconds=1.0)).seconds == 0.0
 
 
-def test_an_op_that_writes_in_place_is_counted():
+def on(op, *shapes, **kwargs):
+    """A function that calls an op on inputs of these shapes."""
+    return lambda b: b.call(op, *(b.input(f"x{i}", *s) for i, s in enumerate(shapes)), **kwargs)
+
+
+def relu_of(op, shape, *args):
+    return lambda b: b.call(aten.relu.default, b.call(op, b.input("x", *shape), *args))
+
+
+def lookup(op):
+    """Five rows of eight numbers."""
+
+    def call(b):
+        table, tokens = b.input("table", 1000, 8), b.input("tokens", 5, dtype=torch.int64)
+        return b.call(op, table, [tokens] if op is aten.index.Tensor else tokens)
+
+    return call
+
+
+BYTES = {
+    "read and written": (on(aten.relu.default, [100]), 200 * FLOAT),
+    "written in place": (on(aten.add_.Tensor, [100], [100]), 300 * FLOAT),
+    "read once": (lambda b: b.call(aten.mul.Tensor, *[b.input("x", 100)] * 2), 200 * FLOAT),
+    "cast": (on(aten._to_copy.default, [100], dtype=torch.bfloat16), 100 * (FLOAT + 2)),
+    "copied": (on(aten.copy_.default, [100], [100]), 200 * FLOAT),
+    "only its shape used": (on(aten.zeros_like.default, [100]), 100 * FLOAT),
+    "overwritten": (on(aten.zero_.default, [100]), 100 * FLOAT),
+    "embedding": (lookup(aten.embedding.default), 2 * 5 * 8 * FLOAT + 5 * 8),
+    "index": (lookup(aten.index.Tensor), 2 * 5 * 8 * FLOAT + 5 * 8),
+    "expanded": (relu_of(aten.expand.default, [1, 8], [1000, 8]), (8 + 8000) * FLOAT),
+    "sliced": (relu_of(aten.slice.Tensor, [1000, 8], 0, 0, 10), 2 * 10 * 8 * FLOAT),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), BYTES.values(), ids=BYTES)
+def test_bytes_are_what_is_read_and_written(call, expected):
     b = Builder()
-    x, y = b.input("x", 100), b.input("y", 100)
-    found = cost_of(b, b.call(aten.add_.Tensor, x, y))
-    assert found.kind is Kind.MEMORY and found.bytes == 3 * 100 * FLOAT
+    found = cost_of(b, call(b))
+    assert (found.kind, found.bytes) == (Kind.MEMORY, expected)
 
 
-def test_bytes_are_what_is_read_and_written():
-    b = Builder()
-    x = b.input("x", 100)
-    assert cost_of(b, b.call(aten.relu.default, x)).bytes == 2 * 100 * FLOAT
-    b = Builder()
-    x = b.input("x", 100)
-    assert cost_of(b, b.call(aten.mul.Tensor, x, x)).bytes == 2 * 100 * FLOAT  # reads it once
-    b = Builder()
-    x = b.input("x", 100)
-    assert cost_of(b, b.call(aten._to_copy.default, x, dtype=torch.bfloat16)).bytes == 100 * 6
-
-
-def test_a_lookup_does_not_read_the_table():
-    b = Builder()
-    table, tokens = b.input("table", 1000, 8), b.input("tokens", 5, dtype=torch.int64)
-    rows = cost_of(b, b.call(aten.embedding.default, table, tokens))
-    assert rows.bytes == 2 * 5 * 8 * FLOAT + 5 * 8
-    b = Builder()
-    table, tokens = b.input("table", 1000, 8), b.input("tokens", 5, dtype=torch.int64)
-    assert cost_of(b, b.call(aten.index.Tensor, table, [tokens])).bytes == rows.bytes
-
-
-@pytest.mark.parametrize("op", [aten.zeros_like.default, aten.zero_.default])
-def test_what_is_only_asked_for_its_shape_or_written_over_is_not_read(op):
-    b = Builder()
-    assert cost_of(b, b.call(op, b.input("x", 100))).bytes == 100 * FLOAT
-
-
-def test_a_copy_reads_its_source_and_writes_its_target():
-    b = Builder()
-    target, source = b.input("target", 100), b.input("source", 100)
-    assert cost_of(b, b.call(aten.copy_.default, target, source)).bytes == 2 * 100 * FLOAT
-
-
-def test_what_a_group_asks_for_its_shape_and_then_reads_is_read():
+def test_a_group_that_uses_a_shape_and_then_reads_the_tensor_reads_it():
     b = Builder()
     x = b.input("x", 10, 10)
     zeros = b.call(aten.zeros_like.default, x)
@@ -196,19 +196,6 @@ def test_the_loss_reads_one_score_a_token():
     found = costs(b.joint(b.call(aten.sum.default, back)), machine())
     assert found[lost].bytes < 1000
     assert 5 * 1000 * FLOAT <= found[back].bytes < 5 * 1000 * FLOAT + 1000  # writes them all
-
-
-def test_an_expanded_view_is_read_once():
-    b = Builder()
-    row = b.input("row", 1, 8)
-    wide = b.call(aten.expand.default, row, [1000, 8])
-    assert cost_of(b, b.call(aten.relu.default, wide)).bytes == (8 + 1000 * 8) * FLOAT
-
-
-def test_a_slice_is_read_alone():
-    b = Builder()
-    part = b.call(aten.slice.Tensor, b.input("x", 1000, 8), 0, 0, 10)
-    assert cost_of(b, b.call(aten.relu.default, part)).bytes == 2 * 10 * 8 * FLOAT
 
 
 def test_nothing_that_computes_takes_less_than_a_launch():

@@ -1,4 +1,4 @@
-"""What plain torchtitan does otherwise than the joint graph, each cause by itself."""
+"""How plain torchtitan differs from the joint graph, one cause at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_nodes_of_layers_are_compiled():
     assert not GRAPH_TRAINER.fusion(joint, compiles=False).group
 
 
-def test_what_a_checkpoint_saved_is_held_until_backward_is_through_its_layer():
+def test_a_saved_tensor_is_alive_until_the_backward_of_its_layer_ends():
     builder = Builder()
     x = builder.input("x", 8, 8)
     w = builder.parameter("layers.0.w", 8, 8)
@@ -38,8 +38,8 @@ def test_what_a_checkpoint_saved_is_held_until_backward_is_through_its_layer():
     joint = builder.joint(loss, layers__0__w=other)
     assert TORCHTITAN.kept_until(joint) == {}
     mark_saved(joint)
-    (held,) = TORCHTITAN.kept_until(joint).items()
-    assert held == ((product, 0), list(joint.graph.nodes).index(other))
+    (kept,) = TORCHTITAN.kept_until(joint).items()
+    assert kept == ((product, 0), list(joint.graph.nodes).index(other))
     assert GRAPH_TRAINER.kept_until(joint) == {}
     ours, theirs = (simulate(joint, H100, runtime=r).memory for r in (GRAPH_TRAINER, TORCHTITAN))
     place = list(joint.graph.nodes).index(other)

@@ -1,4 +1,4 @@
-"""A step played on streams."""
+"""A step simulated on streams."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_wait_blocks_until_its_collective_is_done():
     assert starts[started] == 1.0 and starts[delayed] == 3.5
 
 
-def test_a_wait_at_the_end_holds_nothing_up():
+def test_a_wait_at_the_end_delays_no_node():
     b = Steps()
     wait = b.wait(b.start())
     found = b.played(collective_seconds=2.0)
@@ -90,7 +90,7 @@ def test_a_wait_at_the_end_holds_nothing_up():
     assert found.step_seconds == 2.0
 
 
-def test_waits_in_a_row_hold_up_the_same_node():
+def test_waits_in_a_row_delay_the_same_node():
     b = Steps()
     started = [b.start(), b.start()]
     waits = [b.wait(s) for s in started]
@@ -103,7 +103,7 @@ def test_waits_in_a_row_hold_up_the_same_node():
     ]
 
 
-def test_the_copies_of_a_bucket_are_not_what_a_wait_holds_up():
+def test_a_wait_does_not_delay_the_copies_of_its_bucket():
     b = Steps()
     wait = b.wait(b.start(role=Role.UNSHARD, parameter="v, w"))
     b.call(aten.relu.default, wait, role=Role.UNSHARD, parameter="v")
@@ -123,7 +123,7 @@ def test_a_group_has_one_stream_and_groups_overlap():
     assert seconds == {"aa": 4.0, "ab": 2.0}
 
 
-def test_what_nobody_waits_for_ends_before_the_step_does():
+def test_a_collective_without_a_wait_ends_before_the_step():
     b = Steps()
     b.start()
     b.compute()
@@ -139,7 +139,7 @@ def test_a_second_wait_for_the_same_is_free():
     assert [e.seconds for e in b.played(collective_seconds=2.0).exposed] == [2.0]
 
 
-def test_communication_takes_a_part_of_the_device():
+def test_communication_uses_a_part_of_the_device():
     b = Steps()
     b.start()
     b.compute()
@@ -157,7 +157,7 @@ def test_a_kernel_is_stretched_while_anything_is_communicated(seconds, communica
     assert stretched(seconds, communicating, machine(collective_compute_share=0.5)) == takes
 
 
-def test_buckets_are_copied_on_the_streams_they_belong_to():
+def test_buckets_are_copied_on_their_streams():
     hardware = same_seconds(1.0, memory_bytes_per_second=32.0)  # 16 bytes, there and back: 1 s
     busy = {}
     for runtime in (GRAPH_TRAINER, TORCHTITAN):
@@ -171,7 +171,7 @@ def test_buckets_are_copied_on_the_streams_they_belong_to():
     assert busy["torchtitan"] == {A: 1.0, B: 2.0, COMPUTE: 1.0}
 
 
-def test_groups_that_look_alike_are_two_streams():
+def test_groups_with_one_short_name_are_two_streams():
     groups = [(0, 1, 2, 3, 9), (0, 1, 4, 5, 9), (0, 1, 6, 7, 9), (0, 1)]
     names = stream_names([collective(ranks=ranks) for ranks in [*groups, *groups]])
     assert list(names) == groups and len(set(names.values())) == len(groups)
@@ -213,7 +213,7 @@ def test_of_every_step(program):
     assert all(begins[n] == timeline.starts[place[n]] for n in computing)
     ends = {e.node: e.start + e.seconds for e in timeline.events}
     for each in timeline.exposed:
-        behind = [n for n in computing if place[n] > place[each.wait]]
-        assert each.delayed is (behind[0] if behind else None) and each.seconds > 0
+        after = [n for n in computing if place[n] > place[each.wait]]
+        assert each.delayed is (after[0] if after else None) and each.seconds > 0
         if each.delayed is not None:
             assert begins[each.delayed] >= ends[each.collective.node] - 1e-12
