@@ -24,9 +24,9 @@ from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.progress import progress
-from graph_trainer.planner.report import document
+from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report
+from graph_trainer.planner.text import report_text
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.config.load import load_config
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     if not plan.fits:
         with progress("what would help") as say:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))
-    _print(report(plan), files.values())
+    _print(report_text(plan_report(plan)), files.values())
     for flag, path in files.items():
         with published(path) as file:
             _WRITERS[flag.removeprefix("--")](plan, file)
@@ -145,7 +145,7 @@ def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
 
 
 def _write_json(plan: Plan, file: IO[str]) -> None:
-    file.write(json.dumps(document(plan), indent=2) + "\n")
+    file.write(json.dumps(plan_report(plan), indent=2) + "\n")
 
 
 def _write_saved(plan: Plan, file: IO[str]) -> None:

@@ -1,11 +1,23 @@
-"""A plan as a JSON document with a version. docs/reading_a_plan.md describes every key."""
+"""What a plan says, as one structure of plain values: bytes, seconds and names.
+
+The structure is the JSON document of a plan; docs/reading_a_plan.md describes every key. The tables
+for a terminal and the page are made from it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from graph_trainer.core.analysis.collective_kinds import mergeable_kinds
 from graph_trainer.core.analysis.collective_purpose import Traffic
+from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
+from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.report import standing_remarks
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan, versions
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -14,77 +26,89 @@ SCHEMA = "graph_trainer.plan/1"
 """Changes when a key changes its meaning or goes; new keys do not change it."""
 
 LARGEST_SHOWN = 20
+"""The number of items in the lists of tensors, modules and waits."""
+
+CATEGORIES = {
+    Category.PARAMETERS: "parameters",
+    Category.OPTIMIZER_STATE: "optimizer state",
+    Category.BUFFERS: "buffers and batch",
+    Category.GRADIENTS: "gradients",
+    Category.UNSHARDED: "unsharded parameters",
+    Category.ACTIVATIONS: "activations kept for backward",
+    Category.TEMPORARIES: "temporaries",
+    Category.COMMUNICATION: "communication buffers",
+}
+"""The names of the categories of memory in tables."""
 
 
-def document(plan: Plan) -> dict[str, Any]:
-    """Everything the plan says, in plain values: bytes, seconds and names."""
-    memory = plan.simulation.memory
+def plan_report(plan: Plan) -> dict[str, Any]:
+    """Make the report of a plan."""
+    simulation = plan.simulation
     return {
         "schema": SCHEMA,
         "versions": versions(),
+        "headline": plan.headline,
+        "notes": list(_notes(plan)),
         "config": config_to_toml(plan.config),
         "hardware": dataclasses.asdict(plan.hardware),
-        "runtime": plan.simulation.runtime.name,
+        "runtime": simulation.runtime.name,
         "world_size": plan.world_size,
         "rank": plan.rank,
         "parameters": plan.num_parameters,
         "nodes": plan.rows[-1].nodes,
         "ledger": [_row(row) for row in plan.rows],
-        "peak": {
-            "bytes": memory.peak_bytes,
-            "by_category": {c.value: num for c, num in memory.peak_by_category().items()},
-            "node": _peak_node(plan),
-            "largest": largest(plan, LARGEST_SHOWN),
-        },
+        "remarks": standing_remarks(plan.rows),
+        "peak": _peak(plan),
         "reserved_bytes": plan.reserved_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
         "advice": [dataclasses.asdict(each) for each in plan.advice],
         "microbatches": plan.microbatches,
-        "graph_seconds": plan.simulation.timeline.step_seconds,
+        "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,
         "step_seconds": plan.step_seconds,
-        "busy_seconds": plan.simulation.timeline.busy,
-        "exposed_waits": exposed_waits(plan, LARGEST_SHOWN),
+        "busy_seconds": simulation.timeline.busy,
+        "exposed_waits": [_wait(w) for w in _longest(simulation.timeline.exposed)],
+        "exposed_by_module": _exposed_by_module(simulation.timeline.exposed),
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "mfu": plan.mfu,
     }
 
 
-def largest(plan: Plan, count: int) -> list[dict[str, Any]]:
-    """The largest storages alive at the peak."""
-    memory = plan.simulation.memory
-    return [
-        {
-            "node": s.node.name,
-            "owner": s.owner,
-            "category": s.category.value,
-            "bytes": s.bytes,
-        }
-        for s in memory.live_at(memory.peak_position)[:count]
-    ]
+def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Sequence[float]]]:
+    """Yield the columns of the table of passes: name, unit and the value of each row.
+
+    The unit is "count", "bytes" or "seconds". Kinds of collectives that no row has are left out.
+    """
+
+    def volumes(row: dict[str, Any], kind: str, key: str) -> int:
+        phases = row["collectives"].get(kind, {}).values()
+        return sum(volume[key] for roles in phases for volume in roles.values())
+
+    yield "nodes", "count", [row["nodes"] for row in ledger]
+    for kind, shown in mergeable_kinds().items():
+        if any(counts := [volumes(row, kind, "count") for row in ledger]):
+            yield shown, "count", counts
+            yield "moved", "bytes", [volumes(row, kind, "bytes") for row in ledger]
+    yield "peak", "bytes", [row["peak_bytes"] for row in ledger]
+    yield "step", "seconds", [row["step_seconds"] for row in ledger]
+    yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
 
 
-def exposed_waits(plan: Plan, count: int) -> list[dict[str, Any]]:
-    """The waits at which compute stands still longest, and what each holds up."""
-    waits = sorted(plan.simulation.timeline.exposed, key=lambda w: -w.seconds)
-    return [
-        {
-            "seconds": w.seconds,
-            "role": w.traffic.value,
-            "collective": w.collective.node.name,
-            "kind": w.collective.kind,
-            "module": w.collective.module,
-            "parameter": w.collective.parameter,
-            "holds_up": None if w.delayed is None else w.delayed.name,
-        }
-        for w in waits[:count]
-    ]
-
-
-def _peak_node(plan: Plan) -> str:
-    memory = plan.simulation.memory
-    return list(plan.simulation.joint.graph.nodes)[memory.peak_position].name
+def _notes(plan: Plan) -> Iterator[str]:
+    """Say where passes and simulation look at two machines, or the limit at one rank."""
+    named = plan.config.compile.hardware
+    if named is not None and load_hardware(named, "compile.hardware") != plan.hardware:
+        yield (
+            f"Passes that decide by simulation do so for {named}, as compile.hardware says; what "
+            f"they made is simulated on {plan.hardware.name}."
+        )
+    if plan.config.compile.memory_limit_gib is not None and plan.world_size > 1:
+        yield (
+            f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "
+            "training the rank that needs most decides for all, as it does in --save and "
+            "--verify-order."
+        )
 
 
 def _row(row: LedgerRow) -> dict[str, Any]:
@@ -103,3 +127,72 @@ def _row(row: LedgerRow) -> dict[str, Any]:
         "rolled_back": row.rolled_back or None,
         "remarks": list(row.remarks),
     }
+
+
+def _peak(plan: Plan) -> dict[str, Any]:
+    simulation = plan.simulation
+    memory, place = simulation.memory, simulation.memory.peak_position
+    node = list(simulation.joint.graph.nodes)[place]
+    phase = phase_of(node)
+    live = memory.live_at(place)
+    modules: dict[tuple[str, ...], dict[str, Any]] = {}
+    for s in live:
+        key = {"module": without_layer(s.owner), "category": s.category.value}
+        group = modules.setdefault(tuple(key.values()), {**key, "tensors": 0, "bytes": 0})
+        group["tensors"] += 1
+        group["bytes"] += s.bytes
+    return {
+        "bytes": memory.peak_bytes,
+        "by_category": {c.value: num for c, num in memory.peak_by_category().items()},
+        "node": node.name,
+        "phase": phase.value if phase else None,
+        "seconds": simulation.timeline.starts[place],
+        "tensors": len(live),
+        "tensor_bytes": sum(s.bytes for s in live),
+        "modules": sorted(modules.values(), key=lambda g: -g["bytes"])[:LARGEST_SHOWN],
+        "largest": [
+            {
+                "node": s.node.name,
+                "owner": s.owner,
+                "category": s.category.value,
+                "bytes": s.bytes,
+            }
+            for s in live[:LARGEST_SHOWN]
+        ],
+    }
+
+
+def _longest(waits: list[ExposedWait]) -> list[ExposedWait]:
+    return sorted(waits, key=lambda w: -w.seconds)[:LARGEST_SHOWN]
+
+
+def _wait(w: ExposedWait) -> dict[str, Any]:
+    return {
+        "seconds": w.seconds,
+        "role": w.traffic.value,
+        "collective": w.collective.node.name,
+        "kind": w.collective.kind,
+        "module": w.collective.module,
+        "parameter": w.collective.parameter,
+        "holds_up": None if w.delayed is None else w.delayed.name,
+    }
+
+
+def _exposed_by_module(waits: list[ExposedWait]) -> list[dict[str, Any]]:
+    """Sum the waits for collectives of one role, kind and owner, all layers together."""
+    groups: dict[tuple[str, ...], dict[str, Any]] = {}
+    for wait in waits:
+        several = parameters_of(wait.collective.node)
+        owner = owner_of(wait.collective.node)
+        if not owner and several:  # a bucket over several modules
+            owner = f"{len(several)} parameters, {several[0]} to {several[-1]}"
+        key = {
+            "role": wait.traffic.value,
+            "kind": wait.collective.kind,
+            "owner": without_layer(owner),
+        }
+        first = {**key, "count": 0, "seconds": 0.0, "holds_up": _wait(wait)["holds_up"]}
+        group = groups.setdefault(tuple(key.values()), first)
+        group["count"] += 1
+        group["seconds"] += wait.seconds
+    return sorted(groups.values(), key=lambda g: -g["seconds"])[:LARGEST_SHOWN]

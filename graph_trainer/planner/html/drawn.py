@@ -7,21 +7,39 @@ from typing import Any
 
 from torch import fx
 
+from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import (
     Phase,
     module_of,
     phase_of,
 )
+from graph_trainer.core.simulation.op_costs import Kind
 from graph_trainer.core.simulation.simulate import Simulation
-from graph_trainer.planner.html.words import KINDS
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.text import CATEGORIES
-from graph_trainer.planner.trace import WAITS, nanoseconds, slices, tracks
+from graph_trainer.planner.report import CATEGORIES
+from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
+
+PURPOSES = {
+    Traffic.UNSHARD: "gathers parameters",
+    Traffic.REDUCE_GRAD: "reduces gradients",
+    Traffic.TENSOR_PARALLEL: "tensor parallelism",
+    Traffic.OTHER: "other communication",
+}
+"""The names of the purposes of collectives on the page."""
+
+KINDS = {
+    Kind.MATMUL.value: "matmuls",
+    Kind.ATTENTION.value: "attention",
+    Kind.MEMORY.value: "memory-bound",
+    **{traffic.value: title for traffic, title in PURPOSES.items()},
+    WAIT: "compute waits",
+}
+"""The names of the kinds of slices on the page."""
 
 
-class _Numbers:
-    """Every text once, and a number for it."""
+class _Texts:
+    """A table that has every text once; a text is named by its position."""
 
     def __init__(self) -> None:
         self.texts: dict[str, int] = {}
@@ -31,12 +49,12 @@ class _Numbers:
 
 
 def drawn(plan: Plan) -> dict[str, Any]:
-    """The simulation as plain columns. Times are nanoseconds, sizes bytes. Linear in nodes.
+    """Make plain columns of the simulation. Times are nanoseconds, sizes bytes. Linear in nodes.
 
-    A node is its position in the graph, a text its place in `texts`.
+    A node is its position in the graph, a text its position in `texts`.
     """
     simulation = plan.simulation
-    texts = _Numbers()
+    texts = _Texts()
     return {
         "usable_bytes": plan.hardware.usable_bytes,
         "step_ns": nanoseconds(simulation.timeline.step_seconds),
@@ -47,11 +65,11 @@ def drawn(plan: Plan) -> dict[str, Any]:
         "memory": _memory(simulation),
         "storages": _storages(simulation, texts),
         **_slices(simulation, texts),
-        "texts": list(texts.texts),  # Last, when all are known.
+        "texts": list(texts.texts),  # Last, because the columns before add to it.
     }
 
 
-def _nodes(simulation: Simulation, texts: _Numbers) -> dict[str, list[Any]]:
+def _nodes(simulation: Simulation, texts: _Texts) -> dict[str, list[Any]]:
     nodes = list(simulation.joint.graph.nodes)
     return {
         "name": [n.name for n in nodes],
@@ -67,14 +85,14 @@ def _phase(node: fx.Node) -> str:
 
 
 def _memory(simulation: Simulation) -> dict[str, list[int]]:
-    """For every category what each node changes: mostly zeros, which are short."""
+    """List for every category by how much each node changes it: mostly zeros, which are short."""
     return {
         category.value: [after - before for before, after in pairwise([0, *series])]
         for category, series in simulation.memory.by_category.items()
     }
 
 
-def _storages(simulation: Simulation, texts: _Numbers) -> dict[str, list[int]]:
+def _storages(simulation: Simulation, texts: _Texts) -> dict[str, list[int]]:
     number = {category: place for place, category in enumerate(Category)}
     largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
     alive = [s for s in largest_first if s.bytes]
@@ -87,8 +105,8 @@ def _storages(simulation: Simulation, texts: _Numbers) -> dict[str, list[int]]:
     }
 
 
-def _slices(simulation: Simulation, texts: _Numbers) -> dict[str, Any]:
-    """The lanes, and for each its slices in the order of time."""
+def _slices(simulation: Simulation, texts: _Texts) -> dict[str, Any]:
+    """List the lanes, each with columns of its slices in the order of time."""
     position = {node: place for place, node in enumerate(simulation.joint.graph.nodes)}
     kinds = {key: place for place, key in enumerate(KINDS)}
     lanes: dict[str, list[list[int]]] = {

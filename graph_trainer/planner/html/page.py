@@ -1,20 +1,24 @@
-"""The page: template, style, scripts and data in one file, that asks the network for nothing."""
+"""Write the page: template, style, scripts and data in one file that loads nothing else."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
+from collections.abc import Sequence
 from importlib import resources
-from typing import IO
+from itertools import pairwise
+from typing import IO, Any
 
 import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from graph_trainer.planner.html.content import content
-from graph_trainer.planner.html.drawn import drawn
+from graph_trainer.core.analysis.collective_kinds import shown_name
+from graph_trainer.core.units import format_bytes
+from graph_trainer.planner.html.drawn import PURPOSES, drawn
 from graph_trainer.planner.plan import Plan
+from graph_trainer.planner.report import CATEGORIES, ledger_columns, plan_report
 
 _ASSETS = resources.files("graph_trainer.planner.html")
 _SCRIPTS = ("series.js", "plots.js")
@@ -30,16 +34,73 @@ def write_page(plan: Plan, file: IO[str]) -> None:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {
+        "size": format_bytes,
+        "duration": duration,
+        "count": count,
+        "category": CATEGORIES.__getitem__,
+        "purpose": PURPOSES.__getitem__,
+        "kind": shown_name,
+        "plain": plain,
+    }
     scripts = [_script(get_plotlyjs()), *(_script(_asset(name)) for name in _SCRIPTS)]
     template = environment.from_string(_asset("page.html.jinja"))
+    report = plan_report(plan)
     for part in template.generate(
-        **content(plan),
+        report=report,
+        verdict=verdict(report),
+        exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
+        ledger=ledger_cells(report["ledger"]),
         data=_json(drawn(plan)),
         policy=_policy(scripts),
         scripts=scripts,
         style=Markup(_asset("page.css")),
     ):
         file.write(part)
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """Say whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
+    needed = format_bytes(report["reserved_bytes"])
+    usable = format_bytes(report["reserved_bytes"] + report["headroom_bytes"])
+    number, unit = needed.split()
+    both = f"{number if usable.endswith(unit) else needed} of {usable}"
+    return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"
+
+
+def ledger_cells(ledger: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Make the columns of the table of passes: the heading, and of each row value and change."""
+    written = {"count": count, "bytes": format_bytes, "seconds": duration}
+
+    def cells(unit: str, values: Sequence[float]) -> list[tuple[str, str]]:
+        write = written[unit]
+        changes = [0.0, *(after - before for before, after in pairwise(values))]
+        signed = (("+" if c > 0 else "−", write(abs(c))) for c in changes)
+        shown = (sign + text if text.strip("0., BsµKMGi") else "" for sign, text in signed)
+        return list(zip(map(write, values), shown, strict=True))
+
+    return [(name, cells(unit, values)) for name, unit, values in ledger_columns(ledger)]
+
+
+def count(value: float) -> str:
+    """Format a whole number."""
+    return f"{value:,.0f}"
+
+
+def duration(seconds: float) -> str:
+    """Format seconds in the largest unit that fits: '12.3 ms'."""
+    if seconds >= 1:
+        return f"{seconds:,.2f} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:,.1f} ms"
+    return f"{seconds * 1e6:,.1f} µs"
+
+
+def plain(value: Any) -> str:
+    """Format a value of a hardware profile."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {plain(each)}" for key, each in value.items())
+    return f"{value:,.6g}" if isinstance(value, float) else str(value)
 
 
 def _asset(name: str) -> str:

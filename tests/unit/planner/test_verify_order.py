@@ -15,8 +15,9 @@ from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report
+from graph_trainer.planner.text import report_text
 from graph_trainer.planner.verify_order import (
     MOST_CLASSES,
     check_shapes,
@@ -205,5 +206,5 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
         # as without the pass, which all ranks roll back
         assert saved.of_rank(rank).fingerprint == without.of_rank(rank).fingerprint
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(report(plan))
+    console.print(report_text(plan_report(plan)))
     assert "rank that needs most decides" in " ".join(console.export_text().split())
