@@ -14,12 +14,12 @@ from torch import fx
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
-    Held,
     Storage,
-    held_storages,
+    ValueStorages,
     is_collective,
     is_wait,
     storages_in,
+    value_storages,
 )
 
 SCRATCH = -1
@@ -60,7 +60,7 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
             wait.
     """
     graph = joint.graph
-    held = held_storages(graph)
+    held = value_storages(graph)
     size = {s: b for node in compute_nodes(graph) for s, b in _made_by(node, held[node])}
     size |= {(node, SCRATCH): num for node, num in (scratch or {}).items()}
     order = list(graph.nodes)
@@ -110,10 +110,10 @@ def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 
     return list(accumulate(change[:nodes]))
 
 
-def _made_by(node: fx.Node, held: Held) -> Iterator[tuple[Storage, int]]:
+def _made_by(node: fx.Node, held: ValueStorages) -> Iterator[tuple[Storage, int]]:
     """The storages that a node allocates, each with its bytes."""
 
-    def made(storages: Held, value: Any) -> Iterator[tuple[Storage, int]]:
+    def made(storages: ValueStorages, value: Any) -> Iterator[tuple[Storage, int]]:
         if isinstance(storages, list):
             if value is not None:
                 for part, entry in zip(storages, value, strict=True):

@@ -12,12 +12,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import (
-    aten,
-    collective_kind,
-    is_wait,
-    written_arguments,
-)
+from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written_arguments
 
 
 def find_fsdp_roles(joint: JointGraph) -> None:

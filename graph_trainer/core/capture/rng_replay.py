@@ -18,8 +18,8 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     tensors_of,
 )
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    LastWrites,
     OpOverload,
     is_random,
     schema_of,

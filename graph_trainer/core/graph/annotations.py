@@ -67,33 +67,37 @@ def annotation(
     parameter: str | None = None,
     local_slice: str | None = None,
 ) -> dict[str, str]:
-    """The entry for `torch.fx.traceback.annotate` that the accessors below read back."""
+    """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
-        _PHASE: phase.value if phase else None,
+        _PHASE: phase,
         _MODULE: module,
-        _ROLE: role.value if role else None,
+        _ROLE: role,
         _PARAMETER: parameter,
         _LOCAL_SLICE: local_slice,
     }
-    return {key: value for key, value in entries.items() if value is not None}
+    return {key: str(value) for key, value in entries.items() if value is not None}
 
 
 def annotate_node(node: fx.Node, entry: Mapping[str, str]) -> None:
-    """Add the entries of `annotation(...)` to a node, in a dictionary of its own."""
+    """Add the entries of `annotation(...)` to a node, in a new dictionary."""
     node.meta[_CUSTOM] = {**node.meta.get(_CUSTOM, {}), **entry}
 
 
 def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = None) -> None:
-    """Give `target` the annotations of `source`, in a dictionary of its own.
+    """Give `target` the annotations of `source`, in a new dictionary.
 
     `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
-    annotate its original too. Recompute tags are decisions about one node and stay behind.
+    annotate its original too. Recompute tags are decisions about one node and are not copied.
+
+    Args:
+        source: the node to copy from.
+        target: the node to annotate.
+        phase: the phase of `target`, None for that of `source`.
     """
     target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
     if phase is not None:
-        target.meta[_CUSTOM][_PHASE] = phase.value
-    target.meta.pop(_RECOMPUTE, None)
-    target.meta.pop(_AC_GRAPH_ID, None)
+        annotate_node(target, annotation(phase=phase))
+    clear_recompute_policy(target)
 
 
 def _custom(node: fx.Node, key: str) -> str | None:
@@ -101,82 +105,82 @@ def _custom(node: fx.Node, key: str) -> str | None:
 
 
 def phase_of(node: fx.Node) -> Phase | None:
-    """The phase of a node; None for placeholders, attributes and the output."""
+    """Return the phase of a node; None for placeholders, attributes and the output."""
     value = _custom(node, _PHASE)
     return None if value is None else Phase(value)
 
 
 def is_backward(node: fx.Node) -> bool:
-    """Whether a node belongs to backward."""
+    """Tell whether a node belongs to backward."""
     return _custom(node, _PHASE) == Phase.BACKWARD.value
 
 
 def module_of(node: fx.Node) -> str | None:
-    """FQN of the module that a node belongs to, None where nothing says so."""
+    """Return the FQN of the module that a node belongs to, None where it is not known."""
     return _custom(node, _MODULE)
 
 
 def layer_of(fqn: str | None) -> int | None:
-    """Index of the repeated block in an FQN: 3 for 'layers.3.attention.wo', else None."""
+    """Return the layer index in an FQN: 3 for 'layers.3.attention.wo', else None."""
     match = _LAYER.search(fqn or "")
     return int(match.group(1)) if match else None
 
 
 def role_of(node: fx.Node) -> Role | None:
-    """What a node does for FSDP, if anything."""
+    """Return what a node does for FSDP, if anything."""
     value = _custom(node, _ROLE)
     return None if value is None else Role(value)
 
 
 def parameter_of(node: fx.Node) -> str | None:
-    """FQN of the parameter that a node with an FSDP role serves; of several, joined."""
+    """Return the FQN of the parameter that a node with an FSDP role serves; several are joined."""
     return _custom(node, _PARAMETER)
 
 
 def parameters_of(node: fx.Node) -> tuple[str, ...]:
-    """FQNs of the parameters that a node with an FSDP role serves: several for a bucket."""
+    """List the FQNs of the parameters that a node with an FSDP role serves."""
     joined = _custom(node, _PARAMETER)
     return () if joined is None else tuple(joined.split(SEPARATOR))
 
 
 def local_slice_group(node: fx.Node) -> str | None:
-    """The group of which every rank takes its own slice here, as DTensor did at capture."""
+    """Return the group whose ranks each take their local slice here, as DTensor did at capture."""
     return _custom(node, _LOCAL_SLICE)
 
 
 def input_name(node: fx.Node) -> str | None:
-    """FQN or path of the input that a placeholder holds."""
+    """Return the FQN or path of the input that a placeholder is given."""
     return node.meta.get(_INPUT_NAME)
 
 
 def set_input_name(node: fx.Node, name: str) -> None:
-    """Write what a placeholder holds."""
+    """Set the FQN or path of the input that a placeholder is given."""
     node.meta[_INPUT_NAME] = name
 
 
 def owner_of(node: fx.Node) -> str:
-    """FQN of the one parameter that a node serves; else of the module that it belongs to."""
+    """Return the FQN of the one parameter that a node serves, else of the module it belongs to."""
     parameters = parameters_of(node)
     return parameters[0] if len(parameters) == 1 else module_of(node) or ""
 
 
 def bucket_tag(node: fx.Node) -> str | None:
-    """What a collective may travel with: others of the same tag. None: with nothing."""
+    """Return the tag of a collective that may be merged with others of the same tag, else None."""
     return _custom(node, _BUCKET)
 
 
 def set_bucket_tag(node: fx.Node, tag: str) -> None:
-    """Write what a collective may travel with; fx keeps it when the graph is split or traced."""
+    """Tag a collective for merging; fx keeps the tag when the graph is split or traced."""
     annotate_node(node, {_BUCKET: tag})
 
 
 def clear_bucket_tag(node: fx.Node) -> None:
-    """Remove the tag of a collective that is decided about."""
+    """Remove the tag of a collective once it is merged, or is not going to be."""
     node.meta[_CUSTOM] = {k: v for k, v in node.meta[_CUSTOM].items() if k != _BUCKET}
 
 
 def recompute_policy(node: fx.Node) -> CheckpointPolicy | None:
-    """The recompute tag of a node, whoever wrote it."""
+    """Return the recompute tag of a node, whether a pass or the user wrote it."""
     return node.meta.get(_RECOMPUTE)
 
 
@@ -189,31 +193,28 @@ def set_recompute_policy(
 
 
 def clear_recompute_policy(node: fx.Node) -> None:
-    """Remove the tag of a node."""
+    """Remove the recompute tag of a node."""
     node.meta.pop(_RECOMPUTE, None)
     node.meta.pop(_AC_GRAPH_ID, None)
 
 
 def is_saved_for_backward(node: fx.Node) -> bool:
-    """Whether autograd or a checkpoint saved what a node made, read in backward or not."""
+    """Tell whether autograd or a checkpoint saved a node's result, read in backward or not."""
     return bool(node.meta.get(_SAVED))
 
 
 def set_saved_for_backward(node: fx.Node) -> None:
-    """Write that autograd or a checkpoint saved what a node made."""
+    """Mark that autograd or a checkpoint saved a node's result."""
     node.meta[_SAVED] = True
 
 
 def value_of(node: fx.Node) -> Any:
-    """The fake tensor (or nest of them) that a node produced at capture."""
+    """Return the fake tensor (or nest of them) that a node produced at capture."""
     return node.meta.get("val")
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
-    """Every fake tensor in a node's value; empty where it makes none."""
+    """List the fake tensors in a node's value; empty where it makes none."""
     value = value_of(node)
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (tuple, list)):
-        return [v for v in value if isinstance(v, torch.Tensor)]
-    return []
+    values = value if isinstance(value, (tuple, list)) else (value,)
+    return [v for v in values if isinstance(v, torch.Tensor)]

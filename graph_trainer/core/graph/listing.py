@@ -1,4 +1,4 @@
-"""A joint graph as a table for people: one line a node, in the order in which they run."""
+"""A joint graph as a table for people: one line for each node, in the order of execution."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
-    Phase,
     module_of,
     parameter_of,
     phase_of,
     tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
-from graph_trainer.core.graph.ops import (
-    aliased_input,
-    is_getitem,
-    is_wait,
-    schema_of,
-)
+from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_wait, schema_of
 
 HEADINGS = ("phase", "module", "op", "shape", "alive", "for parameter")
 
@@ -26,20 +20,19 @@ HEADINGS = ("phase", "module", "op", "shape", "alive", "for parameter")
 def listing(joint: JointGraph, *, views: bool = False) -> str:
     """List the nodes of a joint graph. Linear in nodes.
 
-    Arguments:
+    Args:
         joint: as captured, or after any pass.
-        views: also list nodes that only show a tensor in another form (views, waits, getitems)
-            and so take neither time nor memory.
+        views: also list nodes that take neither time nor memory: views, waits, getitems.
 
     Returns:
-        a table without a newline at its end, with the columns
+        A table without a newline at its end, with the columns
         phase: forward, loss or backward;
         module: FQN of the module that made the node, or whose backward it is;
         op: name of the operator;
-        shape: of its first result, on this rank;
-        alive: bytes of all that the graph has made and still needs while the node runs,
-            parameters and batch not among them;
-        for parameter: FQN of the parameter that the node gathers or reduces the gradient of.
+        shape: shape of its first result, on this rank;
+        alive: bytes that the graph has allocated and not yet freed while the node runs, without
+            parameters and batch;
+        for parameter: FQN of the parameter that the node gathers or whose gradient it reduces.
 
     Example::
 
@@ -52,18 +45,16 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
             rows.append(_row(node, alive[node]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
-    for phase, module, op, shape, bytes_alive, parameter in rows:
-        left = (phase, module, op, shape)
-        cells = [text.ljust(width) for text, width in zip(left, widths[:4], strict=True)]
+    for *left, bytes_alive, parameter in rows:
+        cells = [text.ljust(width) for text, width in zip(left, widths, strict=False)]
         lines.append("  ".join([*cells, bytes_alive.rjust(widths[4]), parameter]).rstrip())
     return "\n".join(lines)
 
 
 def _row(node: fx.Node, alive: int) -> tuple[str, str, str, str, str, str]:
     tensors = tensors_of(node)
-    phase = phase_of(node)
     return (
-        phase.value if isinstance(phase, Phase) else "",
+        str(phase_of(node) or ""),
         module_of(node) or "",
         _op(node),
         " x ".join(map(str, tensors[0].shape)) if tensors else "",

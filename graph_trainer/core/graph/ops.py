@@ -1,11 +1,9 @@
-"""What an op does besides computing: writes, aliases, random numbers, communication."""
+"""Facts about operators: writes, aliases, random numbers, communication."""
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import itertools
-import math
 import operator
 from collections.abc import Iterator
 from typing import Any
@@ -25,8 +23,8 @@ aten = torch.ops.aten
 
 OpOverload = type(aten.add.Tensor)  # has no public name
 
-# Running statistics are written although the schema does not say so, when the op is told to
-# train; ops without a training argument always write.
+# These write running statistics, which their schemas do not say. With an argument that says
+# whether they train, they write where it is true; without one, always.
 _HIDDEN_WRITES = {
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",
@@ -36,7 +34,7 @@ _HIDDEN_WRITES = {
     "aten::batch_norm_gather_stats_with_counts",
 }
 
-# Share their input's storage although the schema does not say so.
+# The result shares its input's storage, which the schemas do not say.
 _HIDDEN_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,
@@ -44,7 +42,7 @@ _HIDDEN_VIEWS = {
     aten.unsafe_chunk.default,
 }
 
-# View where they can and copy where they must, which their schemas do not tell apart.
+# These return a view where they can and else a copy; their schemas do not say which.
 _MAY_COPY = {
     "aten::contiguous",
     "aten::flatten",
@@ -56,14 +54,14 @@ _MAY_COPY = {
 
 
 def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
-    """The schema of the op that a node calls, None for anything that is not an OpOverload."""
+    """Return the schema of a node's op, None for anything that is not an OpOverload."""
     if node.op == "call_function" and isinstance(node.target, OpOverload):
         return node.target._schema
     return None
 
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
-    """A node's argument by its schema name, wherever it was passed."""
+    """Return a node's argument by its name in the schema, passed by position or by keyword."""
     schema = schema_of(node)
     if schema is None:
         return default
@@ -78,14 +76,14 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
 
 
 def argument_nodes(value: Any) -> list[fx.Node]:
-    """Every node inside one argument, in order."""
+    """List every node inside one argument, in order."""
     found: list[fx.Node] = []
     fx.map_arg(value, found.append)
     return found
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
-    """The graphs that a higher-order op runs."""
+    """Yield the graphs that a higher-order op runs."""
     if node.op != "call_function" or schema_of(node) is not None:
         return
     for source in node.all_input_nodes:
@@ -95,7 +93,7 @@ def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
 
 
 def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
-    """The graph that a get_attr node holds, if it holds one."""
+    """Return the graph that a get_attr node reads, if it reads one."""
     owner = node.graph.owning_module
     if node.op != "get_attr" or owner is None:
         return None
@@ -107,9 +105,9 @@ def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:
-    """The inputs that a node changes in place, by its schema and by what schemas hide.
+    """List the inputs that a node writes in place, those that schemas do not declare included.
 
-    A higher-order op whose subgraph writes one of its own inputs counts as writing all.
+    A higher-order op whose subgraph writes one of the subgraph's inputs counts as writing all.
     """
     schema = schema_of(node)
     if schema is None:
@@ -117,14 +115,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         return operands if any(_writes_its_inputs(m.graph) for m in subgraphs(node)) else []
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return list(node.all_input_nodes)
-    written: list[fx.Node] = []
-    for position, entry in enumerate(schema.arguments):
-        if entry.alias_info is None or not entry.alias_info.is_write:
-            continue
-        value = node.kwargs.get(
-            entry.name, node.args[position] if position < len(node.args) else None
-        )
-        written += argument_nodes(value)
+    names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
+    written = argument_nodes([argument(node, name) for name in names])
     kind = kind_of_op(schema.name)
     if kind is not None:
         written += argument_nodes([argument(node, name) for name in kind.written])
@@ -134,7 +126,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
 
 def _writes_its_inputs(graph: fx.Graph) -> bool:
-    return bool(LastWrites(graph).written_inputs())
+    roots = storage_roots(graph)
+    written = (target for node in graph.nodes for target in written_arguments(node))
+    return any(roots[target][0].op == "placeholder" for target in written)
 
 
 def _namespace(schema: torch.FunctionSchema) -> str:
@@ -142,44 +136,49 @@ def _namespace(schema: torch.FunctionSchema) -> str:
 
 
 def collective_kind(node: fx.Node) -> CollectiveKind | None:
-    """The row of `collective_kinds` for the op of a node, None for an op that is not about
-    communication. An unknown op in a namespace of collectives has the row `UNKNOWN`."""
+    """Return the row of `collective_kinds` for a node's op, None for an op without communication.
+
+    An unknown op in a namespace of collectives has the row `UNKNOWN`.
+    """
     schema = schema_of(node)
     return None if schema is None else kind_of_op(schema.name)
 
 
 def plain_kind(node: fx.Node) -> CollectiveKind | None:
-    """The same for a collective of one tensor that returns a new one; None for the variants
-    that write into a buffer or take several tensors, and for ops without a row."""
+    """Return `collective_kind` for a collective of one tensor that returns a new tensor.
+
+    None for the variants that write into a buffer or take several tensors, and for ops without
+    a row.
+    """
     kind = collective_kind(node)
     return kind if kind is not None and collective_name(node) in kind.ops[:1] else None
 
 
 def is_collective(node: fx.Node) -> bool:
-    """Whether a node starts communication between ranks."""
+    """Tell whether a node starts communication between ranks."""
     kind = collective_kind(node)
     return kind is not None and kind.effect is Effect.STARTS
 
 
 def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective; its result is its input, finished."""
+    """Tell whether a node waits for a collective; its result is its input, finished."""
     kind = collective_kind(node)
     return kind is not None and kind.effect is Effect.WAITS
 
 
 def collective_name(node: fx.Node) -> str:
-    """Name of a collective without its namespace: all_gather_into_tensor, all_reduce, ..."""
+    """Return the name of a collective without its namespace: all_gather_into_tensor, all_reduce."""
     schema = schema_of(node)
     assert schema is not None
     return schema.name.split("::")[1]
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether running a node again would give another result or shift the random stream.
+    """Tell whether running a node again gives another result or advances the random generator.
 
-    Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; the
-    probability decides. (Elsewhere a probability of zero still draws.) A higher-order op is
-    random when something in its subgraphs is.
+    Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; here the
+    dropout probability decides. (Other ops draw even at a probability of zero.) A higher-order
+    op is random when a node of its subgraphs is.
     """
     if node.op != "call_function":
         return False
@@ -194,7 +193,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must run even if nothing reads its result."""
+    """Tell whether a node must run even if nothing reads its result."""
     if node.op in ("placeholder", "output"):
         return True
     if node.op == "get_attr" or is_getitem(node):
@@ -207,36 +206,36 @@ def has_effect(node: fx.Node) -> bool:
     if kind is not None and (kind.paired or _namespace(schema) == IN_PLACE_NAMESPACE):
         return True
     if is_wait(node):
-        return not _waits_for_nothing_else(node)
+        return not _is_only_reader(node)
     return bool(written_arguments(node)) or is_random(node)
 
 
-def _waits_for_nothing_else(wait: fx.Node) -> bool:
-    """Whether no one but `wait` reads the collective that it waits for.
+def _is_only_reader(wait: fx.Node) -> bool:
+    """Tell whether only `wait` reads the collective that it waits for.
 
-    Others may read the collective's own node, or the buffer that it writes, and count on
-    this wait having run before them.
+    Another node may read the collective's result, or the buffer that the collective writes, and
+    rely on this wait having run before it.
     """
     (source,) = wait.all_input_nodes
     return is_collective(source) and len(source.users) == 1 and not has_effect(source)
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:
-    """The input whose storage a node's (first) result shares, None where it makes its own.
+    """Return the input whose storage a node's (first) result shares, None for a new storage.
 
-    Views, in-place ops and `out=` variants by their schema; waits by their contract; ops that
-    view where they can, such as `reshape`, by asking the op.
+    Known from the schema for views, in-place ops and `out=` variants, from their contract for
+    waits, and by running the op on fake tensors for `reshape` and others that may copy.
     """
     shared = _shared_inputs(node)
     return shared[0] if shared and isinstance(shared[0], fx.Node) else None
 
 
 _Shared = fx.Node | list[fx.Node] | None
-"""The input that a result shares; for a list that is written in place, its elements."""
+"""The input whose storage a result shares; for a list that is written in place, its elements."""
 
 
 def _shared_inputs(node: fx.Node) -> list[_Shared]:
-    """For each result that the schema of a node's op names: whose storage it shares."""
+    """List, for each result in the schema of a node's op, the input whose storage it shares."""
     if is_wait(node) or node.target in _HIDDEN_VIEWS:
         return [node.all_input_nodes[0]]
     schema = schema_of(node)
@@ -255,7 +254,7 @@ def _shared_argument(node: fx.Node, schema: torch.FunctionSchema, result: Any) -
         info = entry.alias_info
         if info is None:
             continue
-        # a list of views of one argument, as split gives, is written (a -> *) and nameless
+        # a schema writes a list of views of one argument, as split returns, as (a -> *)
         if info.before_set & result.before_set or (not result.before_set and "*" in info.after_set):
             value = argument(node, entry.name)
             return value if isinstance(value, fx.Node | list | tuple) else None  # type: ignore[return-value]
@@ -263,7 +262,7 @@ def _shared_argument(node: fx.Node, schema: torch.FunctionSchema, result: Any) -
 
 
 def _copies(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a node of `_MAY_COPY` copies: done again on what it reads, which are fake tensors."""
+    """Tell whether a node of `_MAY_COPY` copies, by running it on its inputs' fake tensors."""
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return False
@@ -279,120 +278,89 @@ def _copies(node: fx.Node, source: fx.Node) -> bool:
 
 
 def is_getitem(node: fx.Node) -> bool:
-    """Whether a node takes one result of a multi-output op."""
+    """Tell whether a node takes one result of a multi-output op."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 Storage = tuple[fx.Node, int]
-"""The node that makes a storage, and in which of its results."""
+"""The node that allocates a storage, and the index of the result that lives in it."""
 
-Held = Storage | list[Any]
-"""The storages that a value holds: one of a tensor, a nest of lists for a nest of tensors."""
+ValueStorages = Storage | list[Any]
+"""The storages of a value: one for a tensor, a nest of lists for a nest of tensors."""
 
 
 def storage_roots(graph: fx.Graph) -> dict[fx.Node, Storage]:
-    """For every node the storage that its value, or its first result, lives in.
+    """Map every node to the storage of its value, or of its first result.
 
-    Linear in nodes. A multi-output op owns one storage per result, unless it is told to write
-    them into buffers; a split's results live in its input's.
+    Linear in nodes. A multi-output op allocates one storage for each result, unless it writes
+    them into given buffers; the results of a split share their input's.
     """
-    return {node: next(storages_in(held), (node, 0)) for node, held in held_storages(graph).items()}
+    return {
+        node: next(storages_in(storages), (node, 0))
+        for node, storages in value_storages(graph).items()
+    }
 
 
-def held_storages(graph: fx.Graph) -> dict[fx.Node, Held]:
-    """For every node all the storages that its value keeps alive, result by result.
+def value_storages(graph: fx.Graph) -> dict[fx.Node, ValueStorages]:
+    """Map every node to the storages that its value keeps alive, result by result.
 
     Linear in nodes and their results.
     """
-    held: dict[fx.Node, Held] = {}
+    known: dict[fx.Node, ValueStorages] = {}
     for node in graph.nodes:
-        held[node] = _taken(node, held) if is_getitem(node) else _results(node, held)
-    return held
+        known[node] = _of_getitem(node, known) if is_getitem(node) else _of_results(node, known)
+    return known
 
 
-def storages_in(held: Held) -> Iterator[Storage]:
-    """The storages of a nest, in order."""
-    if isinstance(held, tuple):
-        yield held
+def storages_in(storages: ValueStorages) -> Iterator[Storage]:
+    """Yield the storages of a nest, in order."""
+    if isinstance(storages, tuple):
+        yield storages
     else:
-        for part in held:
+        for part in storages:
             yield from storages_in(part)
 
 
-def _taken(node: fx.Node, held: dict[fx.Node, Held]) -> Held:
-    """What a getitem takes out of a node's results."""
+def _of_getitem(node: fx.Node, known: dict[fx.Node, ValueStorages]) -> ValueStorages:
     source, index = node.args
     if not isinstance(source, fx.Node) or not isinstance(index, int):
         return (node, 0)
-    results = held[source]
+    results = known[source]
     if isinstance(results, list):
         return results[index]
-    # a node without a value, of which nobody knows how many results it has
+    # `source` has no value at capture, so its number of results is unknown
     return (source, index) if results[0] is source else results
 
 
-def _results(node: fx.Node, held: dict[fx.Node, Held]) -> Held:
-    """The storages of a node's results: its inputs' where it shares them, else its own."""
-    own = _own(node)
+def _of_results(node: fx.Node, known: dict[fx.Node, ValueStorages]) -> ValueStorages:
+    """The storages of a node's results: an input's where the result shares it, else new ones."""
+    new = _new_storages(node)
     shared = _shared_inputs(node)
     if len(shared) <= 1:
-        return _instead(own, shared[0] if shared else None, held)
-    if not isinstance(own, list):
-        own = [(node, index) for index in range(len(shared))]
-    return [_instead(part, entry, held) for part, entry in zip(own, shared, strict=True)]
+        return _storages_of(shared[0], known) if shared and shared[0] is not None else new
+    if not isinstance(new, list):
+        new = [(node, index) for index in range(len(shared))]
+    return [
+        part if entry is None else _storages_of(entry, known)
+        for part, entry in zip(new, shared, strict=True)
+    ]
 
 
-def _instead(own: Held, shared: _Shared, held: dict[fx.Node, Held]) -> Held:
-    """`own`, or the storages of `shared` in its place."""
-    if shared is None:
-        return own
-    if not isinstance(shared, fx.Node):  # in place on a list: one for one
-        return [held[part] for part in shared]
-    return held[shared]  # of a list of views as well: all of them hold this one
+def _storages_of(
+    shared: fx.Node | list[fx.Node], known: dict[fx.Node, ValueStorages]
+) -> ValueStorages:
+    # a list is written in place: each result is one of its elements
+    return known[shared] if isinstance(shared, fx.Node) else [known[part] for part in shared]
 
 
-def _own(node: fx.Node) -> Held:
-    """A storage for each result of a node. Results that are no tensor, such as a gradient that
-    was not asked for, keep their place in the count."""
+def _new_storages(node: fx.Node) -> ValueStorages:
+    """A storage for each result of a node. A result that is no tensor, such as a gradient that was
+    not asked for, is counted too."""
     place = itertools.count()
 
-    def number(value: object) -> Held:
+    def number(value: object) -> ValueStorages:
         if isinstance(value, (list, tuple)):
             return [number(part) for part in value]
         return (node, next(place))
 
     return number(node.meta.get("val"))
-
-
-class LastWrites:
-    """Where each storage of a graph is written in place. Linear to build."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._position = {node: index for index, node in enumerate(graph.nodes)}
-        self._roots = storage_roots(graph)
-        self._writers: dict[tuple[fx.Node, int], list[fx.Node]] = {}
-        for node in graph.nodes:
-            for target in written_arguments(node):
-                self._writers.setdefault(self._roots[target], []).append(node)
-
-    def after(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
-        """The last node behind `node` that writes the storage of `source`, if any does."""
-        return self.between(node, None, source)
-
-    def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
-        """A node behind `first` and before `last` (None: the end) that writes the storage of
-        `source`, the last of them, if any does. Logarithmic in the number of its writers."""
-        writers = self._writers.get(self._roots[source], ())
-        end = math.inf if last is None else self._position[last]
-        stop = bisect.bisect_left(writers, end, key=self._position.__getitem__)
-        if stop == 0 or self._position[writers[stop - 1]] <= self._position[first]:
-            return None
-        return writers[stop - 1]
-
-    def is_written(self, node: fx.Node) -> bool:
-        """Whether anything in the graph writes the storage of `node`."""
-        return self._roots[node] in self._writers
-
-    def written_inputs(self) -> set[fx.Node]:
-        """The placeholders whose storage the graph writes."""
-        return {root for root, _ in self._writers if root.op == "placeholder"}

@@ -1,7 +1,8 @@
-"""A joint graph put aside, and put back."""
+"""Copy a joint graph, and restore it from the copy."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import fx
@@ -10,10 +11,11 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 
 
 def copy_graph(joint: JointGraph) -> JointGraph:
-    """A copy with nodes of the same names and order that no change of either graph shows in.
+    """Copy a joint graph: nodes of the same names in the same order.
 
-    Fake tensors, the attributes that get_attr nodes read, and subgraphs of higher-order ops are
-    shared: passes replace those and do not write into them. Linear in nodes.
+    A change of either graph does not show in the other. Fake tensors, the attributes that get_attr
+    nodes read, and subgraphs of higher-order ops are shared: passes replace those and do not write
+    into them. Linear in nodes.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -26,23 +28,20 @@ def copy_graph(joint: JointGraph) -> JointGraph:
     kind = type(joint.graph_module).__name__
     graph_module = fx.GraphModule(joint.graph_module, graph, class_name=kind)
     graph_module.meta = dict(joint.graph_module.meta)
-    return JointGraph(
-        graph_module,
-        joint.signature,
-        joint.batch,
-        joint.model_type,
-        joint.training,
+    return dataclasses.replace(
+        joint,
+        graph_module=graph_module,
         history=list(joint.history),
-        remarks=list(joint.remarks),
         decisions=dict(joint.decisions),
+        remarks=list(joint.remarks),
     )
 
 
-def put_back(joint: JointGraph, copy: JointGraph) -> None:
+def restore_graph(joint: JointGraph, copy: JointGraph) -> None:
     """Make `joint` what it was when `copy` was made of it.
 
-    The copy's graph module becomes that of `joint`, with the attributes that its graph reads:
-    those that were replaced, deleted or added meanwhile stay behind with the old module.
+    The copy's graph module becomes that of `joint`, with the attributes that its graph reads;
+    attributes that were replaced or added after the copy remain on the old module only.
     """
     joint.graph_module = copy.graph_module
     joint.signature = copy.signature

@@ -9,7 +9,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import LastWrites
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 

@@ -19,8 +19,8 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    LastWrites,
     aliased_input,
     argument,
     argument_nodes,

@@ -16,8 +16,8 @@ from graph_trainer.core.analysis.mesh_groups import Partition, joined, partition
 from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    LastWrites,
     aliased_input,
     argument,
     is_wait,

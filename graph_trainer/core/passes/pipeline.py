@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.snapshot import copy_graph, put_back
+from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
 from graph_trainer.core.passes.context import AllReduceMax, PassContext, RunSettings, one_rank
@@ -113,7 +113,7 @@ def pass_by_pass(
             raised[name] = budget.peak(joint) - before
             if raised[name] > 0 and budget.is_over(joint):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
-                put_back(joint, start)
+                restore_graph(joint, start)
                 budget.changed()
                 joint.remarks.clear()
         row = measured.row(joint, name, seconds)

@@ -15,8 +15,8 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    LastWrites,
     aliased_input,
     is_getitem,
     is_random,

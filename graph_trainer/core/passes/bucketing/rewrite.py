@@ -21,13 +21,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import (
-    argument,
-    argument_nodes,
-    aten,
-    collective_kind,
-    schema_of,
-)
+from graph_trainer.core.graph.ops import argument, argument_nodes, aten, collective_kind, schema_of
 from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode
 

@@ -16,7 +16,8 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import LastWrites, has_effect, is_collective, is_wait, plain_kind
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import has_effect, is_collective, is_wait, plain_kind
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from
 from graph_trainer.core.passes.context import PassContext

@@ -21,13 +21,13 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     has_effect,
-    held_storages,
     is_collective,
     is_getitem,
     is_random,
     is_wait,
     storages_in,
     subgraphs,
+    value_storages,
     written_arguments,
 )
 from graph_trainer.core.ordering.sequences import may_communicate
@@ -64,7 +64,7 @@ class _Builder:
         self.fused = fused
         self.nodes = list(joint.graph.nodes)
         self.at = {node: place for place, node in enumerate(self.nodes)}
-        self.storages = held_storages(joint.graph)
+        self.storages = value_storages(joint.graph)
         self.issued = collectives(joint)
         self.collective = {c.node: c for c in self.issued}
         self.fsdp_groups = set() if self._gathers_twice() else _fsdp_groups(self.issued)

@@ -13,7 +13,8 @@ from graph_trainer.core.graph.annotations import (
     role_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import LastWrites, is_collective
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError

@@ -6,17 +6,17 @@ import pytest
 import torch
 from torch import fx
 
+from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    LastWrites,
     aliased_input,
     argument,
     has_effect,
-    held_storages,
     is_collective,
     is_random,
     is_wait,
     storage_roots,
     storages_in,
+    value_storages,
     written_arguments,
 )
 from tests.unit.graphs import Builder, aten, c10d
@@ -250,7 +250,7 @@ def test_each_out_buffer_is_the_storage_of_its_own_result():
     indices = g.f(aten.empty.memory_format, [4], dtype=torch.int64)
     result = g.f(aten.sort.values, g.x, values=values, indices=indices)
     taken = [g.f(operator.getitem, result, i) for i in (0, 1, -1)]
-    roots, held = g.roots(), held_storages(g.graph)
+    roots, held = g.roots(), value_storages(g.graph)
     assert [roots[t] for t in taken] == [(values, 0), (indices, 0), (indices, 0)]
     assert list(storages_in(held[result])) == [(values, 0), (indices, 0)]
 

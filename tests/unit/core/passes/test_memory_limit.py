@@ -11,7 +11,7 @@ from torch import fx, nn
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.ops import subgraph_of
-from graph_trainer.core.graph.snapshot import copy_graph, put_back
+from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import OtherMemory, one_rank
 from graph_trainer.core.runtime.step_cache import TrainStep
@@ -270,7 +270,7 @@ def test_a_copy_does_not_change_with_its_original(plain):
             node.meta["custom"]["module"] = "elsewhere"
     assert described(joint) != before and described(copy) == before
     assert copy.history != joint.history
-    put_back(joint, copy)
+    restore_graph(joint, copy)
     assert described(joint) == before and joint.history[-1] == "bucket_collectives"
     joint.validate()
     assert_same(run(joint), run(plain))
@@ -332,7 +332,7 @@ def test_what_a_pass_did_to_attributes_is_put_back(change):
     before, text = run(joint), str(joint)
     copy = copy_graph(joint)
     change(joint.graph_module)
-    put_back(joint, copy)
+    restore_graph(joint, copy)
     assert_same(before, run(joint))
     assert str(joint) == text and not hasattr(joint.graph_module, "extra")
     assert joint.graph_module.meta["said by"] == "the caller"

@@ -11,7 +11,7 @@ from graph_trainer.core.graph.annotations import (
     parameters_of,
 )
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.graph.snapshot import copy_graph, put_back
+from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.assign import members_of
 from graph_trainer.core.passes.bucketing.auto import best_caps, saturating_mib
@@ -180,7 +180,7 @@ def test_a_decision_is_rolled_back_with_its_pass():
     before, text = copy_graph(joint), code(joint)
     bucket_collectives(joint, AUTO, PassContext(hardware=SLOW))
     assert joint.decisions and copy_graph(joint).decisions == joint.decisions
-    put_back(joint, before)
+    restore_graph(joint, before)
     assert not joint.decisions and code(joint) == text
 
 

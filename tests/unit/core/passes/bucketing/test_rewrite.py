@@ -255,14 +255,14 @@ def test_a_shard_of_nothing_travels_along_and_complex_numbers_apart():
 
 def test_one_bucket_of_very_many_members_is_no_square():
     """Twice the members, about twice the work: counted, since clocks are not tests."""
-    from graph_trainer.core.graph.ops import held_storages, storages_in
+    from graph_trainer.core.graph.ops import storages_in, value_storages
 
     def held(members):
         b = Builder()
         names = [(f"layers.0.{i}", "g", torch.float32) for i in range(members)]
         joint = bucket(gathering(b, names), strategy="size", cap_mib=100.0, max_span=10**6)
         assert counts(joint) == (1, 0, 0)
-        storages = held_storages(joint.graph)
+        storages = value_storages(joint.graph)
         return sum(
             len(list(storages_in(storages[n])))
             for m in joint.graph.nodes
