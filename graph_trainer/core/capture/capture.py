@@ -26,7 +26,6 @@ from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.annotations import (
     annotation,
     set_input_name,
-    with_parts,
 )
 from graph_trainer.core.graph.joint_graph import (
     Input,
@@ -35,6 +34,7 @@ from graph_trainer.core.graph.joint_graph import (
     Output,
     OutputKind,
     Signature,
+    with_parts,
 )
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.names import clean_fqn
