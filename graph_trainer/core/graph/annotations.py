@@ -12,6 +12,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.torch_private import detect_fake_mode
 
 
 class Phase(StrEnum):
@@ -211,6 +214,21 @@ def set_saved_for_backward(node: fx.Node) -> None:
 def value_of(node: fx.Node) -> Any:
     """Return the fake tensor (or nest of them) that a node produced at capture."""
     return node.meta.get("val")
+
+
+def tensor_of(node: fx.Node) -> torch.Tensor:
+    """Return the (fake) value of a node whose value is one tensor."""
+    value = value_of(node)
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def infer_value(node: fx.Node) -> None:
+    """Set a node's (fake) value by running its op on the values of its inputs."""
+    mode = detect_fake_mode([value_of(n) for n in node.all_input_nodes])
+    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+    with mode or contextlib.nullcontext():
+        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -18,14 +15,14 @@ from graph_trainer.core.passes.context import PassContext
 def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Merge unshard nodes that do the same to the same input.
 
-    A parameter read twice (a tied head, a checkpointed block that runs forward again in
-    backward) is gathered twice by a plain trace. Afterwards all readings share the first
-    gather, also those of backward, so that what is gathered again is one decision, taken by
-    `tag_fsdp_unshards`, whatever activation checkpointing did.
+    A parameter that is read twice (a tied head, a checkpointed block that runs forward again in
+    backward) is gathered twice by a plain trace. Afterwards all readers share the first gather,
+    those of backward too, so that `tag_fsdp_unshards` alone decides what is gathered again,
+    whatever activation checkpointing did.
 
-    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs. What someone
-    writes in place, the shard or a gathered tensor, is never shared. Must not run after
-    `rematerialize`, whose copies are meant. Linear in nodes.
+    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs. A shard or a gathered
+    tensor that is written in place is never shared. Must not run after `rematerialize`, whose
+    copies are intended. Linear in nodes.
     """
     first: dict[object, fx.Node] = {}
     writes = LastWrites(joint.graph)

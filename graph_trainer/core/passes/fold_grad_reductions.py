@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -11,8 +10,10 @@ from torch import fx
 from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
+    infer_value,
     parameters_of,
     role_of,
+    tensor_of,
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -27,7 +28,6 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.torch_private import detect_fake_mode
 
 aten = torch.ops.aten
 
@@ -48,21 +48,22 @@ _COPIES = {
     changes_sums=True,
 )
 def fold_grad_reductions(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Reduce once what is reduced several times for one parameter and then added.
+    """Add the gradients of one parameter, then reduce their sum once.
 
     A tied weight, a layer that is called twice and a parameter that a checkpointed block reads
-    have a gradient for each reading. Autograd adds what the reductions return. Here the gradients
-    are added in front of the first reduction, where both go the same way from there to the sum:
+    have one gradient for each use. Autograd adds the results of their reductions. This pass adds
+    the gradients before the first reduction, where both have the same nodes from there to the sum:
     the same collectives over the same groups, divisions, slices and casts.
 
-    Gradients are added in the dtype that they are reduced in, after the cast to it. Where a
-    dtype on the way holds less than the one in which they were added before, they stay apart, and
-    so they do in float16, in which a sum that is not divided yet may overflow.
+    Gradients are added in the dtype in which they are reduced, after the cast to it. Not changed:
+    reductions with a dtype less precise than that of the sum, and those in float16, in which a sum
+    that is not divided yet may overflow.
 
     Relies on FSDP roles. Changes the order of summation, and so the last bits: this is why it is
-    not in the default list. Guarantees the same decision on every rank. Where readings lie far
-    apart, as those of a tied embedding, the whole gradient of the first is held until that of the
-    last is there: under a memory limit that this would break it is rolled back. Linear in nodes.
+    not in the default list. Guarantees the same decision on every rank. Where the uses are far
+    apart, as those of a tied embedding, the whole gradient of the first stays alive until that of
+    the last is computed: the pass is rolled back where this would break a memory limit, and runs
+    after `rematerialize` because the predicted peak is final there. Linear in nodes.
     """
     graph = joint.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
@@ -73,27 +74,27 @@ def fold_grad_reductions(joint: JointGraph, options: NoOptions, context: PassCon
             continue
         early, late = sorted(chains, key=lambda chain: position[chain.nodes[0]])
         writes = writes or LastWrites(graph)
-        # a sum that an earlier turn made is not known to `writes`: nobody writes it
+        # `writes` does not know the sums that this loop has made, which are never written
         if early.source in position and writes.between(early.nodes[0], late.nodes[0], early.source):
             continue
         _fold(node, early, late)
 
 
 class _Chain(NamedTuple):
-    """How a gradient is reduced."""
+    """The nodes that reduce a gradient."""
 
     source: fx.Node
     """What the first collective reads."""
     nodes: list[fx.Node]
     """From the first collective to what is added."""
 
-    def ways(self) -> list[object]:
-        """Equal for two chains that do the same."""
+    def calls(self) -> list[object]:
+        """Return what is equal for two chains that do the same."""
         return [_call(node) for node in self.nodes]
 
 
 def _two_chains(add: fx.Node) -> tuple[_Chain, _Chain] | None:
-    """The reductions whose results are added, if they may as well be one."""
+    """Return the reductions whose results are added, if one reduction can replace them."""
     if len(add.args) != 2 or add.kwargs:
         return None
     one, other = add.args
@@ -102,20 +103,20 @@ def _two_chains(add: fx.Node) -> tuple[_Chain, _Chain] | None:
     if role_of(one) is not Role.REDUCE_GRAD or not _is_of(one, other):
         return None
     first, second = _chain(one), _chain(other)
-    if first is None or second is None or first.ways() != second.ways():
+    if first is None or second is None or first.calls() != second.calls():
         return None
-    x, y = _tensor(first.source), _tensor(second.source)
+    x, y = tensor_of(first.source), tensor_of(second.source)
     if (x.shape, x.stride(), x.dtype) != (y.shape, y.stride(), y.dtype):
         return None
-    dtypes = {x.dtype, *(_tensor(node).dtype for node in first.nodes)}
-    added_in = _tensor(add).dtype
+    dtypes = {x.dtype, *(tensor_of(node).dtype for node in first.nodes)}
+    added_in = tensor_of(add).dtype
     if torch.float16 in dtypes or any(torch.promote_types(d, added_in) != d for d in dtypes):
         return None
     return first, second
 
 
 def _chain(end: fx.Node) -> _Chain | None:
-    """The way of one gradient to `end`, which nobody else may read at any point of it."""
+    """Return the nodes from a gradient to `end`, if no other node reads any of them."""
     nodes: list[fx.Node] = []
     collective = 0
     node = end
@@ -131,13 +132,13 @@ def _chain(end: fx.Node) -> _Chain | None:
 
 
 def _is_of(node: fx.Node, other: fx.Node) -> bool:
-    """Whether a node does for the same parameter what another does."""
+    """Return whether two nodes have the same role and parameter."""
     return role_of(node) is role_of(other) and parameters_of(node) == parameters_of(other)
 
 
 def _is_step(node: fx.Node) -> bool:
-    """Whether a node has one input and one reader, and makes of a sum the sum of what it makes of
-    the summands."""
+    """Return whether a node has one input and one reader, and is linear: its result of a sum is
+    the sum of its results."""
     if (
         len(node.users) != 1
         or len(node.all_input_nodes) != 1
@@ -155,7 +156,7 @@ def _is_step(node: fx.Node) -> bool:
 
 
 def _call(node: fx.Node) -> object:
-    """The op and what it is told, without what it is told about."""
+    """Return the op and its arguments, without its input nodes."""
 
     def blank(_: fx.Node) -> None:
         return None
@@ -164,21 +165,13 @@ def _call(node: fx.Node) -> object:
 
 
 def _fold(add: fx.Node, early: _Chain, late: _Chain) -> None:
-    """Send the sum of both gradients the way of the later one."""
+    """Reduce the sum of both gradients as the later one is reduced."""
     reduction = late.nodes[0]
     with add.graph.inserting_before(reduction):
         summed = add.graph.call_function(aten.add.Tensor, (early.source, late.source))
     copy_annotations(reduction, summed)
-    x, y = _tensor(early.source), _tensor(late.source)
-    with detect_fake_mode([x]) or contextlib.nullcontext():
-        summed.meta["val"] = x + y
+    infer_value(summed)
     reduction.replace_input_with(late.source, summed)
     add.replace_all_uses_with(late.nodes[-1])
     for node in (add, *reversed(early.nodes)):
         add.graph.erase_node(node)
-
-
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = value_of(node)
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -16,11 +16,11 @@ aten = torch.ops.aten
 
 @graph_pass(stage=Stage.CLEANUP, summary="Replace in-place index_put_ on temporaries")
 def functionalize_index_put(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Replace `index_put_` by `index_put` where nobody can tell the difference.
+    """Replace `index_put_` by `index_put` where no other node can observe the write.
 
-    Applies where the written tensor was made in this graph by an op with a storage of its
-    own and nothing else has read it before. Everything that reads the tensor afterwards reads
-    the new one. Inputs and views are left alone: someone else sees their storage.
+    Applies where an op of this graph allocated the written tensor and no other node has read it
+    before. All later readers read the new tensor. Inputs and views are not changed: their storage
+    is visible to others.
 
     Guarantees equal values; afterwards the tensor may be recomputed and moved like any other.
     Linear in nodes and their readers.
@@ -34,7 +34,7 @@ def functionalize_index_put(joint: JointGraph, options: NoOptions, context: Pass
     for node in targets:
         target = node.args[0]
         assert isinstance(target, fx.Node)
-        # one write after another on the same temporary: the one before is index_put by now
+        # after an earlier write to the same temporary, the target is an index_put by now
         owns = roots[target] == (target, 0) or target.target is aten.index_put.default
         if target.op != "call_function" or not owns or not _keeps_layout(target):
             continue
@@ -48,6 +48,6 @@ def functionalize_index_put(joint: JointGraph, options: NoOptions, context: Pass
 
 
 def _keeps_layout(target: fx.Node) -> bool:
-    """Whether a copy of the target, which is what index_put makes, is laid out like it."""
+    """Return whether a copy of the target, which index_put makes, has the same strides."""
     value = value_of(target)
     return isinstance(value, torch.Tensor) and torch.empty_like(value).stride() == value.stride()

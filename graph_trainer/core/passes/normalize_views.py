@@ -31,11 +31,11 @@ _VIEWS = {
 
 @graph_pass(stage=Stage.CLEANUP, summary="Remove no-op views, detaches and double transposes")
 def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Let readers read what a view shows unchanged.
+    """Let readers of a view that changes nothing read its input.
 
-    Removed: detach and alias, views that show exactly their input, and views of a view that
-    show exactly that view's input, as a transpose of a transpose does. A view whose input a
-    pass has laid out so that it cannot be viewed becomes a reshape.
+    Removes detach and alias, views that show exactly their input, and views of a view that show
+    exactly that view's input, as a transpose of a transpose does. A view whose input has other
+    strides since an earlier pass, and cannot be viewed any more, becomes a reshape.
 
     Relies on fake values in `meta`. Guarantees that storages stay shared as they were: a
     removed view had its input's storage. Linear in nodes.
@@ -53,7 +53,7 @@ def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext)
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
-    """The node that already holds what `node` shows, if there is one."""
+    """Return the node that has the same elements as a view of it, if there is one."""
     source = _first_argument(node)
     if source is None:
         return None
@@ -73,10 +73,10 @@ def _first_argument(node: fx.Node) -> fx.Node | None:
 
 
 def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
-    """Whether two tensors on one storage are the same elements in the same places.
+    """Return whether two tensors on one storage have the same elements in the same places.
 
-    Shape, strides and offset say so whatever views lie between the two: swapping two
-    dimensions of equal size, for one, exchanges their strides.
+    Shape, strides and offset decide, whatever views lie between the two: swapping two dimensions
+    of equal size, for one, exchanges their strides.
     """
     x, y = value_of(view), value_of(source)
     return (
@@ -92,12 +92,12 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
 def _reshape_instead(view: fx.Node) -> None:
     source, shape = view.args[:2]
     view.target = aten.reshape.default
-    # a copy, and laid out as copies are
+    # a copy, with the strides of a copy
     view.meta["val"] = value_of(source).reshape(shape)  # type: ignore[arg-type]
 
 
 def _can_view(source: fx.Node, shape: object) -> bool:
-    """Whether a node's (fake) value can be shown in another shape without a copy."""
+    """Return whether a node's (fake) value can be viewed in another shape without a copy."""
     value = source.meta.get("val")
     if not isinstance(value, torch.Tensor) or value.is_contiguous():
         return True

@@ -1,4 +1,4 @@
-"""The one pass that duplicates nodes: recompute in backward what is tagged for it."""
+"""Recompute tagged nodes in backward: the only pass that duplicates nodes."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ from graph_trainer.errors import PassError
     stage=Stage.REMATERIALIZE, summary="Recompute tagged nodes in backward, free them after forward"
 )
 def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
-    """Give backward its own copy of every node tagged MUST_RECOMPUTE that it reads.
+    """Let backward read a copy of every node that is tagged MUST_RECOMPUTE.
 
-    A copy stands in front of its first backward reader and serves all later ones; what it
-    reads is copied with it as far as that is tagged too. A getitem without a tag follows the
-    op that made the tuple. Random ops are never copied: they count as saved. A higher-order
-    op's subgraphs are copied with it. Copies carry no tag, so running the pass again changes
-    nothing.
+    A copy is inserted before its first backward reader and serves all later ones; inputs that are
+    tagged too are copied with it. A getitem without a tag follows the op that made the tuple.
+    Random ops are never copied: they count as saved. The subgraphs of a higher-order op are copied
+    with it. Copies have no tag, so that a second run changes nothing.
 
     Relies on phases and tags, whoever wrote them. Guarantees equal values.
 
     Raises:
-        PassError: a tagged node writes in place, or something writes in place what it reads
-            or makes before backward reads it: running it again would give another result.
+        PassError: a tagged node writes in place, or its inputs or result are written in place
+            before backward reads them: a second run of the node would give another result.
 
     Linear in nodes.
     """
@@ -65,7 +64,7 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
         if any(source in copies for source in reader.all_input_nodes):
             reader.args = fx.map_arg(reader.args, lambda n: copies.get(n, n))
             reader.kwargs = fx.map_arg(reader.kwargs, lambda n: copies.get(n, n))
-    _drop_unread_originals(graph, copies)
+    _erase_unused_originals(graph, copies)
 
 
 def _to_be_recomputed(node: fx.Node) -> bool:
@@ -75,14 +74,14 @@ def _to_be_recomputed(node: fx.Node) -> bool:
     if is_getitem(node):
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        # alone it would keep the whole tuple alive
+        # a getitem that is kept would keep the whole tuple alive
         untagged_or_agreed = policy in (None, CheckpointPolicy.MUST_RECOMPUTE)
         return untagged_or_agreed and _to_be_recomputed(source)
     return policy is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """The tagged nodes behind a reader that have no copy yet, inputs before readers."""
+    """Return the tagged nodes that a reader needs and that have no copy yet, inputs first."""
     order: list[fx.Node] = []
     seen: set[fx.Node] = set()
     stack = [(n, False) for n in reversed(reader.all_input_nodes)]
@@ -100,7 +99,7 @@ def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node
 
 
 class _Copier:
-    """Copies nodes to where the graph inserts now, reading the copies made before."""
+    """Copies nodes to where the graph inserts now; copies read earlier copies."""
 
     def __init__(self, joint: JointGraph) -> None:
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -108,7 +107,7 @@ class _Copier:
         self._times: Counter[str] = Counter()
 
     def copy(self, node: fx.Node) -> None:
-        """Copy one node with its annotations, as backward's and without its tag."""
+        """Copy one node with its annotations, in the phase backward and without its tag."""
         made = self._joint.graph.node_copy(node, self._argument)
         copy_annotations(node, made, phase=Phase.BACKWARD)
         self.copies[node] = made
@@ -133,8 +132,8 @@ class _Copier:
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
-    """A subgraph of its own, so that a pass on one of the two never changes the other. Tensors
-    that it holds stay shared; graphs within it are copied too."""
+    """Copy a subgraph, so that a pass on one of the two never changes the other. Its tensors stay
+    shared; graphs within it are copied too."""
     made = fx.GraphModule(module, copy.deepcopy(module.graph))
     for name, inner in list(made.named_children()):
         if isinstance(inner, fx.GraphModule):
@@ -143,7 +142,7 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> None:
-    """Refuse a node that would not give `reader` what it gives now."""
+    """Refuse a node that would give `reader` another result if it ran again."""
     what = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
     if written_arguments(node):
         raise PassError(
@@ -153,7 +152,7 @@ def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> 
     if shared is None and (writer := writes.between(node, reader, node)) is not None:
         raise PassError(f"{what} '{writer.name}' writes in place what it made: tag it MUST_SAVE")
     for source in node.all_input_nodes:
-        # a view sees what is written later whenever it is taken
+        # a view shows later writes whenever it is made
         if source is shared:
             continue
         writer = writes.between(node, reader, source)
@@ -164,9 +163,9 @@ def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> 
             )
 
 
-def _drop_unread_originals(graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
-    """A chain that only backward read has moved there whole. What was copied has no effect of
-    its own, or it had been refused."""
+def _erase_unused_originals(graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
+    """Erase the originals that only backward read. They have no effect, or `_check_may_run_again`
+    would have refused them."""
     for node in reversed(list(graph.nodes)):
         if node in copies and not node.users:
             subgraphs = [n for n in node.all_input_nodes if subgraph_of(n) is not None]

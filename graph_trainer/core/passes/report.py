@@ -23,8 +23,8 @@ from graph_trainer.core.graph.ops import collective_name, is_collective
 from graph_trainer.core.units import MIB
 
 HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
-"""What `Report.cells` gives: parameter and other all-gathers by phase, reductions of both
-kinds, MiB that all collectives read on this rank, predicted peak above the inputs, seconds."""
+"""Headings of `Report.cells`: all-gathers by phase, reductions, MiB that all collectives read on
+this rank, predicted peak above the inputs, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +41,12 @@ class PassReport:
     peak_bytes: int
     """Predicted peak of what the graph allocates, above parameters and batch."""
     rolled_back: str = ""
-    """Why what the pass did was taken back; empty where it was not."""
+    """Why the pass was rolled back; empty where it was not."""
     remarks: tuple[str, ...] = ()
-    """What the pass says of its work, the sum of it first."""
+    """What the pass says about its work, the summary first."""
 
     def count(self, kind: str, phase: Phase | None = None) -> int:
-        """How many collectives of one kind, in one phase or in all."""
+        """Count the collectives of one kind, in one phase or in all."""
         return sum(
             number
             for (found, where), number in self.collectives.items()
@@ -55,7 +55,7 @@ class PassReport:
 
 
 def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
-    """One report row of the graph as it is now. Linear in nodes."""
+    """Make one report row of the graph as it is now. Linear in nodes."""
     counts: Counter[tuple[str, str]] = Counter()
     total = 0
     nodes = 0
@@ -69,8 +69,8 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
 
 
 def state_of(joint: JointGraph) -> list[object]:
-    """All that an analysis depends on, node by node: equal lists for a graph that a pass left as
-    it was. Linear in nodes, and far cheaper than any analysis."""
+    """Return all that an analysis depends on, node by node: equal lists for a graph that a pass did
+    not change. Linear in nodes, and far cheaper than any analysis."""
     return [
         (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
         + (id(value_of(n)),)
@@ -79,14 +79,14 @@ def state_of(joint: JointGraph) -> list[object]:
 
 
 class Measured:
-    """Report rows of one graph; where nothing changed, the numbers of the row before."""
+    """Makes report rows of one graph; measures it only where it has changed."""
 
     def __init__(self) -> None:
         self._state: list[object] = []
         self._row: PassReport | None = None
 
     def row(self, joint: JointGraph, name: str, seconds: float) -> PassReport:
-        """One row of the graph as it is now."""
+        """Make one row of the graph as it is now."""
         state = state_of(joint)
         if self._row is None or state != self._state:
             self._row = measure(joint, name, seconds)
@@ -96,7 +96,7 @@ class Measured:
 
 
 class Remarked(Protocol):
-    """A row of a pass that may say something of its work."""
+    """A row of a pass that may have remarks on its work."""
 
     @property
     def name(self) -> str: ...
@@ -121,7 +121,7 @@ class Report:
         return self.rows[-1]
 
     def cells(self) -> list[list[str]]:
-        """The rows as text under HEADINGS; numbers that a pass changed carry the change."""
+        """Return the rows as text under HEADINGS; a number that a pass changed has the change."""
         table, before = [], None
         for row in self.rows:
             name = f"{row.name}, rolled back" if row.rolled_back else row.name
@@ -130,8 +130,7 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """A line for every pass that was rolled back, and one for every other that has something
-        to say of its work."""
+        """Return a line for every pass that was rolled back, and for every other with a remark."""
         return standing_remarks(self.rows) + [
             f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back
         ]
@@ -147,29 +146,24 @@ class Report:
 
 
 def _cells(row: PassReport, before: PassReport | None) -> list[str]:
-    def cell(value: float, old: float | None, digits: int = 0) -> str:
-        text = f"{value:,.{digits}f}"
-        if old is None or round(value - old, digits) == 0:
-            return text
-        return f"{text} {value - old:+,.{digits}f}"
-
-    def gathers(report: PassReport, *phases: Phase) -> int:
-        found = [n for n, kind in KINDS.items() if kind.result is Result.GATHERED]
-        return sum(report.count(name, phase) for name in found for phase in phases)
-
-    def reductions(report: PassReport) -> int:
-        return sum(report.count(name) for name, kind in KINDS.items() if kind.reduces)
-
-    def old(function: object) -> float | None:
-        return None if before is None else function(before)  # type: ignore[operator]
-
-    readings = (
-        (lambda r: r.nodes, 0),
-        (lambda r: gathers(r, Phase.FORWARD, Phase.LOSS), 0),
-        (lambda r: gathers(r, Phase.BACKWARD), 0),
-        (reductions, 0),
-        (lambda r: r.collective_bytes / MIB, 1),
-        (lambda r: r.peak_bytes / MIB, 1),
-    )
-    cells = [cell(read(row), old(read), digits) for read, digits in readings]
+    cells = []
+    for place, value in enumerate(_numbers(row)):
+        digits = 1 if isinstance(value, float) else 0
+        change = 0 if before is None else round(value - _numbers(before)[place], digits)
+        cells.append(f"{value:,.{digits}f}" + (f" {change:+,.{digits}f}" if change else ""))
     return [*cells, f"{row.seconds:.2f}"]
+
+
+def _numbers(row: PassReport) -> list[float]:
+    gathers = [name for name, kind in KINDS.items() if kind.result is Result.GATHERED]
+    forward = sum(row.count(n, phase) for n in gathers for phase in (Phase.FORWARD, Phase.LOSS))
+    backward = sum(row.count(name, Phase.BACKWARD) for name in gathers)
+    reductions = sum(row.count(name) for name, kind in KINDS.items() if kind.reduces)
+    return [
+        row.nodes,
+        forward,
+        backward,
+        reductions,
+        row.collective_bytes / MIB,
+        row.peak_bytes / MIB,
+    ]

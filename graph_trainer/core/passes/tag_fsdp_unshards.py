@@ -19,9 +19,9 @@ from graph_trainer.core.passes.context import PassContext
 def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write MUST_RECOMPUTE or MUST_SAVE on whole unshard chains.
 
-    The whole chain is tagged and not only its all-gather: a permuted view or a copy that
-    stayed would hold the same bytes. A tag MUST_SAVE or MUST_RECOMPUTE that someone else
-    wrote wins. Chains that backward does not read are left alone.
+    The whole chain is tagged and not only its all-gather: a permuted view or a copy that stayed
+    would keep the same bytes alive. A tag MUST_SAVE or MUST_RECOMPUTE that is there already wins.
+    Chains that backward does not read are not tagged.
 
     Relies on FSDP roles and on `deduplicate_unshards`. Changes metadata only. n log n.
     """

@@ -1,27 +1,24 @@
-"""The expensive check: run the graph again on fake tensors and compare every value."""
+"""Run a graph again on fake tensors and compare every value: the expensive check."""
 
 from __future__ import annotations
 
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import (
-    tensors_of,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import tensors_of, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.torch_private import FakeTensorMode, detect_fake_mode
 from graph_trainer.errors import VerificationError
 
 
 def verify_values(joint: JointGraph) -> None:
-    """Check that every node makes what its metadata says: shape, stride, dtype, device.
+    """Check that the result of every node is what its metadata says: shape, stride, dtype, device.
 
     Runs each op once on fake tensors; linear in nodes, but as slow as capture's second half.
 
     Raises:
-        VerificationError: with the first node that differs, what it says and what it makes,
-            or that cannot run at all.
+        VerificationError: for the first node that differs, with its result and its metadata, or
+            that cannot run at all.
     """
     mode = detect_fake_mode([value_of(n) for n in joint.placeholders()]) or FakeTensorMode()
     _Checker(joint.graph_module, mode).run(*[value_of(n) for n in joint.placeholders()])

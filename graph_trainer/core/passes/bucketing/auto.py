@@ -1,4 +1,4 @@
-"""How large a bucket should be: what the network asks for, and the simulator prefers."""
+"""Choose how large buckets are: by the links of each group, then by simulation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,7 @@ from functools import cache
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.bucketing.assign import (
-    Member,
-    by_size,
-    members_of,
-    without_circles,
-)
+from graph_trainer.core.passes.bucketing.assign import Member, by_size, members_of, without_circles
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import AllReduceMax, PassContext
 from graph_trainer.core.simulation.collective_costs import collective_seconds
@@ -26,20 +21,20 @@ ASKED_BY = 'compile.bucketing.strategy = "auto"'
 
 _SATURATED = 0.9
 _SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
-_ENDLESS = 2**60  # bytes of a collective whose latency does not count
+_ENDLESS = 2**60  # bytes of a collective whose latency is negligible
 _NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
-"""Of that size; at 0 every collective stays alone, since a bucket costs copies."""
+"""Sizes that are tried, relative to the saturating one; at 0 nothing is merged."""
 
 
 def best_caps(
     joint: JointGraph, members: Sequence[Member], context: PassContext, max_span: int
 ) -> dict[str, float]:
-    """MiB that a bucket should hold, by process group.
+    """Find the MiB of a bucket, by process group.
 
-    Begins with the least that saturates each group's links, and takes that, the half, a quarter,
-    nothing, twice or four times as much, whichever makes the simulated step of the slowest rank
-    shortest within the memory limit; the first of equals. Simulates a copy of the graph for each,
-    with the passes that come behind, and leaves remarks on what it found.
+    Begins with the smallest size that saturates each group's links, and takes that size, a half, a
+    quarter, nothing, twice or four times of it, whichever makes the simulated step of the slowest
+    rank shortest within the memory limit; the first of equals. Simulates a copy of the graph for
+    each, with the passes that run later, and writes remarks on what it found.
 
     Raises:
         PassError: no hardware is named.
@@ -70,13 +65,13 @@ class _Tried:
         for group, cap in self.caps.items():
             size = f"up to {cap:g} MiB" if cap else "each alone"
             sizes.setdefault(size, []).append(len(group_ranks(group)))
-        told = (
+        parts = (
             f"{size} over {' and '.join(str(num) for num in dict.fromkeys(ranks))} ranks"
             for size, ranks in sizes.items()
         )
         fits = "" if self.fits else ", more than memory_limit_gib"
         return (
-            f"{', '.join(told)}: {self.seconds * 1e3:.1f} ms a step, "
+            f"{', '.join(parts)}: {self.seconds * 1e3:.1f} ms a step, "
             f"peak {self.peak / GIB:.2f} GiB{fits}"
         )
 
@@ -84,9 +79,9 @@ class _Tried:
 def _saturating(
     members: Sequence[Member], hardware: Hardware, all_reduce_max: AllReduceMax
 ) -> dict[str, float]:
-    """For each group the largest that one of its kinds of collectives asks for, on any rank: of
+    """Return, by group, the largest saturating size of its kinds of collectives, on any rank: of
     the groups along one axis of a mesh, one may be within a machine and another not."""
-    asked = cache(group_ranks)
+    ranks_of = cache(group_ranks)
     caps: dict[str, int] = {}
     seen = set()
     for member in members:
@@ -94,14 +89,14 @@ def _saturating(
         if (member.route.tag, group) in seen:
             continue
         seen.add((member.route.tag, group))
-        collective = collective_of(member.node, asked, None)
+        collective = collective_of(member.node, ranks_of, None)
         caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
     return {group: all_reduce_max(cap) for group, cap in caps.items()}
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:
-    """The smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over this
-    group moves its bytes nine tenths as fast as one without end."""
+    """Return the smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over
+    this group has nine tenths of the bandwidth that an endless one has."""
 
     def bytes_per_second(size: int) -> float:
         sized = replace(collective, input_bytes=size, output_bytes=size)

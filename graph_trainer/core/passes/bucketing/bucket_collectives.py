@@ -26,28 +26,27 @@ from graph_trainer.errors import PassError
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
 _BY_SIZE = ("size", "auto")
-"""Strategies that look at what this rank holds."""
+"""Strategies that depend on the sizes that this rank stores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketCollectivesOptions:
-    """Which collectives travel together."""
+    """Which collectives are merged."""
 
     strategy: Strategy = "none"
     """
-    "none": each alone. "size": as they come, up to `cap_mib`. "transformer_block": those of
+    "none": no collective. "size": in graph order, up to `cap_mib`. "transformer_block": those of
     one block and kind, the embedding alone, the final norm with the output head. "auto": by
-    size, as large as the network and the simulator of `compile.hardware` ask for, or not at
-    all.
+    size, whichever size is fastest when simulated on `compile.hardware`, or no collective.
     """
 
     cap_mib: float = 25.0
-    """For "size": MiB of a bucket, counting the larger of what it reads and what it makes."""
+    """For "size": MiB of a bucket, of its input or output, whichever is larger."""
 
     max_span: int = 1000
     """
-    For "size" and "auto": how many nodes of the graph a bucket reaches over at most. One that
-    reaches far pulls compute out of its order and holds what it waits for.
+    For "size" and "auto": how many nodes of the graph lie between the first and the last
+    collective of a bucket, at most. A longer bucket moves more compute and keeps its results alive.
     """
 
     def __post_init__(self) -> None:
@@ -60,12 +59,11 @@ class BucketCollectivesOptions:
             )
         if not 0 < self.cap_mib < math.inf:
             raise PassError(
-                f"compile.bucketing.cap_mib is {self.cap_mib:g}; a bucket holds more than 0 MiB"
+                f"compile.bucketing.cap_mib is {self.cap_mib:g}; it must be more than 0 MiB"
             )
         if self.max_span < 1:
             raise PassError(
-                f"compile.bucketing.max_span is {self.max_span}; a bucket reaches over 1 node or "
-                "more"
+                f"compile.bucketing.max_span is {self.max_span}; it must be 1 node or more"
             )
 
 
@@ -89,12 +87,12 @@ def bucket_collectives(
     in the model, so that the layout does not depend on the graph's order. A gather starts where
     its first member did, a reduction where its last did.
 
-    Gathered values are equal bit by bit. Sums are those of the same numbers, on two ranks equal
-    bit by bit; on more, a backend may add them up in another order. Costs memory: a bucket and
-    its members are alive together for a moment. n log n in nodes.
+    Gathered values are equal bit by bit. Sums are equal bit by bit on two ranks; on more, a
+    backend may add the same numbers in another order. Costs memory: a bucket and its members are
+    alive together for a moment. n log n in nodes.
 
-    All ranks merge the same: where sizes decide and ranks hold unlike ones, so that they would
-    not, none of them merges.
+    All ranks merge alike: where sizes decide and ranks have unlike sizes, so that their buckets
+    would differ, none of them merges.
     """
     if options.strategy == "none":
         return
@@ -108,7 +106,7 @@ def bucket_collectives(
         ]
         joint.decisions[bucket_collectives.name] = {}
         buckets = []
-    for member in members:  # decided, alone or not: nobody decides again
+    for member in members:  # a second run must not decide again
         clear_bucket_tag(member.node)
     merge(joint, buckets)
 

@@ -1,4 +1,4 @@
-"""Put one collective in the place of several, and every node where that lets it stand."""
+"""Replace several collectives by one, and sort the nodes accordingly."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
     role_of,
+    tensor_of,
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
@@ -26,14 +27,14 @@ from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode
 
 _Key = tuple[int, ...]
-"""Where a node would stand: nodes are sorted by it as far as what they read lets them."""
+"""Sort key of a node; a node never comes before its inputs, whatever the keys are."""
 
 
 def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
     """Replace the collectives of each bucket by one, in place. n log n in nodes.
 
-    A gather and what prepares it move up to its first member; what comes behind a reduction moves
-    down to its last. Nothing else changes its place among the others.
+    A gather and the nodes that prepare it move up to its first member; the nodes after a reduction
+    move down to its last. All other nodes keep their order.
     """
     if not buckets:
         return
@@ -51,19 +52,19 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
         if not reduces:
             gathers.append((anchor, made))
     for anchor, made in sorted(gathers, key=lambda entry: entry[0]):
-        _bring_up(made, anchor, keys)
+        _move_inputs_up(made, anchor, keys)
     _sort(joint.graph, keys)
 
 
 class _Values:
-    """What ops make of fake tensors, each asked once: layers are alike, and asking is most of
-    what merging takes."""
+    """Fake results of ops, each computed once: layers are alike, and computing fake results is
+    most of the time of a merge."""
 
     def __init__(self) -> None:
         self._known: dict[object, Any] = {}
 
     def of(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """The value of a node that calls `op` with these arguments."""
+        """Return the fake result of `op` with these arguments."""
         if op is operator.getitem:  # of a list of fake tensors
             return op(*fx.map_arg(args, value_of))
         key = (op, _hashable(args), _hashable(kwargs))
@@ -79,7 +80,7 @@ class _Values:
 
 def _hashable(value: Any) -> object:
     if isinstance(value, fx.Node):
-        tensor = _tensor(value)
+        tensor = tensor_of(value)
         return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if isinstance(value, (list, tuple)):
         return tuple(map(_hashable, value))
@@ -106,7 +107,7 @@ class _Bucket:
         )
 
     def merged(self) -> list[fx.Node]:
-        """Merge, and return the new nodes in their order."""
+        """Merge the members, and return the new nodes in their order."""
         kind = collective_kind(self.first)
         assert kind is not None
         if kind.result is Result.GATHERED:
@@ -119,20 +120,20 @@ class _Bucket:
             (wait,) = member.node.users
             wait.replace_all_uses_with(result)
             self.graph.erase_node(wait)
-            self._erase_unread(member.node)
+            self._erase_unused(member.node)
         return self.made
 
     def _gathered(self) -> list[fx.Node]:
-        """[rows, ...] of each member -> [ranks * rows, ...] of each.
+        """Make [ranks * rows, ...] of [rows, ...] for each member.
 
-        The bucket is [bytes or elements of all members]; gathered, [ranks, the same]."""
+        The bucket has the bytes or elements of all members; gathered, [ranks, the same]."""
         ranks = _number(self.first, "group_size")
-        dtypes = [_tensor(m.node).dtype for m in self.members]
+        dtypes = [tensor_of(m.node).dtype for m in self.members]
         mixed = len(set(dtypes)) > 1
         flat = [self._flat(m, _input(m.node)) for m in self.members]
         if mixed:
             flat = [self._of(m, aten.view.dtype, f, torch.uint8) for m, f in self._with(flat)]
-        sizes = [_tensor(f).numel() for f in flat]
+        sizes = [tensor_of(f).numel() for f in flat]
         bucket = self._make(aten.cat.default, flat)
         whole = self._communicated(bucket)
         rows = self._make(aten.view.default, whole, [ranks, sum(sizes)])
@@ -142,35 +143,35 @@ class _Bucket:
             part = self._of(m, aten.clone.default, part, memory_format=torch.contiguous_format)
             if mixed and sizes[place]:
                 part = self._of(m, aten.view.dtype, part, dtypes[place])
-            elif mixed:  # nothing has no bytes to see otherwise
+            elif mixed:  # an empty tensor cannot be viewed in another dtype
                 part = self._of(m, aten._to_copy.default, part, dtype=dtypes[place])
-            results.append(self._of(m, aten.view.default, part, list(_tensor(m.node).shape)))
+            results.append(self._of(m, aten.view.default, part, list(tensor_of(m.node).shape)))
         return results
 
     def _scattered(self) -> list[fx.Node]:
-        """[ranks * rows, ...] of each member -> the sum's [rows, ...] of each.
+        """Make [rows, ...] of the sum of [ranks * rows, ...] for each member.
 
         The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
         ranks = _number(self.first, "group_size")
         sources, cast = self._before_casts()
         parts = []
         for m, source in self._with(sources):
-            size = _tensor(source).numel() // ranks
+            size = tensor_of(source).numel() // ranks
             flat = self._contiguous(m, source)
             parts.append(self._of(m, aten.view.default, flat, [ranks, size]))
-        sizes = [_tensor(part).shape[1] for part in parts]
+        sizes = [tensor_of(part).shape[1] for part in parts]
         bucket = self._make(aten.cat.default, parts, 1)
         bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
         bucket = self._cast(bucket, cast)
-        return self._apart(self._communicated(bucket), sizes)
+        return self._views_of(self._communicated(bucket), sizes)
 
     def _elementwise(self) -> list[fx.Node]:
-        """[...] of each member -> the sum, in the same shape."""
+        """Make the sum for each member, in the shape of the member."""
         sources, cast = self._before_casts()
         flat = [self._flat(m, source) for m, source in self._with(sources)]
         bucket = self._cast(self._make(aten.cat.default, flat), cast)
-        sizes = [_tensor(f).numel() for f in flat]
-        return self._apart(self._communicated(bucket), sizes)
+        sizes = [tensor_of(f).numel() for f in flat]
+        return self._views_of(self._communicated(bucket), sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
         """The complete result of the members' collective on the bucket.
@@ -182,11 +183,11 @@ class _Bucket:
         result = self._make(self.first.target, bucket, *others)
         return self._make(c10d_functional.wait_tensor.default, result)
 
-    def _apart(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
-        """Views of a flat bucket in the members' shapes."""
+    def _views_of(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
+        """Return views of a flat bucket in the members' shapes."""
         parts = self._split(bucket, sizes, 0)
         return [
-            self._of(m, aten.view.default, part, list(_tensor(m.node).shape))
+            self._of(m, aten.view.default, part, list(tensor_of(m.node).shape))
             for m, part in self._with(parts)
         ]
 
@@ -195,26 +196,27 @@ class _Bucket:
         return [self._of(m, operator.getitem, parts, place) for place, m in enumerate(self.members)]
 
     def _before_casts(self) -> tuple[list[fx.Node], torch.dtype | None]:
-        """What the members send, before a cast that they have in common, and the dtype of that.
+        """Return what the members send, before a cast that all of them have, and the dtype of that
+        cast.
 
-        A bucket is packed in the narrower dtype and cast as a whole: fewer bytes wait for the
-        last member. Bit by bit the same."""
+        A bucket is packed in the narrower dtype and cast as a whole: fewer bytes are alive until
+        the last member is computed. The bits are the same."""
         sent = [_input(m.node) for m in self.members]
         sources = [_before_cast(node) for node in sent]
-        dtypes = {_tensor(s).dtype for s in sources if s is not None}
+        dtypes = {tensor_of(s).dtype for s in sources if s is not None}
         if None in sources or len(dtypes) != 1:
             return sent, None
-        return [s for s in sources if s is not None], _tensor(sent[0]).dtype
+        return [s for s in sources if s is not None], tensor_of(sent[0]).dtype
 
     def _cast(self, bucket: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         return bucket if dtype is None else self._make(aten._to_copy.default, bucket, dtype=dtype)
 
     def _flat(self, member: Member, node: fx.Node) -> fx.Node:
         node = self._contiguous(member, node)
-        return self._of(member, aten.view.default, node, [_tensor(node).numel()])
+        return self._of(member, aten.view.default, node, [tensor_of(node).numel()])
 
     def _contiguous(self, member: Member, node: fx.Node) -> fx.Node:
-        if _tensor(node).is_contiguous():
+        if tensor_of(node).is_contiguous():
             return node
         return self._of(member, aten.clone.default, node, memory_format=torch.contiguous_format)
 
@@ -222,7 +224,7 @@ class _Bucket:
         return list(zip(self.members, nodes, strict=True))
 
     def _of(self, member: Member, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that serves one member."""
+        """Insert a node for one member."""
         node = member.node
         entry = annotation(
             phase=phase_of(node),
@@ -233,7 +235,7 @@ class _Bucket:
         return self._node(entry, op, args, kwargs)
 
     def _make(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A node that serves all members."""
+        """Insert a node for all members."""
         return self._node(self._as_bucket, op, args, kwargs)
 
     def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
@@ -244,8 +246,8 @@ class _Bucket:
         self.made.append(node)
         return node
 
-    def _erase_unread(self, node: fx.Node) -> None:
-        """A member, and the cast and the copy in front of it that the bucket does without."""
+    def _erase_unused(self, node: fx.Node) -> None:
+        """Erase a member, and the cast and the copy before it that the bucket does not need."""
         sent = _input(node)
         self.graph.erase_node(node)
         while not sent.users and sent.target in _PREPARES:
@@ -258,7 +260,7 @@ _PREPARES = (aten._to_copy.default, aten.clone.default)
 
 
 def prepared_from(collective: fx.Node) -> list[fx.Node]:
-    """What a collective sends, and what that is a cast or a copy of: a bucket may read either."""
+    """Return what a collective sends, and what that casts or copies: a bucket may read either."""
     nodes = [_input(collective)]
     while nodes[-1].target in _PREPARES:
         nodes += nodes[-1].all_input_nodes
@@ -266,7 +268,7 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 
 def _before_cast(node: fx.Node) -> fx.Node | None:
-    """What a node casts, perhaps copying it too, for one reader; None where it does not."""
+    """Return what a node casts to a wider dtype, and perhaps copies, for one reader; else None."""
     if len(node.users) != 1:
         return None
     if node.target is aten.clone.default:
@@ -276,7 +278,7 @@ def _before_cast(node: fx.Node) -> fx.Node | None:
     if node.target is not aten._to_copy.default or node.kwargs.keys() != {"dtype"}:
         return None
     (source,) = node.all_input_nodes
-    return source if _tensor(source).dtype.itemsize < _tensor(node).dtype.itemsize else None
+    return source if tensor_of(source).dtype.itemsize < tensor_of(node).dtype.itemsize else None
 
 
 def _input(collective: fx.Node) -> fx.Node:
@@ -290,12 +292,6 @@ def _number(node: fx.Node, name: str) -> int:
     return found
 
 
-def _tensor(node: fx.Node) -> torch.Tensor:
-    value = value_of(node)
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
 def _common_start(paths: Sequence[list[str]]) -> list[str]:
     start: list[str] = []
     for names in zip(*paths, strict=False):
@@ -305,8 +301,8 @@ def _common_start(paths: Sequence[list[str]]) -> list[str]:
     return start
 
 
-def _bring_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
-    """Let what a gather reads stand before it. What has been brought up already is further up."""
+def _move_inputs_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
+    """Sort the inputs of a gather before it, unless they come earlier already."""
     stack = [n for node in made for n in node.all_input_nodes]
     inside = set(made)
     while stack:
@@ -318,7 +314,7 @@ def _bring_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -
 
 
 def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
-    """Put the nodes in the order of their keys, each behind what it reads."""
+    """Put the nodes in the order of their keys, each after its inputs."""
     place = {node: index for index, node in enumerate(graph.nodes)}
     missing = {node: len(node.all_input_nodes) for node in place}
     ready = [(keys[node], place[node], node) for node, count in missing.items() if not count]
@@ -331,7 +327,7 @@ def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (keys[user], place[user], user))
-    assert len(order) == len(place), "buckets in a circle, which without_circles sees to"
+    assert len(order) == len(place), "buckets in a circle, which without_circles drops"
     *body, output = order
     for node in body:
         output.prepend(node)

@@ -1,4 +1,4 @@
-"""Mark the collectives that may travel with others."""
+"""Mark the collectives that may be merged with others."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from graph_trainer.core.passes.bucketing.rewrite import prepared_from
 from graph_trainer.core.passes.context import PassContext
 
 
-class Travel(StrEnum):
-    """The tags: collectives of one tag may be merged, of two never."""
+class BucketTag(StrEnum):
+    """The tags: only collectives of the same tag may be merged."""
 
     UNSHARD_FORWARD = "unshard_forward"
     UNSHARD_BACKWARD = "unshard_backward"
@@ -39,11 +39,10 @@ class Travel(StrEnum):
 def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write a bucket tag on every collective that `bucket_collectives` may merge.
 
-    A gather is tagged when it and all that comes before it read one parameter and nothing else;
-    a reduction when all that comes behind it leads to the gradient of one parameter and nowhere
-    else. So nothing of another parameter depends on it, and a bucket waits for no part of itself.
-    What is written in place, or waited for more than once, is left alone, and so is what two
-    parameters share already.
+    A gather is tagged when it depends on one parameter and nothing else; a reduction when it leads
+    to the gradient of one parameter and nothing else. So nothing of another parameter depends on
+    it, and no bucket waits for a part of itself. Not tagged: a collective whose tensors are
+    written in place, one that is waited for more than once, one that two parameters share already.
 
     Relies on FSDP roles and phases. Changes metadata only. Linear in nodes.
     """
@@ -59,19 +58,19 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
             set_bucket_tag(node, tag)
 
 
-def _tag(node: fx.Node) -> Travel | None:
+def _tag(node: fx.Node) -> BucketTag | None:
     kind = plain_kind(node)
     if kind is None or not kind.mergeable:
         return None
     if role_of(node) is Role.REDUCE_GRAD and kind.reduces:
-        return Travel.REDUCE_SCATTER if kind.result is Result.SCATTERED else Travel.ALL_REDUCE
+        return BucketTag.REDUCE_SCATTER if kind.result is Result.SCATTERED else BucketTag.ALL_REDUCE
     if role_of(node) is Role.UNSHARD and kind.result is Result.GATHERED:
-        return Travel.UNSHARD_BACKWARD if is_backward(node) else Travel.UNSHARD_FORWARD
+        return BucketTag.UNSHARD_BACKWARD if is_backward(node) else BucketTag.UNSHARD_FORWARD
     return None
 
 
 def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
-    """Waited for once, written by nobody, and dense, as a part of a bucket will be."""
+    """Return whether a collective is waited for once, never written, and dense as in a bucket."""
     users = list(node.users)
     return (
         len(users) == 1
@@ -82,8 +81,8 @@ def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
 
 
 def _moves(node: fx.Node, writes: LastWrites) -> bool:
-    """Whether a node gives the same wherever it stands, and from whatever storage: it has no
-    effect, nobody writes what it makes or reads, and it knows no place in a storage."""
+    """Return whether a node may move, and read another storage: it has no effect, its tensors are
+    never written, and it uses no storage offset."""
     return not (
         has_effect(node)
         or "as_strided" in str(node.target)
@@ -92,7 +91,7 @@ def _moves(node: fx.Node, writes: LastWrites) -> bool:
 
 
 def _sources(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
-    """The parameter of every node that one is read by and nothing else, in whatever form."""
+    """Return the parameter of every node that depends on one parameter and nothing else."""
     source = {
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
     }
@@ -105,7 +104,7 @@ def _sources(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
 
 
 def _goals(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
-    """The parameter of every node that leads to its gradient and nowhere else."""
+    """Return the parameter of every node that leads to its gradient and nothing else."""
     output = joint.output_node()
     returned: dict[fx.Node, set[str]] = {}
     for parameter, node in joint.gradients():

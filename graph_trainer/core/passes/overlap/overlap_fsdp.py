@@ -1,4 +1,4 @@
-"""Start FSDP's collectives early and wait for them late, so that they run while compute goes on."""
+"""Start FSDP's collectives early and wait for them late, so that they overlap with compute."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import is_collective
@@ -22,10 +18,10 @@ from graph_trainer.errors import PassError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverlapFsdpOptions:
-    """How far collectives reach."""
+    """How many collectives are in flight."""
 
     in_flight: int = 4
-    """How many gathers, and how many reductions, are under way at a time at most."""
+    """How many gathers, and how many reductions, are in flight at a time, at most."""
 
     def __post_init__(self) -> None:
         if self.in_flight < 1:
@@ -42,15 +38,15 @@ class OverlapFsdpOptions:
 def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassContext) -> None:
     """Move the start of gathers up and the wait for reductions down.
 
-    A gather starts as soon as fewer than `in_flight` are under way and is waited for where it
-    was; none moves from backward into forward. What comes behind a reduction (its wait, the
-    division, a second reduction) runs only when the `in_flight`-th after it is to start, or at
-    the end of the graph. What already is earlier, or later, than that stays there.
+    A gather starts as soon as fewer than `in_flight` gathers are in flight, and is waited for where
+    it was; none moves from backward into forward. The nodes after a reduction (its wait, the
+    division, a second reduction) run when the `in_flight`-th reduction after it starts, or at the
+    end of the graph. Nodes that are earlier, or later, than that already do not move.
 
-    Changes the order of nodes only, in the same way on every rank: the collectives of either
-    role keep their order. What is written in place does not move. Relies on FSDP roles. Costs
-    memory: up to `in_flight` parameters are gathered, and as many gradients not yet reduced,
-    at a time. Linear in nodes, but for a sort of the collectives.
+    Changes the order of nodes only, in the same way on every rank: gathers keep their order, and
+    reductions keep theirs. Nodes whose tensors are written in place do not move. Relies on FSDP
+    roles. Costs memory: up to `in_flight` parameters are gathered, and as many gradients not yet
+    reduced, at a time. Linear in nodes, but for a sort of the collectives.
     """
     writes = LastWrites(joint.graph)
     at = {node: position for position, node in enumerate(joint.graph.nodes)}
@@ -66,7 +62,8 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
 def _launches(
     joint: JointGraph, backward: bool, movable: Callable[[fx.Node], bool]
 ) -> list[list[fx.Node]]:
-    """For every unshard of one half, the nodes up to its first collective."""
+    """Return for every unshard, of backward or else of forward, the nodes up to its first
+    collective."""
     chains: list[list[fx.Node]] = []
     of: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.graph.nodes:
@@ -78,7 +75,7 @@ def _launches(
         chain, *others = list({id(of[n]): of[n] for n in inside}.values()) or [[]]
         if not chain:
             chains.append(chain)
-        for other in others:  # a bucket: several parameters travel at once
+        for other in others:  # a bucket: several parameters in one gather
             of |= dict.fromkeys(other, chain)
             chain += other
             other.clear()
@@ -88,14 +85,14 @@ def _launches(
 
 
 def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node, int]) -> None:
-    """Move each launch up before the wait that makes room for it; `at` is where nodes were."""
+    """Move each launch up to the wait that ends an earlier gather; `at` has the old places."""
     launches.sort(key=lambda chain: at[chain[-1]])
-    # what reads a gather, its wait, stays where it is
+    # the wait for a gather does not move
     readers = [min(at[user] for user in chain[-1].users) for chain in launches]
     nodes = list(at)
     anchor = 0
     for index, chain in enumerate(launches):
-        # waits may come in another order than launches, which must keep theirs
+        # launches must keep their order, though waits may come in another order
         anchor = max(anchor, readers[max(index - in_flight + 1, 0)])
         for node in chain:
             if anchor < at[node]:
@@ -108,7 +105,7 @@ def _finish_late(
     movable: Callable[[fx.Node], bool],
     at: dict[fx.Node, int],
 ) -> None:
-    """Cut what follows each reduction behind its collectives, and move each piece down."""
+    """Split the nodes after each reduction at its further collectives, and move each part down."""
     first: dict[fx.Node, fx.Node] = {}
     distance: dict[fx.Node, int] = {}
     pieces: dict[fx.Node, list[list[fx.Node]]] = {}
@@ -116,14 +113,14 @@ def _finish_late(
     for node in joint.graph.nodes:
         if role_of(node) is not Role.REDUCE_GRAD:
             continue
-        behind = [n for n in node.all_input_nodes if n in first]
-        if behind:
-            start = first[node] = first[behind[0]]
-            distance[node] = max(distance[n] + is_collective(n) for n in behind)
+        inputs = [n for n in node.all_input_nodes if n in first]
+        if inputs:
+            start = first[node] = first[inputs[0]]
+            distance[node] = max(distance[n] + is_collective(n) for n in inputs)
             pieces[start] += [[] for _ in range(distance[node] - len(pieces[start]))]
             pieces[start][distance[node] - 1].append(node)
-            if any(first[n] is not start for n in behind):
-                joined.update(first[n] for n in behind)
+            if any(first[n] is not start for n in inputs):
+                joined.update(first[n] for n in inputs)
         elif is_collective(node):
             first[node], distance[node], pieces[node] = node, 0, []
     last = joint.output_node()

@@ -10,11 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
 from graph_trainer.core.passes.verify import verify_values
 from tests.unit.graphs import (

@@ -5,13 +5,7 @@ import math
 import pytest
 import torch
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    parameter_of,
-    role_of,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, parameter_of, role_of, value_of
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_reduce_scatters
 from tests.unit.core.passes.rank_order import inner_first, outer_first, run_world, world_of

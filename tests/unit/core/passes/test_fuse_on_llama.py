@@ -9,10 +9,7 @@ from torch.nn.utils.parametrize import register_parametrization
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    Role,
-)
+from graph_trainer.core.graph.annotations import Phase, Role
 from graph_trainer.core.graph.joint_graph import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.planner.fake_rank import FakeRank

@@ -1,10 +1,6 @@
 """What the tests of buckets share: strategies, counts, and a graph of gathers by hand."""
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,

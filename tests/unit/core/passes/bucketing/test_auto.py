@@ -6,10 +6,7 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import (
-    bucket_tag,
-    parameters_of,
-)
+from graph_trainer.core.graph.annotations import bucket_tag, parameters_of
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage

@@ -24,16 +24,7 @@ from tests.unit.core.passes.bucketing.bucket_graphs import (
     finish,
     gathering,
 )
-from tests.unit.graphs import (
-    BACKWARD,
-    Builder,
-    assert_same,
-    aten,
-    c10d,
-    code,
-    run,
-    values_for,
-)
+from tests.unit.graphs import BACKWARD, Builder, assert_same, aten, c10d, code, run, values_for
 
 # --- graphs by hand ------------------------------------------------------------------------
 

@@ -11,10 +11,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import fx
 
-from graph_trainer.core.graph.annotations import (
-    SEPARATOR,
-    Role,
-)
+from graph_trainer.core.graph.annotations import SEPARATOR, Role
 from graph_trainer.core.graph.joint_graph import JointGraph
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
 

@@ -15,12 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    parameter_of,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, parameter_of, role_of
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.proof import prove_order
