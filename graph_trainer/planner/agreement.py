@@ -1,4 +1,4 @@
-"""Ranks that decide together in training, and are captured one after the other here."""
+"""All-reduce decisions of ranks that are captured one after the other."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from graph_trainer.core.passes.context import AllReduceMax, fingerprint
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
-"""Those that ran and were not rolled back, and what they decided by simulation."""
+"""The passes that ran and were not rolled back, and what they decided by simulation."""
 
 
 def decided_by(joint: JointGraph) -> Passes:
-    """What a rank has decided that all must decide alike."""
+    """Return what this rank has decided and every rank must decide alike."""
     found: list[object] = [*joint.history]
     for name, decision in joint.decisions.items():
         if isinstance(decision, Mapping):  # MiB of a bucket by process group
@@ -29,38 +29,42 @@ def as_agreed(
     run: Callable[[int, AllReduceMax], tuple[T, Passes]],
     on_progress: Callable[[str], None],
 ) -> dict[int, T]:
-    """What comes of each rank when all run the same passes, as they do in training.
+    """Return what each rank gives when all run the same passes, as they do in training.
 
-    Training makes of a number that decides which passes run the largest of all ranks. Here each
-    rank decides for itself, behind the numbers that are agreed already: where all decide alike,
-    so would their largest number; where they do not, all are run again behind one number more.
+    In training the ranks all-reduce (max) each number that decides which passes run. Here each
+    rank uses the maxima that are known so far, and its own number for each later one. Where all
+    ranks decide alike, they would with the maximum too; where they do not, the next maximum is
+    taken from all ranks and all ranks run again.
 
-    Arguments:
-        run: captures a rank and runs its passes, with this to agree on numbers.
+    Args:
+        ranks: the ranks to run.
+        run: captures a rank and runs its passes with this all-reduce.
         on_progress: called before each further round.
     """
-    agreed: list[int] = []
+    maxima: list[int] = []
     while True:
-        said: dict[int, list[int]] = {rank: [] for rank in ranks}
+        numbers: dict[int, list[int]] = {rank: [] for rank in ranks}
         found: dict[int, T] = {}
         decided: set[Passes] = set()
         for rank in ranks:
-            found[rank], passes = run(rank, _agree(agreed, said[rank]))
+            found[rank], passes = run(rank, _all_reduce_max(maxima, numbers[rank]))
             decided.add(passes)
-        open_ = [numbers[len(agreed)] for numbers in said.values() if len(numbers) > len(agreed)]
-        if len(decided) == 1 or not open_:
+        unknown = [each[len(maxima)] for each in numbers.values() if len(each) > len(maxima)]
+        if len(decided) == 1 or not unknown:
             return found
-        agreed.append(max(open_))
+        maxima.append(max(unknown))
         on_progress(
             "The ranks decide otherwise alone: once more, as they would agree on the "
-            f"{'first number' if len(agreed) == 1 else f'first {len(agreed)} numbers'}, "
-            f"{agreed[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
+            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}, "
+            f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
         )
 
 
-def _agree(agreed: Sequence[int], said: list[int]) -> AllReduceMax:
-    def agree(mine: int) -> int:
-        said.append(mine)
-        return agreed[len(said) - 1] if len(said) <= len(agreed) else mine
+def _all_reduce_max(maxima: Sequence[int], numbers: list[int]) -> AllReduceMax:
+    """Make an all-reduce that returns the known maxima in order, and notes the rank's numbers."""
 
-    return agree
+    def all_reduce_max(number: int) -> int:
+        numbers.append(number)
+        return maxima[len(numbers) - 1] if len(numbers) <= len(maxima) else number
+
+    return all_reduce_max

@@ -1,4 +1,4 @@
-"""`graph-trainer plan --verify-order`: can the ranks of a run hang? Told without starting them."""
+"""`graph-trainer plan --verify-order`: prove, without starting them, that ranks cannot hang."""
 
 from __future__ import annotations
 
@@ -26,23 +26,30 @@ if TYPE_CHECKING:
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 MOST_CLASSES = 27
-"""Three coordinates (first, last, any other) along each of three axes. First and last are only
-told apart while there are no more classes than this; what shapes tell apart always is."""
+"""Three coordinates (first, last, any other) along each of three axes. First and last have
+classes of their own only up to this number of classes; other local shapes always have."""
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Laid:
-    """Parameters of one shape and layout."""
+class _Layout:
+    """Global shape and sharding of a parameter."""
 
     shape: Shape
     shards: tuple[tuple[int, int], ...]
-    """(axis of the mesh, dimension of the tensor), as they are nested: outermost first."""
+    """(mesh axis, tensor dimension) of each sharding, outermost first."""
 
     def local(self, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
-        """What a rank holds. The innermost axis splits first, as torch.chunk does: the first
-        ranks hold ceil(size / ranks), later ones fewer or none."""
+        """Compute the local shape of a rank.
+
+        The innermost axis splits first, as torch.chunk does: the first ranks get
+        ceil(size / ranks) rows, later ranks fewer or none.
+
+        Args:
+            sizes: number of ranks along each mesh axis.
+            place: coordinates of the rank.
+        """
         local = list(self.shape)
         for axis, dim in reversed(self.shards):
             each = -(-local[dim] // sizes[axis])
@@ -58,12 +65,14 @@ def verify_order(
     device: str = "cuda",
     on_progress: Callable[[str], None] = lambda line: None,
 ) -> OrderProof:
-    """Capture the step of every rank that can differ, run its passes, and prove the order of
-    the collectives. No process is started and nothing is communicated.
+    """Prove the order of the collectives of all ranks, on fake ranks in this process.
 
-    Arguments:
+    Captures the step of every rank that can differ and runs its passes.
+
+    Args:
         config: a checked config whose degrees multiply to `world_size`.
-        all_ranks: capture every rank, and not one of each class.
+        world_size: number of ranks.
+        all_ranks: capture every rank, and not only one of each class.
         device: what the step is captured for: "cuda" or "cpu".
         on_progress: called with a line before the first capture and after each.
 
@@ -73,13 +82,18 @@ def verify_order(
     """
     classes = None if all_ranks else rank_classes(FakeRank(config, world_size, 0, device))
     ranks = list(classes.representatives()) if classes else list(range(world_size))
-    on_progress(_what(classes, world_size))
+    on_progress(_announcement(classes, world_size))
     start = time.perf_counter()
     done: list[int] = []
 
-    def run(rank: int, agree: AllReduceMax) -> tuple[Sequence, Passes]:
+    def run(rank: int, all_reduce_max: AllReduceMax) -> tuple[Sequence, Passes]:
         try:
-            sequence, passes = _capture(config, world_size, rank, device, classes, agree)
+            fake = FakeRank(config, world_size, rank, device)
+            if classes is not None:
+                check_shapes(fake, classes)
+            joint = fake.capture()
+            run_passes(joint, fake.pass_config(), all_reduce_max=all_reduce_max)
+            sequence = issued_by(joint, world_size)
         except GraphTrainerError as error:
             raise VerificationError(
                 f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
@@ -91,29 +105,30 @@ def verify_order(
             f"rank {rank}, {place} of {len(ranks)}: {len(sequence):,} collectives, "
             f"{seconds:.0f} s so far, {left:.0f} s left"
         )
-        return sequence, passes
+        return sequence, decided_by(joint)
 
     return prove_order(as_agreed(ranks, run, on_progress), classes)
 
 
 def rank_classes(run: FakeRank) -> RankClasses:
-    """Which ranks of a run have parameters of the same local shapes.
+    """Group the ranks of a run whose parameters have the same local shapes.
 
-    Two coordinates along an axis are alike when, whatever the other coordinates, their ranks
-    hold the same shapes of every parameter. The first and the last along each axis are apart,
-    because models ask for them, as long as that makes few classes.
+    Two coordinates along an axis are of one class when, at any other coordinates, their ranks
+    have the same local shape of every parameter. The first and the last coordinate along each
+    axis have classes of their own, because models ask for these ranks, while there are at most
+    MOST_CLASSES classes.
     """
     axes = _axes(run)
     sizes = tuple(axes.values())
-    laid = {_laid(p, tuple(axes)) for p in run.model.parameters()}
+    layouts = {_layout_of(p, tuple(axes)) for p in run.model.parameters()}
     known: dict[tuple[Shape, ...], int] = {}
-    held: list[dict[int, list[int]]] = [{} for _ in sizes]
+    kinds_at: list[dict[int, list[int]]] = [{} for _ in sizes]
     for place in itertools.product(*map(range, sizes)):
-        shapes = tuple(each.local(sizes, place) for each in laid)
+        shapes = tuple(layout.local(sizes, place) for layout in layouts)
         kind = known.setdefault(shapes, len(known))
         for axis, coordinate in enumerate(place):
-            held[axis].setdefault(coordinate, []).append(kind)
-    kinds = [[tuple(of[c]) for c in range(size)] for of, size in zip(held, sizes, strict=True)]
+            kinds_at[axis].setdefault(coordinate, []).append(kind)
+    kinds = [[tuple(of[c]) for c in range(size)] for of, size in zip(kinds_at, sizes, strict=True)]
     for apart in ((0, -1), (0,), ()):
         labels = tuple(_numbered(of, apart) for of in kinds)
         if math.prod(len(set(of)) for of in labels) <= MOST_CLASSES:
@@ -129,50 +144,33 @@ def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int
 
 
 def _axes(run: FakeRank) -> dict[str, int]:
-    """Name and size of the mesh's axes; ranks are counted along the last one first."""
+    """Return the size of each mesh axis by name; ranks are counted along the last axis first."""
     dims = run.parallel_dims
     return {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
 
 
-def _laid(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Laid:
+def _layout_of(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Layout:
     if not isinstance(parameter, DTensor):
-        return _Laid(tuple(parameter.shape), ())
+        return _Layout(tuple(parameter.shape), ())
     placed: list[tuple[str, Placement]] = list(
         zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     )
     shards = [(axes.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
-    return _Laid(tuple(parameter.shape), tuple(shards))
-
-
-def _capture(
-    config: GraphTrainerConfig,
-    world_size: int,
-    rank: int,
-    device: str,
-    classes: RankClasses | None,
-    agree: AllReduceMax,
-) -> tuple[Sequence, Passes]:
-    """What a rank issues after its passes, and which they were."""
-    run = FakeRank(config, world_size, rank, device)
-    if classes is not None:
-        check_shapes(run, classes)
-    joint = run.capture()
-    run_passes(joint, run.pass_config(), all_reduce_max=agree)
-    return issued_by(joint, world_size), decided_by(joint)
+    return _Layout(tuple(parameter.shape), tuple(shards))
 
 
 def check_shapes(run: FakeRank, classes: RankClasses) -> None:
-    """Whether a rank holds what its class was made for.
+    """Check that the local shapes of a rank are those that its class was made for.
 
     Raises:
-        VerificationError: it does not, so that shapes say nothing of which ranks are alike.
+        VerificationError: they are not, so that shapes do not tell which ranks are alike.
     """
     place = classes.coordinates(run.rank)
     for name, parameter in run.model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
         found = tuple(parameter.to_local().shape)
-        wanted = _laid(parameter, classes.names).local(classes.sizes, place)
+        wanted = _layout_of(parameter, classes.names).local(classes.sizes, place)
         if found != wanted:
             raise VerificationError(
                 f"parameter '{name}' has {found} on rank {run.rank} and its placements "
@@ -181,7 +179,7 @@ def check_shapes(run: FakeRank, classes: RankClasses) -> None:
             )
 
 
-def _what(classes: RankClasses | None, world_size: int) -> str:
+def _announcement(classes: RankClasses | None, world_size: int) -> str:
     if classes is None:
         return f"Capturing the step of all {world_size:,} ranks"
     by_axis = ", ".join(
