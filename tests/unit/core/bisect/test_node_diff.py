@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from graph_trainer.core.bisect.node_diff import first_difference, partners_of
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    copy_annotations,
-)
+from graph_trainer.core.graph.annotations import Phase, copy_annotations
 from graph_trainer.core.graph.snapshot import copy_graph
 from tests.unit.graphs import Builder, _Simulated, aten, c10d, values_for
 
@@ -48,12 +45,18 @@ def find(joint, change, differing=("loss",)):
     return first_difference(ByHand(), before, joint, differing)
 
 
+def insert(joint, before, op, *args, like, **kwargs):
+    """A new node in front of another, with the value and annotations of `like`."""
+    with joint.graph.inserting_before(before):
+        new = joint.graph.call_function(op, args, kwargs)
+    new.meta["val"] = like.meta["val"]
+    copy_annotations(like, new)
+    return new
+
+
 def replace(joint, node, op, *args, **kwargs):
     """Let a new node take the place of another, as a pass does."""
-    with joint.graph.inserting_before(node):
-        new = joint.graph.call_function(op, args, kwargs)
-    new.meta["val"] = node.meta["val"]
-    copy_annotations(node, new)
+    new = insert(joint, node, op, *args, like=node, **kwargs)
     node.replace_all_uses_with(new)
     joint.graph.erase_node(node)
     return new
@@ -102,11 +105,7 @@ def test_a_node_that_takes_the_place_of_another():
 def test_a_node_put_between_two():
     def change(joint):
         (relu,) = nodes(joint, aten.relu.default)
-        with joint.graph.inserting_before(relu):
-            new = joint.graph.call_function(aten.neg.default, (relu.args[0],))
-        new.meta["val"] = relu.meta["val"]
-        copy_annotations(relu, new)
-        relu.args = (new,)
+        relu.args = (insert(joint, relu, aten.neg.default, relu.args[0], like=relu),)
 
     found = find(chain(), change)
     assert found.op == "aten.neg.default" and not found.kept and "mul.Tensor" in found.before
@@ -115,23 +114,14 @@ def test_a_node_put_between_two():
 def test_a_sum_in_another_order():
     def change(joint):
         (total,) = nodes(joint, aten.sum.default)
-        source = total.args[0]
-        with joint.graph.inserting_before(total):
-            rows = [joint.graph.call_function(aten.select.int, (source, 0, i)) for i in range(4)]
-            sums = [joint.graph.call_function(aten.sum.default, (row,)) for row in rows]
-        with torch.no_grad():
-            for node in rows:
-                node.meta["val"] = source.meta["val"][0]
-            for node in sums:
-                node.meta["val"] = total.meta["val"]
-        for node in (*rows, *sums):
-            copy_annotations(total, node)
-        with joint.graph.inserting_before(total):
-            first = joint.graph.call_function(aten.add.Tensor, (sums[3], sums[0]))
-            second = joint.graph.call_function(aten.add.Tensor, (first, sums[2]))
-        for node in (first, second):
-            node.meta["val"] = total.meta["val"]
-            copy_annotations(total, node)
+        source, sums = total.args[0], []
+        for place in range(4):
+            row = insert(joint, total, aten.select.int, source, 0, place, like=total)
+            with torch.no_grad():
+                row.meta["val"] = source.meta["val"][0]
+            sums.append(insert(joint, total, aten.sum.default, row, like=total))
+        first = insert(joint, total, aten.add.Tensor, sums[3], sums[0], like=total)
+        second = insert(joint, total, aten.add.Tensor, first, sums[2], like=total)
         replace(joint, total, aten.add.Tensor, second, sums[1])
 
     found = find(chain(), change)
@@ -141,42 +131,28 @@ def test_a_sum_in_another_order():
     assert 0 < found.difference.max_rel < 1e-5
 
 
-def test_a_new_node_without_a_counterpart_is_named_for_the_kept_one_that_reads_it():
+@pytest.mark.parametrize(("op", "sources"), [(aten.neg.default, 2), (aten.clone.default, 1)])
+def test_a_new_node_without_a_counterpart_is_named_where_its_value_is_new(op, sources):
+    """Else the kept node that reads it is named: a copy of a value that there was is right."""
     b = Builder()
     x = b.input("x", 4)
-    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x, x])))
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x] * sources)))
 
     def change(joint):
         (cat,) = nodes(joint, aten.cat.default)
-        with joint.graph.inserting_before(cat):
-            new = joint.graph.call_function(aten.neg.default, (cat.args[0][0],))
-        new.meta["val"] = cat.args[0][0].meta["val"]
-        copy_annotations(cat, new)
+        (source, *_) = cat.args[0]
+        new = insert(joint, cat, op, source, like=cat)
+        new.meta["val"] = source.meta["val"]
         cat.args = ([*cat.args[0], new],)
-        cat.meta["val"] = cat.meta["val"].new_empty(12)
+        cat.meta["val"] = cat.meta["val"].new_empty(4 * sources + 4)
 
     found = find(joint, change)
-    assert (found.op, found.kept, found.before) == ("aten.neg.default", False, "")
-    assert (
-        found.seen_at == "cat_default" and "(12,) float32 instead of (8,)" in found.difference.note
-    )
-
-
-def test_a_new_node_with_a_value_that_there_was_is_not_named_for_its_reader():
-    b = Builder()
-    x = b.input("x", 4)
-    joint = b.joint(b.call(aten.sum.default, b.call(aten.cat.default, [x])))
-
-    def change(joint):
-        (cat,) = nodes(joint, aten.cat.default)
-        with joint.graph.inserting_before(cat):
-            new = joint.graph.call_function(aten.clone.default, (cat.args[0][0],))
-        new.meta["val"] = cat.args[0][0].meta["val"]
-        copy_annotations(cat, new)
-        cat.args = ([*cat.args[0], new],)
-        cat.meta["val"] = cat.meta["val"].new_empty(8)
-
-    assert find(joint, change).name == "cat_default"
+    assert found.seen_at == "cat_default"
+    assert f"({4 * sources + 4},) float32 instead of ({4 * sources}" in found.difference.note
+    if op is aten.neg.default:
+        assert (found.op, found.kept, found.before) == ("aten.neg.default", False, "")
+    else:
+        assert found.name == "cat_default"
 
 
 def test_what_leads_to_nothing_that_differs_is_not_blamed():
@@ -201,21 +177,8 @@ def test_what_leads_to_nothing_that_differs_is_not_blamed():
     assert find(chain(), only_gradient, ["loss"]).op == "aten.abs.default"
 
 
-def test_gradients_that_are_returned_in_each_others_place():
-    b = Builder()
-    x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
-    one, two = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)
-    joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
-
-    def change(joint):
-        loss, first, second = joint.output_values()
-        joint.output_node().args = ((loss, second, first),)
-
-    found = find(joint, change, ["gradient of v", "gradient of w"])
-    assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
-
-
-def test_an_unrelated_change_is_not_blamed_for_gradients_in_each_others_place():
+@pytest.mark.parametrize("unrelated", [False, True])
+def test_gradients_that_are_returned_in_each_others_place(unrelated):
     b = Builder()
     x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
     b.call(aten.relu.default, x)
@@ -223,11 +186,13 @@ def test_an_unrelated_change_is_not_blamed_for_gradients_in_each_others_place():
     joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
 
     def change(joint):
-        nodes(joint, aten.relu.default)[0].target = aten.abs.default
+        if unrelated:
+            nodes(joint, aten.relu.default)[0].target = aten.abs.default
         loss, first, second = joint.output_values()
         joint.output_node().args = ((loss, second, first),)
 
-    assert find(joint, change, ["gradient of v", "gradient of w"]).name == "output"
+    found = find(joint, change, ["gradient of v", "gradient of w"])
+    assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("through_a_view", [False, True])
@@ -293,10 +258,7 @@ def test_what_a_kept_reader_makes_up_for_is_not_blamed():
     def negated(joint):
         (product,) = nodes(joint, aten.mul.Tensor)
         for source in product.args:
-            with joint.graph.inserting_before(product):
-                new = joint.graph.call_function(aten.neg.default, (source,))
-            new.meta["val"] = source.meta["val"]
-            copy_annotations(product, new)
+            new = insert(joint, product, aten.neg.default, source, like=product)
             product.replace_input_with(source, new)
 
     def change(joint):
@@ -314,14 +276,10 @@ def test_what_an_inserted_node_makes_up_for_is_not_blamed(in_between):
     def change(joint):
         scaled = nodes(joint, aten.mul.Tensor)[1]
         (relu,) = nodes(joint, aten.relu.default)
-        with joint.graph.inserting_before(scaled):
-            twice = joint.graph.call_function(aten.mul.Tensor, (scaled.args[0], 2.0))
-        with joint.graph.inserting_before(relu):
-            half = joint.graph.call_function(aten.mul.Tensor, (scaled, 0.5))
-            last = joint.graph.call_function(aten.neg.default, (half,)) if in_between else half
-        for node in (twice, half, last):
-            node.meta["val"] = scaled.meta["val"]
-            copy_annotations(scaled, node)
+        twice = insert(joint, scaled, aten.mul.Tensor, scaled.args[0], 2.0, like=scaled)
+        last = insert(joint, relu, aten.mul.Tensor, scaled, 0.5, like=scaled)
+        if in_between:
+            last = insert(joint, relu, aten.neg.default, last, like=scaled)
         scaled.args = (twice, scaled.args[1])
         relu.target, relu.args = aten.abs.default, (last,)
 

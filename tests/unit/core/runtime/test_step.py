@@ -141,14 +141,24 @@ def test_compiling_leaves_the_joint_graph_as_it_was() -> None:
     assert torch.equal(first(model, *args)[0], squares(model, *args))
 
 
-def test_no_subclass_and_no_autograd_inside() -> None:
-    become(1, 3)
-    model = gt.simple_fsdp(net(), init_device_mesh("cpu", (3,)))
-    args = batch()
+@pytest.mark.parametrize("sharded", [False, True])
+def test_no_subclass_and_no_autograd_inside(sharded: bool) -> None:
+    model, args = net(), batch()
+    if sharded:
+        become(1, 3)
+        gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
     joint = captured(model, args)
-    step = gt.compile(joint)
+    run = compile_graph(joint)
+    given: list[torch.Tensor] = []
+
+    def recording(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        given.extend(values)
+        return run(values)
+
     with Ops() as seen:
-        loss, gradients = step(model, *args)
+        loss, gradients = Step(joint, recording)(model, *args)
+    assert {type(t) for t in given} == {torch.Tensor}
+    assert not any(t.requires_grad for t in given)
     expected = [n.target for n in joint.graph.nodes if n.op == "call_function"]
     expected = [op for op in expected if isinstance(op, torch._ops.OpOverload)]
     # each input is detached before, and nothing else is dispatched: no DTensor
@@ -159,36 +169,15 @@ def test_no_subclass_and_no_autograd_inside() -> None:
     for tensor in (loss, *gradients.values()):
         assert not tensor.requires_grad
         assert tensor.grad_fn is None
-    assert all(type(g) is DTensor for g in gradients.values())
     for name, parameter in model.named_parameters():
-        assert gradients[name].placements == parameter.placements
+        assert type(gradients[name]) is (DTensor if sharded else torch.Tensor)
+        assert not sharded or gradients[name].placements == parameter.placements
         assert gradients[name].shape == parameter.shape
         assert parameter.grad is None
-
-
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_backend_gets_plain_tensors_that_require_no_gradient(sharded: bool) -> None:
-    model, (x, y) = net(), batch()
-    if sharded:
-        become(1, 3)
-        gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
-    joint = captured(model, (x, y))
-    given: list[torch.Tensor] = []
-    run = compile_graph(joint)
-
-    def recording(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        given.extend(values)
-        return run(values)
-
-    Step(joint, recording)(model, x, y)
-    assert {type(t) for t in given} == {torch.Tensor}
-    assert not any(t.requires_grad for t in given)
-
-
-def test_the_eager_backend_builds_no_autograd_graph_of_its_own() -> None:
-    model, args = net(), batch()
-    run = compile_graph(captured(model, args))
-    assert not any(t.requires_grad for t in run([*model.parameters(), *args]))
+    # run without a step, on tensors that require a gradient
+    assert not any(
+        t.requires_grad for t in run([torch.ones_like(t).requires_grad_() for t in given])
+    )
 
 
 def test_autocast_does_not_cast_a_second_time() -> None:
@@ -231,26 +220,20 @@ def test_another_model_of_the_same_layout_and_replaced_modules() -> None:
 
 
 def test_a_model_that_no_longer_fits_is_refused_by_name() -> None:
+    become(0, 2)
     args = batch()
     step = gt.compile(captured(net(), args))
     wider, without, double = net(9), net(), net().double()
+    sharded = gt.simple_fsdp(net(), init_device_mesh("cpu", (2,)))
     del without[4]
     for model, message in [
         (wider, r"parameter '0\.weight' is Tensor \(9, 4\).*captured with Tensor \(8, 4\)"),
         (without, r"no parameter '4\.weight'"),
         (double, r"parameter '0\.weight'.*float64"),
+        (sharded, r"'0\.weight' is DTensor"),
     ]:
         with pytest.raises(gt.CaptureError, match=message):
             step(model, *args)
-
-
-def test_sharded_where_it_was_not_is_refused() -> None:
-    become(0, 2)
-    args = batch()
-    step = gt.compile(captured(net(), args))
-    model = gt.simple_fsdp(net(), init_device_mesh("cpu", (2,)))
-    with pytest.raises(gt.CaptureError, match=r"'0\.weight' is DTensor"):
-        step(model, *args)
 
 
 def test_parameters_that_are_no_longer_tied_are_refused() -> None:
