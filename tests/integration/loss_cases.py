@@ -1,12 +1,11 @@
 """The chunked cross-entropy on two gloo ranks, for test_loss.py.
 
-First Llama 3's debug model, sharded in two ways, against torchtitan's own loss; then the loss
-alone, on a vocabulary that is split over the ranks, against the unsharded computation.
+The loss alone, on a vocabulary that is split over the ranks, against the unsharded computation. The
+model with this loss is a case of matrix.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.trainer import GraphTrainer
-from tests.integration.matrix import with_few_layers
 
 from torchtitan.components.loss import IGNORE_INDEX  # isort: skip
 
@@ -28,18 +23,6 @@ BATCH, SEQUENCE, DIM = 2, 10, 8
 VOCABULARIES = (8, 7, 1)  # even, uneven, and a rank without a row
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INPUTS = ("replicated", "plain", "by_sequence")
-
-_LLAMA = [
-    *("--training.local_batch_size", "2", "--training.seq_len", "30"),
-    *("--training.mixed_precision_param", "float32", "--debug.seed", "42"),
-]
-LLAMA_MESHES = {
-    "fsdp2": ["--parallelism.data_parallel_shard_degree", "2"],
-    "tp2": [
-        *("--parallelism.data_parallel_shard_degree", "1"),
-        *("--parallelism.tensor_parallel_degree", "2"),
-    ],
-}
 
 
 class Head(nn.Module):
@@ -163,74 +146,12 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).norm()) / (norm or 1.0)
 
 
-def run_llama(flags: list[str], folder: Path, *, mode: str, chunked: bool) -> dict[str, Any]:
-    """Two microbatches' losses and gradients, and what a graph says of the head's collectives."""
-    config = load_config([*_LLAMA, *flags, "--compile.mode", mode, "--dump_folder", str(folder)])
-    with_few_layers(config)
-    if chunked:
-        config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
-    trainer: GraphTrainer = GraphTrainer(config)
-    (model,) = trainer.model_parts
-    if chunked:
-        trainer.loss_fn.attach(model)
-    batches = trainer.batch_generator(trainer.dataloader)
-    losses = []
-    for _ in range(2):
-        batch, labels = next(batches)
-        tokens = torch.tensor(labels.numel())
-        losses.append(
-            trainer.forward_backward_step(
-                input_dict=batch, labels=labels, global_valid_tokens=tokens
-            ).detach()
-        )
-    result: dict[str, Any] = {
-        "losses": losses,
-        "gradients": {n: p.grad.full_tensor() for n, p in model.named_parameters()},
-    }
-    if mode != "eager":
-        (joint,) = trainer._captured_step.joint_graphs()
-        found = Counter(
-            f"{c.kind} in {c.phase}"
-            for c in collectives(joint)
-            if c.parameter == "lm_head.weight" and c.role is not None
-        )
-        result["head"] = dict(found)
-    trainer.close()
-    return result
-
-
-def llama(name: str, folder: Path) -> dict[str, Any]:
-    flags = LLAMA_MESHES[name]
-    expected = run_llama(flags, folder, mode="eager", chunked=False)
-    eager = run_llama(flags, folder, mode="eager", chunked=True)
-    results: dict[str, Any] = {
-        "losses": [error(a, b) for a, b in zip(eager["losses"], expected["losses"], strict=True)],
-        "gradients": {n: error(eager["gradients"][n], g) for n, g in expected["gradients"].items()},
-    }
-    for policy in ("always", "default"):
-        policy_flags = [*flags, "--parallelism.fsdp_reshard_after_forward", policy]
-        captured = run_llama(policy_flags, folder, mode="aot_fx_trace", chunked=True)
-        results[policy] = {
-            "head": captured["head"],
-            "losses": [
-                torch.equal(a, b) for a, b in zip(captured["losses"], eager["losses"], strict=True)
-            ],
-            "differing": [
-                n
-                for n, g in eager["gradients"].items()
-                if not torch.equal(g, captured["gradients"][n])
-            ],
-        }
-    return results
-
-
 def run(folder: Path, _: str) -> dict[str, Any]:
     """Everything about the loss on two ranks."""
-    results: dict[str, Any] = {name: llama(name, folder / "loss") for name in LLAMA_MESHES}
-    results["split"] = {
+    split = {
         f"{vocabulary}-{dtype}-{given}": split_vocabulary(vocabulary, DTYPES[dtype], given)
         for vocabulary in VOCABULARIES
         for dtype in DTYPES
         for given in INPUTS
     }
-    return results | {"whole": whole_vocabulary(), "bad_labels": bad_labels()}
+    return {"split": split, "whole": whole_vocabulary(), "bad_labels": bad_labels()}

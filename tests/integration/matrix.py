@@ -22,7 +22,7 @@ Tested elsewhere (public_api_cases.py: on three and four ranks):
     gpt2_dropout, checkpointed_dropout, resumed_dropout: drawn once, and again from the seed
     checkpoint_cases.py: checkpoints of other meshes and of plain torchtitan, on four ranks
     test_loop.py: torchtitan's whole loop, with schedule, validation, metrics and checkpoints
-    test_loss.py: the chunked loss, an output head that tensor parallelism splits
+    test_loss.py: the chunked loss on a vocabulary that is split over the ranks
     test_run_train.py: ./run_train.sh as a user calls it, the whole model
     test_communication_passes.py: merged and scheduled collectives
 """
@@ -152,6 +152,7 @@ VALIDATE: Flags = {"validator.enable": True, "validator.steps": 1}
 ACCUMULATE: Flags = {"training.global_batch_size": 16}  # two microbatches of eight rows
 DETERMINISTIC: Flags = {"debug.deterministic": True}
 INDUCTOR: Flags = {"compile.backend": "inductor"}
+CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
 ALWAYS, NEVER, DEFAULT = ("always",), ("never",), ("default",)
@@ -174,6 +175,7 @@ DDP4 = replicate(4) | shard(1) | rows(2)
 TP4 = shard(1) | tensor(4) | rows(8)
 FSDP3_TP2 = shard(3) | tensor(2) | rows(2)  # three shards divide no weight evenly
 FSDP2 = shard(2) | rows(4)
+TP2 = shard(1) | tensor(2) | rows(8)
 
 MATRIX = (
     Case("fsdp2_tp2_fp32", 4, FSDP2_TP2 | FP32, EVERY, RESHARDS - {Holds.ONE_RANK}),
@@ -191,8 +193,10 @@ MATRIX = (
     Case("fsdp3_tp2_bf16", 6, FSDP3_TP2 | BF16, DEFAULT, TRAINS),
     Case("accumulate_fp32", 2, FSDP2 | FP32 | ACCUMULATE, DEFAULT, TRAINS | ACCUMULATES),
     Case("deterministic_bf16", 2, FSDP2 | BF16 | DETERMINISTIC, DEFAULT, REPEATS),
+    Case("fsdp2_chunked_fp32", 2, FSDP2 | FP32 | CHUNKED, EVERY, RESHARDS),
+    Case("tp2_chunked_fp32", 2, TP2 | FP32 | CHUNKED, DEFAULT, TRAINS),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
-    Case("tp2_inductor_fp32", 2, shard(1) | tensor(2) | rows(4) | FP32 | INDUCTOR, DEFAULT, FUSED),
+    Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
 )
 
 QUICK = ("fsdp2_tp2_fp32",)

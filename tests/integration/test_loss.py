@@ -1,4 +1,4 @@
-"""The chunked cross-entropy on two gloo ranks: tensor parallelism, FSDP, captured and not."""
+"""The chunked cross-entropy on two gloo ranks that share the vocabulary."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 
 from tests.integration.launches import Job, Launches
 from tests.integration.loss_cases import INPUTS, VOCABULARIES
-from tests.integration.matrix import GRADIENTS
-from tests.integration.matrix import TOLERANCE as MODEL_TOLERANCE
 
 RANKS = 2
 LOSS = Job(RANKS, "loss_cases:run:")
@@ -67,40 +65,3 @@ def test_a_bad_label_raises_on_every_rank(ranks: list[dict[str, Any]]) -> None:
     for rank in ranks:
         for message in rank["bad_labels"]:
             assert "out of bounds" in message
-
-
-# Both losses round logits and gradients in float32, and the gradient runs back through the
-# layers, whose operators round: tests/integration/matrix.py derives the bound.
-LLAMA_TOLERANCE = MODEL_TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
-def test_llama_trains_as_with_torchtitans_loss(ranks: list[dict[str, Any]], mesh: str) -> None:
-    for rank in ranks:
-        assert max(rank[mesh]["losses"]) < LLAMA_TOLERANCE
-        assert len(rank[mesh]["gradients"]) == GRADIENTS
-        name, worst = max(rank[mesh]["gradients"].items(), key=lambda entry: entry[1])
-        assert worst < LLAMA_TOLERANCE, name
-
-
-@pytest.mark.parametrize("policy", ["always", "default"])
-@pytest.mark.parametrize("mesh", ["fsdp2", "tp2"])
-def test_captured_llama_is_eager_bit_by_bit(
-    ranks: list[dict[str, Any]], mesh: str, policy: str
-) -> None:
-    for rank in ranks:
-        assert rank[mesh][policy]["losses"] == [True, True]
-        assert rank[mesh][policy]["differing"] == []
-
-
-@pytest.mark.parametrize("policy", ["always", "default"])
-def test_the_head_is_gathered_once_and_reduced_once(
-    ranks: list[dict[str, Any]], policy: str
-) -> None:
-    for rank in ranks:
-        assert rank["fsdp2"][policy]["head"] == {
-            "all_gather_into_tensor in loss": 1,
-            "reduce_scatter_tensor in backward": 1,
-        }
-        # one data-parallel rank: each rank's rows of the head are all there is
-        assert rank["tp2"][policy]["head"] == {}
