@@ -1,4 +1,4 @@
-"""The chunked cross-entropy in one process: numbers, memory, what a capture of it looks like.
+"""The chunked cross-entropy in one process: numbers, memory, refusals.
 
 tests/integration/test_loss.py runs it on real ranks.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,50 +19,24 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    Role,
-    module_of,
-    phase_of,
-    tensors_of,
-)
-from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from tests.unit.graphs import fake_mesh, fake_world
+from tests.unit.graphs import fake_mesh
+from tests.unit.titan.tiny_decoder import (
+    BATCH,
+    DIM,
+    SEQUENCE,
+    UNIT,
+    VOCABULARY,
+    TinyDecoder,
+    attached,
+    inputs,
+)
 
 from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss  # isort: skip
 from torchtitan.config import CompileConfig  # isort: skip
 from torchtitan.distributed import utils as torchtitan_utils  # isort: skip
 
-aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
-
-BATCH, SEQUENCE, DIM, VOCABULARY = 2, 13, 16, 50
-UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-9}
-POLICIES = ("always", "never", "default")
-
-
-class TinyDecoder(nn.Module):
-    """What the loss needs of a torchtitan decoder."""
-
-    _skip_lm_head = False
-
-    def __init__(self, dim: int = DIM, vocabulary: int = VOCABULARY, *, bias: bool = False) -> None:
-        super().__init__()
-        self.tok_embeddings = nn.Embedding(vocabulary, dim)
-        self.norm = nn.RMSNorm(dim, eps=1e-5)
-        self.lm_head = nn.Linear(dim, vocabulary, bias=bias)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = self.norm(self.tok_embeddings(tokens))
-        return hidden if self._skip_lm_head else self.lm_head(hidden)
-
-
-def attached(model: nn.Module, **options: Any) -> ChunkedCrossEntropyLoss:
-    loss = ChunkedCrossEntropyLoss.Config(**options).build()
-    loss.attach(model)
-    return loss
+Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def on_weight(weight: torch.Tensor, **options: Any) -> ChunkedCrossEntropyLoss:
@@ -72,25 +45,6 @@ def on_weight(weight: torch.Tensor, **options: Any) -> ChunkedCrossEntropyLoss:
     loss = attached(model, **options)
     model.lm_head._parameters["weight"] = weight  # type: ignore[assignment]
     return loss
-
-
-def inputs(
-    dtype: torch.dtype = torch.float32,
-    batch: int = BATCH,
-    sequence: int = SEQUENCE,
-    dim: int = DIM,
-    vocabulary: int = VOCABULARY,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Hidden states, weight and labels; logits are about standard normal, a few labels ignored."""
-    g = torch.Generator().manual_seed(0)
-    hidden = torch.randn(batch, sequence, dim, generator=g)
-    weight = torch.randn(vocabulary, dim, generator=g) / math.sqrt(dim)
-    labels = torch.randint(0, vocabulary, (batch, sequence), generator=g)
-    labels[torch.rand(labels.shape, generator=g) < 0.2] = IGNORE_INDEX
-    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), labels
-
-
-Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def chunked(
@@ -130,9 +84,6 @@ def partial_dtensor() -> Any:
     torchtitan_utils.set_spmd_backend("partial_dtensor")
     yield
     torchtitan_utils.set_spmd_backend(before)
-
-
-# --- numbers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokens", [None, 17, torch.tensor(17), torch.tensor(17.0)], ids=str)
@@ -181,13 +132,6 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
-def test_nothing_but_ignored_labels_is_a_loss_of_zero() -> None:
-    hidden, weight, labels = inputs()
-    found = chunked(hidden, weight, torch.full_like(labels, IGNORE_INDEX), torch.tensor(3))
-    for value in found:
-        assert torch.equal(value, torch.zeros_like(value))
-
-
 @pytest.mark.parametrize("magnitude", [1e3, 1e30])
 def test_large_logits_neither_overflow_nor_drown_small_ones(magnitude: float) -> None:
     hidden, weight, labels = inputs()
@@ -219,15 +163,12 @@ def test_a_label_that_is_no_token_is_an_error(label: int) -> None:
         on_weight(weight)(hidden, labels)
 
 
-@pytest.mark.parametrize(("batch", "sequence"), [(0, 4), (2, 0)])
-def test_an_empty_batch_is_a_loss_of_zero(batch: int, sequence: int) -> None:
+@pytest.mark.parametrize(("batch", "sequence"), [(0, 4), (2, 0), (BATCH, SEQUENCE)])
+def test_without_a_label_loss_and_gradients_are_zero(batch: int, sequence: int) -> None:
     hidden, weight, labels = inputs(batch=batch, sequence=sequence)
-    loss, hidden_gradient, weight_gradient = chunked(hidden, weight, labels, None)
-    assert loss == 0 and hidden_gradient.shape == hidden.shape
-    assert torch.equal(weight_gradient, torch.zeros_like(weight))
-
-
-# --- work and memory ----------------------------------------------------------------------------
+    found = chunked(hidden, weight, torch.full_like(labels, IGNORE_INDEX), torch.tensor(3))
+    for value, like in zip(found, (torch.tensor(0.0), hidden, weight), strict=True):
+        assert torch.equal(value, torch.zeros_like(like))
 
 
 def flops(action: Callable[[], object]) -> int:
@@ -288,9 +229,6 @@ def test_the_peak_is_a_chunk_of_logits(dtype: torch.dtype, tmp_path: Path) -> No
     # three times the weight: its gradient's sum, a chunk's product and the hidden states' ones
     assert found < copies * logits / num_chunks + 3 * weight
     assert peak_bytes(lambda: plain(*case, 512), tmp_path) > 2 * logits
-
-
-# --- attaching ----------------------------------------------------------------------------------
 
 
 def test_the_head_stays_the_models() -> None:
@@ -367,124 +305,3 @@ def test_shardings_that_it_does_not_know_are_refused() -> None:
     by_row = DTensor.from_local(weight, other, [Shard(0)], run_check=False)
     with pytest.raises(gt.ConfigError, match="must be on the mesh of tensor parallelism"):
         on_weight(by_row)(replicated, labels)
-
-
-# --- captured -----------------------------------------------------------------------------------
-
-
-def step_of(loss: ChunkedCrossEntropyLoss) -> Callable[..., torch.Tensor]:
-    def step(model: nn.Module, tokens: torch.Tensor, labels: torch.Tensor, n: torch.Tensor) -> Any:
-        return loss(model(tokens), labels, n)[0]
-
-    return step
-
-
-def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _, _, labels = inputs()
-    return labels.clamp(min=0), labels, torch.tensor(20)
-
-
-@pytest.mark.parametrize("dtype", UNIT, ids=str)
-def test_captured_is_eager_bit_by_bit(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    model = TinyDecoder().to(dtype)
-    loss = attached(model, num_chunks=4)
-    joint = gt.capture(model, step_of(loss), batch())
-    gt.run_passes(joint, gt.PassConfig(verify_passes=True))
-    value, gradients = gt.compile(joint)(model, *batch())
-    expected = step_of(loss)(model, *batch())
-    expected.backward()
-    assert torch.equal(value, expected)
-    assert gradients.keys() == dict(model.named_parameters()).keys()
-    for name, parameter in model.named_parameters():
-        assert torch.equal(gradients[name], parameter.grad), name
-
-
-def head_collectives(joint: JointGraph) -> Counter[tuple[str, str]]:
-    return Counter(
-        (c.kind, str(c.phase)) for c in collectives(joint) if c.parameter == "lm_head.weight"
-    )
-
-
-def captured_llama() -> tuple[JointGraph, nn.Module, ChunkedCrossEntropyLoss]:
-    """torchtitan's Llama 3 debug model on a rank of four, captured on meta."""
-    from graph_trainer.llama3.config_registry import llama3_debugmodel
-
-    spec = llama3_debugmodel().model_spec
-    assert spec is not None
-    del spec.model.layers[2:]
-    with torch.device("meta"):
-        model = spec.model.build()
-    loss = attached(model, num_chunks=4, global_vocab_size=2048)
-    gt.simple_fsdp(
-        model, fake_mesh(), mp_policy=gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    )
-    tokens = torch.zeros(2, 32, dtype=torch.int64, device="meta")
-    return gt.capture(model, step_of(loss), (tokens, tokens, torch.tensor(20))), model, loss
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_the_head_is_gathered_once_and_reduced_once(policy: Any) -> None:
-    joint, _, _ = captured_llama()
-    config = gt.PassConfig(reshard_after_forward=policy, verify_passes=True)
-    gt.run_passes(joint, config)
-    # backward does not read the weight: no policy gathers it again
-    assert head_collectives(joint) == {
-        ("all_gather_into_tensor", Phase.LOSS): 1,
-        ("reduce_scatter_tensor", Phase.BACKWARD): 1,
-    }
-    # of what has the vocabulary as a dimension there are the weight, [2048, 256], and the logits
-    # of a chunk, [2 * 32 / 4, 2048]
-    shapes = {tuple(t.shape) for n in compute_nodes(joint.graph) for t in tensors_of(n)}
-    found = {tuple(sorted(shape)) for shape in shapes if 2048 in shape}
-    assert found == {(256, 2048), (16, 2048)}
-
-
-def test_what_the_head_computes_is_labelled_as_its_own() -> None:
-    joint, _, _ = captured_llama()
-    nodes = list(compute_nodes(joint.graph))
-    matmuls = [n for n in nodes if any(2048 in t.shape for t in _operands(n))]
-    assert Counter(n.target for n in matmuls) == {aten.mm.default: 4 * 3}
-    assert {(module_of(n), phase_of(n)) for n in matmuls} == {("lm_head", Phase.LOSS)}
-    exponentials = [n for n in nodes if n.target in (aten.exp_.default, aten.exp.default)]
-    assert exponentials
-    assert {module_of(n) for n in exponentials if phase_of(n) is Phase.LOSS} == {"loss"}
-    gathers = [n for n in nodes if n.target is c10d.all_gather_into_tensor.default]
-    assert [module_of(n) for n in gathers][-1] == "lm_head"
-
-
-def _operands(node: Any) -> list[torch.Tensor]:
-    if node.target is not aten.mm.default:
-        return []
-    return [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_every_rank_of_tensor_parallelism_captures_the_same_collectives(rank: int) -> None:
-    """Seven rows over three ranks: three, three and one."""
-    found = []
-    for where in (0, rank):
-        fake_world(3, where)
-        mesh = torch.distributed.init_device_mesh("cpu", (3,))
-        model = TinyDecoder(vocabulary=7)
-        rows = (3, 3, 1)[where]
-        weight = DTensor.from_local(
-            torch.zeros(rows, DIM),
-            mesh,
-            [Shard(0)],
-            run_check=False,
-            shape=(7, DIM),
-            stride=(DIM, 1),
-        )
-        model.lm_head.weight = nn.Parameter(weight)
-        loss = attached(model, num_chunks=2)
-        tokens = torch.zeros(2, 6, dtype=torch.int64)
-        joint = gt.capture(model, step_of(loss), (tokens, tokens, torch.tensor(20)))
-        entries = [(c.kind, c.dtype, c.role, c.input_bytes) for c in collectives(joint)]
-        # three numbers for each of six tokens a chunk, and the hidden states' gradient
-        assert [e[0] for e in entries] == ["all_gather_into_tensor"] * 2 + ["all_reduce"]
-        assert [e[3] for e in entries[:2]] == [2 * 3 * 3 * 4] * 2
-        assert all(role is not Role.UNSHARD for *_, role, _ in entries)
-        found.append(entries)
-        torch.distributed.destroy_process_group()
-    assert found[0] == found[1]

@@ -1,6 +1,5 @@
-"""Batches: what is in them, how ranks share them, and how a run goes on."""
+"""Batches: their content, the rows of each rank, and resumed runs."""
 
-import dataclasses
 import itertools
 import json
 
@@ -125,13 +124,6 @@ def test_positions_count_from_each_document_and_row(dataset, seq_len):
             expected += 1
 
 
-def test_batches_have_the_shape_and_type_that_torchtitan_wants(dataset):
-    inputs, labels = next(iter(make(dataset, batch=3)))
-    assert set(inputs) == {"input", "positions"}
-    for tensor in (inputs["input"], inputs["positions"], labels):
-        assert tensor.shape == (3, 16) and tensor.dtype == torch.int64
-
-
 shapes = st.tuples(st.integers(1, 5), st.integers(1, 3))
 
 
@@ -145,7 +137,7 @@ def test_ranks_together_see_what_one_rank_sees(dataset, shape, seq_len, seed, in
         list(itertools.islice(make(dataset, ranks=ranks, rank=r, batch=batch, **options), 150))
         for r in range(ranks)
     ]
-    # As many batches on every rank: none waits for another at the end.
+    # The same number of batches on every rank: none waits for another at the end.
     for whole, *parts in zip(one, *many, strict=True):
         assert rows([whole]) == rows(parts)
 
@@ -158,7 +150,7 @@ def test_a_finite_loader_stops_after_the_last_whole_global_batch(dataset):
             assert count == total // (ranks * batch)
 
 
-def test_epochs_and_seeds_have_orders_of_their_own(dataset):
+def test_each_epoch_and_seed_has_another_order(dataset):
     total = len(rows(make(dataset)))
     endless = rows(itertools.islice(make(dataset, infinite=True), 2 * total))
     first, second = endless[:total], endless[total:]
@@ -167,7 +159,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(dataset):
     loader = make(dataset)
     documents = encoded(in_document_order(loader))
     assert sorted(documents[:-1]) != documents[:-1]
-    # The order is pinned: a run resumed after an upgrade must meet it again.
+    # The order is pinned: a run resumed after an upgrade must read the same one.
     assert [int(text[:2]) for text in documents[:6]] == [11, 3, 20, 13, 2, 21]
     assert loader._rows._row_order[:6].tolist() == [56, 77, 75, 72, 23, 17]
 
@@ -180,7 +172,7 @@ def test_epochs_and_seeds_have_orders_of_their_own(dataset):
     infinite=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
-def test_a_resumed_run_goes_on_where_it_was(dataset, before, after, steps, seq_len, infinite):
+def test_a_resumed_run_continues_at_the_position(dataset, before, after, steps, seq_len, infinite):
     options = {"seq_len": seq_len, "infinite": infinite}
     whole = rows(itertools.islice(make(dataset, **options), 1200))
     states, taken = [], 0
@@ -224,7 +216,7 @@ def test_iterating_again_starts_anew_and_a_state_holds_for_one_iteration(dataset
     assert rows(other) == everything
 
 
-def test_a_distributed_checkpoint_keeps_the_place(dataset, tmp_path):
+def test_a_distributed_checkpoint_keeps_the_position(dataset, tmp_path):
     loader = make(dataset, ranks=2, rank=1, batch=2, infinite=True)
     list(itertools.islice(loader, 5))
     dcp.save({"dataloader": loader}, checkpoint_id=str(tmp_path / "checkpoint"))
@@ -234,7 +226,7 @@ def test_a_distributed_checkpoint_keeps_the_place(dataset, tmp_path):
     assert other.state_dict()["position"] == 20
 
 
-def test_a_place_in_other_data_is_refused(dataset, tmp_path):
+def test_a_position_in_other_data_is_refused(dataset, tmp_path):
     state = make(dataset).state_dict()
     (tmp_path / "other.txt").write_text(" ".join(DOCUMENTS))
     changes = {
@@ -268,12 +260,6 @@ def test_a_bad_seed_is_refused(dataset):
         make(dataset, seed=-1)
 
 
-def test_the_validator_can_change_infinite(dataset):
-    config = TextDataLoader.Config(dataset="text", dataset_path=dataset)
-    assert config.infinite
-    assert not dataclasses.replace(config, infinite=False).infinite
-
-
 def test_the_default_run_reads_the_standard_library():
     from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
@@ -283,9 +269,14 @@ def test_the_default_run_reads_the_standard_library():
         loader = TextDataLoader.Config(split=split).build(
             dp_world_size=8, dp_rank=3, tokenizer=tokenizer, seq_len=2048, local_batch_size=8
         )
-        return next(iter(loader))[0]["input"]
+        inputs, labels = next(iter(loader))
+        assert inputs.keys() == {"input", "positions"}
+        for other in (inputs["positions"], labels):
+            assert (other.shape, other.dtype) == (inputs["input"].shape, inputs["input"].dtype)
+        return inputs["input"]
 
     train, validation = batch("train"), batch("validation")
-    assert train.shape == validation.shape == (8, 2048)
+    for tensor in (train, validation):
+        assert tensor.shape == (8, 2048) and tensor.dtype == torch.int64
     assert train.min() >= 0 and train.max() < tokenizer.get_vocab_size()
     assert "import" in tokenizer.decode(train.flatten().tolist())

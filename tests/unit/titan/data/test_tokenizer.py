@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.data import tokenizer as tokenizer_module
+from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[4]
@@ -26,7 +27,7 @@ def make(folder: Path, vocab_size: int = 300) -> ByteBPETokenizer:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder of text, with a cache of its own beside it."""
+    """A folder of text, with an empty cache."""
     monkeypatch.setenv("GRAPH_TRAINER_CACHE", str(tmp_path / "cache"))
     text = tmp_path / "text"
     text.mkdir()
@@ -105,9 +106,7 @@ def test_trained_once_and_again_for_another_corpus_or_size(folder, monkeypatch):
     assert builds == [298, 288, 298]
 
 
-def test_validation_text_is_not_learnt_from(folder, monkeypatch, tmp_path):
-    from graph_trainer.titan.data.corpus import open_corpus
-
+def test_validation_text_is_not_learnt_from(folder):
     before = make(folder).fingerprint
     validation = set(open_corpus("text", str(folder)).documents("validation"))
     changed = [file for file in folder.iterdir() if file.read_text() in validation]
@@ -121,8 +120,6 @@ def test_validation_text_is_not_learnt_from(folder, monkeypatch, tmp_path):
 
 
 def test_a_sample_is_capped_and_the_same_every_time(folder, monkeypatch):
-    from graph_trainer.titan.data.corpus import open_corpus
-
     corpus = open_corpus("text", str(folder))
     longest = max(map(len, corpus.documents("train")))
     monkeypatch.setattr(tokenizer_module, "SAMPLE_CHARACTERS", 1000)
@@ -132,31 +129,23 @@ def test_a_sample_is_capped_and_the_same_every_time(folder, monkeypatch):
     assert set(sample) < set(corpus.documents("train"))
 
 
-RANK = """
-import sys, logging
-logging.basicConfig(level=logging.INFO)
+PRINT_FINGERPRINT = """
+import sys
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 tokenizer = ByteBPETokenizer.Config(dataset="text", dataset_path=sys.argv[1]).build()
 print(tokenizer.fingerprint)
 """
 
 
-def test_ranks_that_start_at_once_train_one_tokenizer_that_any_process_would(folder):
-    def start(cache: Path, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-c", RANK, str(folder)],
-            cwd=REPOSITORY,
-            env={**os.environ, "GRAPH_TRAINER_CACHE": str(cache), **environment},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    # The third is a machine of its own: another cache, hash seed and thread count.
-    shared, own = folder.parent / "shared", folder.parent / "own"
-    ranks = [start(shared), start(shared), start(own, PYTHONHASHSEED="7", RAYON_NUM_THREADS="1")]
-    outputs = [rank.communicate(timeout=120) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0, 0], outputs
-    assert len({out for out, _ in outputs}) == 1
-    trainings = [err.count("training a tokenizer") for _, err in outputs]
-    assert trainings[0] + trainings[1] == 1 and trainings[2] == 1
+def test_another_machine_trains_the_same_tokenizer(folder):
+    """A process with another cache, hash seed and number of threads."""
+    environment = {"PYTHONHASHSEED": "7", "RAYON_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRINT_FINGERPRINT, str(folder)],
+        cwd=REPOSITORY,
+        env={**os.environ, "GRAPH_TRAINER_CACHE": str(folder.parent / "other"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.stdout.strip() == make(folder, vocab_size=2048).fingerprint, done.stderr
