@@ -11,17 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.fx.traceback import annotate
+from torchtitan.components.loss import IGNORE_INDEX, BaseLoss
+from torchtitan.config import CompileConfig
 
 from graph_trainer.core.graph.annotations import annotation
 from graph_trainer.core.sharding.collectives import all_gather
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.device import setup as _setup_device
-
-# torchtitan binds its device module when it is first imported.
-_setup_device()
-
-from torchtitan.components.loss import IGNORE_INDEX, BaseLoss  # noqa: E402  # isort: skip
-from torchtitan.config import CompileConfig  # noqa: E402  # isort: skip
 
 _HEAD = "lm_head"
 """What torchtitan's decoders call the output head, and so the label of its matmuls."""

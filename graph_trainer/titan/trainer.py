@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torchtitan.components.validate import BaseValidator
+from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from graph_trainer.core.capture.capture import LossFn
 from graph_trainer.core.names import clean_fqn
@@ -27,10 +30,6 @@ from graph_trainer.titan.nonfinite_guard import LossGuard
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 from graph_trainer.titan.validator import with_captured_forward
-
-from torchtitan.components.validate import BaseValidator  # isort: skip
-from torchtitan.tools.logging import logger  # isort: skip
-from torchtitan.trainer import Trainer  # isort: skip
 
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""

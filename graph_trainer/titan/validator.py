@@ -9,15 +9,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.components.validate import BaseValidator, Validator
+from torchtitan.tools.logging import logger
 
 from graph_trainer.core.runtime.step_cache import TrainStep
-from graph_trainer.titan.device import setup as _setup_device
-
-# torchtitan binds its device module when it is first imported.
-_setup_device()
-
-from torchtitan.components.validate import BaseValidator, Validator  # noqa: E402  # isort: skip
-from torchtitan.tools.logging import logger  # noqa: E402  # isort: skip
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of the model, inputs and labels (both int64 [local batch, sequence]); keywords are the

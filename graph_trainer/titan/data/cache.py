@@ -128,7 +128,8 @@ def _load(
         if digest(table) != dataset.info.description:
             raise CorruptCacheError("the checksum is wrong")
     except datasets.exceptions.DatasetGenerationError as error:
-        raise error.__cause__ or error
+        cause = error.__cause__ or error
+        raise cause from cause.__cause__
     except Exception as error:  # damaged files raise anything, a bare OSError of Arrow's too
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             raise
