@@ -1,73 +1,17 @@
-"""run_train.sh, run_tests.sh and their kin, on a machine made of stubs.
-
-PATH holds the few tools that the scripts may use and Pythons that log what they are asked to run,
-so a whole fresh machine, its installation included, takes a fraction of a second. The scripts lie
-in a folder with a space in its name.
-"""
+"""run_train.sh, run_tests.sh and their kin, on a machine made of stubs."""
 
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BASH = shutil.which("bash") or "bash"
-TOOLS = [
-    "bash",
-    "cat",
-    "cksum",
-    "cp",
-    "dirname",
-    "env",
-    "flock",
-    "grep",
-    "mkdir",
-    "readlink",
-    "sleep",
-]
-
-# Knows the modules named in the file beside it with the ending .has; logs what it runs.
-STUB_PYTHON = """\
-#!BASH
-self=${BASH_SOURCE[0]}
-if [[ $1 == -P ]]; then
-    # The probe: -P -c PROGRAM MODULE...
-    [[ -e $self.old ]] && exit 2
-    shift 3
-    for module in "$@"; do grep -qx "$module" "$self.has" || exit 1; done
-    exit 0
-elif [[ $1 == -V ]]; then
-    echo "Python ${STUB_VERSION:-3.12.1}"
-    exit 0
-fi
-{
-    printf '%q ' "$self" "$PWD" "${OMP_NUM_THREADS:-}" "${HF_HUB_OFFLINE:-}" "${CI:-}" \\
-        "${NNODES:-}" "${NODE_RANK:-}" "${RDZV_ENDPOINT:-}" "$@"
-    echo
-} >>"$STUB_LOG"
-case "$*" in
-"-m venv --clear "*)
-    mkdir -p "$4/bin"
-    cp "$self" "$4/bin/python"
-    printf '%s\\n' venv ensurepip ${STUB_NO_PIP:-pip} >"$4/bin/python.has"
-    ;;
-"-m ensurepip") echo pip >>"$self.has" ;;
-"-m pip install"*) sleep "${STUB_PIP_TAKES:-0}" ;;
-"-m pytest"*) cat >>"$STUB_LOG.stdin" ;;
-esac
-if [[ -n ${STUB_FAILS:-} && "$*" == *$STUB_FAILS* ]]; then exit "${STUB_CODE:-1}"; fi
-"""
-
-LOGGED = ["OMP_NUM_THREADS", "HF_HUB_OFFLINE", "CI", "NNODES", "NODE_RANK", "RDZV_ENDPOINT"]
-"""The variables that a stub Python logs, in its order."""
+from tests.unit.stub_machine import BASH, REPOSITORY, Machine
 
 ALL_MODULES = [
     "graph_trainer",
@@ -86,93 +30,6 @@ ALL_MODULES = [
     "xdist",
 ]
 TRAINING_MODULES = ALL_MODULES[:3]
-
-
-class Call(NamedTuple):
-    """One thing that a stub Python was asked to run."""
-
-    python: Path
-    cwd: Path
-    environment: dict[str, str]
-    arguments: list[str]
-
-    def flag(self, name: str) -> str:
-        return self.arguments[self.arguments.index(name) + 1]
-
-
-class Machine:
-    """A checkout, a home folder to call from, and a PATH of stubs."""
-
-    def __init__(self, folder: Path) -> None:
-        self.checkout = folder / "a checkout"
-        self.cwd = folder / "somewhere else"
-        self.bin = folder / "bin"
-        self.log = folder / "log"
-        for made in (self.checkout / "scripts", self.cwd, self.bin):
-            made.mkdir(parents=True)
-        for name in (
-            "run_train.sh",
-            "run_tests.sh",
-            "scripts/environment.sh",
-            "scripts/slurm/multinode.sbatch",
-            ".ci/run",
-        ):
-            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(REPOSITORY / name, self.checkout / name)
-        (self.checkout / "pyproject.toml").write_text("[project]\n")
-        (self.checkout / "constraints.txt").write_text("torch==1\n")
-        for tool in TOOLS:
-            found = shutil.which(tool)
-            assert found, tool
-            (self.bin / tool).symlink_to(found)
-
-    def tool(self, name: str, body: str) -> None:
-        path = self.bin / name
-        path.write_text(f"#!{BASH}\n{body}\n")
-        path.chmod(0o755)
-
-    def python(self, name: str, modules: list[str], *, old: bool = False) -> None:
-        path = self.bin / name
-        path.write_text(STUB_PYTHON.replace("BASH", BASH, 1))
-        path.chmod(0o755)
-        Path(f"{path}.has").write_text("\n".join(modules) + "\n")
-        if old:
-            Path(f"{path}.old").touch()
-
-    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [self.checkout / script, *arguments],
-            cwd=self.cwd,
-            env={"PATH": str(self.bin), "STUB_LOG": str(self.log), **environment},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def call(
-        self, script: str, *arguments: str, expect: int = 0, stdin: str = "", **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        process = self.start(script, *arguments, **environment)
-        out, err = process.communicate(stdin, timeout=30)
-        assert process.returncode == expect, f"exit {process.returncode}\n{out}\n{err}"
-        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
-
-    def calls(self) -> list[Call]:
-        """Everything run since last asked."""
-        if not self.log.exists():
-            return []
-        calls = []
-        for line in self.log.read_text().splitlines():
-            python, cwd, *rest = shlex.split(line)
-            environment = dict(zip(LOGGED, rest[: len(LOGGED)], strict=True))
-            calls.append(Call(Path(python), Path(cwd), environment, rest[len(LOGGED) :]))
-        self.log.unlink()
-        return calls
-
-    def installations(self) -> list[str]:
-        """What pip was asked to install since last asked."""
-        return [c.flag("-e") for c in self.calls() if c.arguments[:3] == ["-m", "pip", "install"]]
 
 
 @pytest.fixture
@@ -296,12 +153,6 @@ def test_an_environment_without_pip_gets_one(machine: Machine) -> None:
     assert [c.arguments[1] for c in machine.calls()][:3] == ["venv", "ensurepip", "pip"]
 
 
-def test_training_needs_no_development_tools(machine: Machine) -> None:
-    machine.python("python", TRAINING_MODULES)
-    machine.call("run_train.sh")
-    assert machine.installations() == []
-
-
 @pytest.mark.parametrize("missing", ALL_MODULES)
 def test_the_tests_need_every_tool(machine: Machine, missing: str) -> None:
     machine.python("python", [name for name in ALL_MODULES if name != missing])
@@ -309,25 +160,25 @@ def test_the_tests_need_every_tool(machine: Machine, missing: str) -> None:
     assert machine.installations() == [f"{machine.checkout}[dev]"]
 
 
-@pytest.mark.parametrize("missing", TRAINING_MODULES)
-def test_a_broken_active_environment_is_not_used(machine: Machine, missing: str) -> None:
+@pytest.mark.parametrize("missing", [None, *TRAINING_MODULES])
+def test_the_active_environment_serves_where_it_has_all_that_training_needs(
+    machine: Machine, missing: str | None
+) -> None:
     machine.python("python", [name for name in TRAINING_MODULES if name != missing])
     machine.call("run_train.sh")
-    assert len(machine.installations()) == 1
+    assert len(machine.installations()) == (missing is not None)
 
 
-def test_an_old_python_is_passed_over(machine: Machine) -> None:
+@pytest.mark.parametrize(("named", "used"), [("", "python3.12"), ("pythonic", "pythonic")])
+def test_the_python_is_the_one_named_or_the_first_new_enough(
+    machine: Machine, named: str, used: str
+) -> None:
     machine.python("python3", ["venv", "ensurepip"], old=True)
     machine.tool("python3.13", "echo a shim that fails >&2; exit 127")
     machine.python("python3.12", ["venv", "ensurepip"])
-    machine.call("run_train.sh")
-    assert machine.calls()[0].python.name == "python3.12"
-
-
-def test_the_user_names_the_python(machine: Machine) -> None:
     machine.python("pythonic", ["venv", "ensurepip"])
-    machine.call("run_train.sh", PYTHON=str(machine.bin / "pythonic"))
-    assert machine.calls()[0].python.name == "pythonic"
+    machine.call("run_train.sh", PYTHON=str(machine.bin / named) if named else "")
+    assert machine.calls()[0].python.name == used
 
 
 @pytest.mark.parametrize("modules", [["venv"], []])
@@ -390,19 +241,35 @@ def test_what_counts_as_installed(
 # ------------------------------------------------------------------------------ running the tests
 
 
-def test_every_gate_runs_and_then_the_tests(installed: Machine) -> None:
-    installed.call("run_tests.sh")
+@pytest.mark.parametrize(
+    ("script", "arguments", "integration", "unit", "profile"),
+    [
+        ("run_tests.sh", [], "quick", "not full", "fast"),
+        ("run_tests.sh", ["--full"], "", "", "full"),
+        (".ci/run", [], "", "", "full"),
+    ],
+)
+def test_every_gate_runs_and_then_the_tests(
+    installed: Machine,
+    script: str,
+    arguments: list[str],
+    integration: str,
+    unit: str,
+    profile: str,
+) -> None:
+    installed.call(script, *arguments)
     calls = installed.calls()
     assert [" ".join(c.arguments) for c in calls] == [
         "-m ruff check .",
         "-m ruff format --check .",
         "-m mypy",
-        "-m pytest tests/integration",
-        "-m pytest tests/unit --numprocesses 2 --dist loadfile",
+        f"-m pytest tests/integration -m {integration}",
+        f"-m pytest tests/unit tests/docs -m {unit} --numprocesses 2 --dist loadfile",
     ]
     for call in calls:
         assert call.cwd == installed.checkout
         assert call.environment["OMP_NUM_THREADS"] == call.environment["HF_HUB_OFFLINE"] == "1"
+        assert call.environment["HYPOTHESIS_PROFILE"] == profile
 
 
 @pytest.mark.parametrize(
