@@ -60,7 +60,7 @@ install() {
             echo "graph_trainer: waiting for another set-up of $venv" >&2
             flock 9
         }
-        # The one that held the lock has probably done the work.
+        # The set-up that had the lock has probably done the work.
         if is_ready "$venv" "$kind"; then return; fi
     fi
     if ! has_modules "$venv/bin/python" venv; then

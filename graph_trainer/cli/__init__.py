@@ -1,4 +1,4 @@
 """graph-trainer train, plan, passes, config, doctor, bisect-passes.
 
-Words of the command line and how results look; what they mean lives further down.
+The command line and the launcher of ranks. Nothing imports from here but `__main__`.
 """

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from graph_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -31,8 +33,8 @@ In the environment (a flag wins over it):
   NNODES         machines: 1
   NODE_RANK      which of them this one is, from 0; rank 0 hosts the rendezvous
   RDZV_ENDPOINT  where the machines meet, host:port; needed when there are several
-  MAX_RESTARTS   how often all ranks are started anew after one has failed, going on from the last
-                 checkpoint; needs checkpoint.enable: 0
+  MAX_RESTARTS   how often all ranks are restarted from the last checkpoint after one has failed;
+                 needs checkpoint.enable: 0
   PYTHON         the Python with which run_train.sh makes .venv
 
 """
@@ -74,9 +76,6 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
             f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
             "host:port of one of the machines, the same on all of them."
         )
-    # Last, since these take seconds to import.
-    import torch
-
     argv = with_names_of_environment(argv)
     gpus = torch.cuda.device_count()
     ranks = ranks or gpus or (2 if machines > 1 else 0)
@@ -182,7 +181,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
 
 
 def _check_restarts(config: GraphTrainerConfig, restarts: int) -> None:
-    """Refuse restarts that would not go on where the run had been."""
+    """Refuse restarts where a restarted rank would not continue from the newest checkpoint."""
     checkpoint = config.checkpoint
     for key, value, wanted in (
         ("enable", checkpoint.enable, True),

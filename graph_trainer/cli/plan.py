@@ -41,9 +41,9 @@ from graph_trainer.titan.config.validate import (
 PlanOf = Callable[[GraphTrainerConfig], Plan]
 
 _DESCRIPTION = """\
-Say what a run will communicate, need in memory and take in time, without a GPU: the train step is
-captured on fake ranks with the config that would train, through the same passes, and simulated on
-the hardware that is named. All flags that are not listed here are the config's, as `graph-trainer
+Say what a run will communicate, need in memory and take in time, without a GPU: the train step of
+the config is captured on fake ranks, the same passes run on it, and it is simulated on the hardware
+that --hardware names. All flags that are not listed here are the config's, as `graph-trainer
 train` takes them (`graph-trainer train --config 8b --help` lists them).
 """
 
@@ -60,7 +60,13 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `graph-trainer plan` with these words; returns its exit code.
+    """Run `graph-trainer plan`.
+
+    Args:
+        argv: the words after `plan`.
+
+    Returns:
+        The exit code.
 
     Raises:
         GraphTrainerError: bad input, found before the capture where that is possible.
@@ -112,17 +118,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_together(flags: argparse.Namespace) -> None:
-    """No flag is ignored because of another."""
-    if flags.save and flags.like != GRAPH_TRAINER.name:
-        raise ConfigError(
-            f"--save is for runs of graph_trainer, and --like {flags.like} plans another program: "
-            "leave one of the two out"
-        )
-    if flags.verify_order and flags.like != GRAPH_TRAINER.name:
-        raise ConfigError(
-            f"--verify-order is for runs of graph_trainer, and --like {flags.like} plans another "
-            "program: leave one of the two out"
-        )
+    """Refuse flags of which one would make another useless."""
+    for name, value in (("save", flags.save), ("verify-order", flags.verify_order)):
+        if value and flags.like != GRAPH_TRAINER.name:
+            raise ConfigError(
+                f"--{name} is for runs of graph_trainer, and --like {flags.like} plans another "
+                "program: leave one of the two out"
+            )
     if not flags.verify_order:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
@@ -133,14 +135,20 @@ def _check_together(flags: argparse.Namespace) -> None:
 
 
 def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
-    """Tell the nearest flag of plan's own for a word that is like one; the config, which all
-    other words belong to, does not know them."""
-    own = [f"--{name.replace('_', '-')}" for name in names]
+    """Refuse a word that resembles a flag of `plan`, and name that flag.
+
+    All other words belong to the config, whose own check knows no flag of `plan`.
+
+    Args:
+        words: what argparse has not recognized.
+        names: the flags of `plan`, as Python names.
+    """
+    known = [f"--{name.replace('_', '-')}" for name in names]
     for word in words:
         flag = word.partition("=")[0]
         if "." in flag or not flag.startswith("--") or flag in ("--module", "--config"):
             continue
-        if hint := did_you_mean(flag, own, "; did you mean {}?", cutoff=0.75):
+        if hint := did_you_mean(flag, known, "; did you mean {}?", cutoff=0.75):
             raise ConfigError(f"command line: there is no {flag}{hint}")
 
 
@@ -160,7 +168,7 @@ _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
     "html": write_page,
     "save": _write_saved,
 }
-"""What writes the file that a flag names."""
+"""By flag, the function that writes the plan to the file that the flag names."""
 
 
 def _verify_order(
@@ -207,9 +215,9 @@ def _compare(
 
 
 def _print(tables: RenderableType, files: Iterable[Path]) -> None:
-    """Print to stdout; to stderr where a file is stdout, so that this holds the file alone."""
-    apart = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
-    print_table(tables, stderr=apart)
+    """Print to stdout, or to stderr where one of the files is stdout."""
+    stdout_is_a_file = any(path.resolve() == Path("/dev/stdout").resolve() for path in files)
+    print_table(tables, stderr=stdout_is_a_file)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -237,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         "--like",
         choices=RUNTIMES,
         default=GRAPH_TRAINER.name,
-        help="who runs the config: graph_trainer, or plain torchtitan with FSDP2 and, where "
+        help="the program that runs the config: graph_trainer, or plain torchtitan with FSDP2 and, where "
         "compile.backend is inductor, its blocks compiled one by one (default %(default)s)",
     )
     parser.add_argument(
@@ -245,25 +253,27 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         metavar="KEY=A,B,C",
         help="plan all combinations of these values of config keys instead; may be repeated; "
-        "between values that are lists stands ;",
+        "separate values that are lists by ;",
     )
     parser.add_argument(
         "--verify-order",
         action="store_true",
-        help="prove instead that no rank waits for another for ever: capture a rank of each class "
-        "that differs and compare what they communicate",
+        help="prove instead that all ranks run the same collectives in the same order: capture one "
+        "rank of each class that differs and compare what they communicate",
     )
     parser.add_argument(
         "--all-ranks",
         action="store_true",
-        help="with --verify-order: capture every rank, not one a class",
+        help="with --verify-order: capture every rank, not one of each class",
     )
-    parser.add_argument("--rank", type=int, default=0, metavar="N", help="whose plan (default 0)")
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
+    )
     parser.add_argument(
         "--save",
         type=Path,
         metavar="FILE",
-        help="write a plan that a run can be held to (`graph-trainer train --plan FILE`); it "
+        help="write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
         "captures one rank of each class that differs",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
