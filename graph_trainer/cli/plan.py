@@ -245,7 +245,7 @@ def _parser() -> argparse.ArgumentParser:
         "--like",
         choices=RUNTIMES,
         default=GRAPH_TRAINER.name,
-        help="the program that runs the config: graph_trainer, or plain torchtitan with FSDP2 and, where "
+        help="the program that runs the config: graph_trainer, or torchtitan with FSDP2 and, where "
         "compile.backend is inductor, its blocks compiled one by one (default %(default)s)",
     )
     parser.add_argument(
