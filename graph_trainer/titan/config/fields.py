@@ -5,7 +5,6 @@ a short name, or by "package.module:Class.Config" for a component of a user's ow
 """
 
 import dataclasses
-import importlib
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -145,23 +144,8 @@ def _free_form(value: Any) -> Any:
     return value
 
 
-def import_class(path: str) -> Any:
-    """Import the object that "package.module:Outer.Inner" names.
-
-    Raises:
-        ValueError, ImportError or AttributeError: there is none.
-    """
-    module_name, separator, qualified = path.partition(":")
-    if not separator or not all(p.isidentifier() for p in module_name.split(".")):
-        raise ValueError(f"{path!r} is not of the form package.module:Class.Config")
-    found: Any = importlib.import_module(module_name)
-    for part in qualified.split("."):
-        found = getattr(found, part)
-    return found
-
-
 def class_path(cls: type) -> str:
-    """Return the path that `import_class` takes."""
+    """Return the "module:qualified name" of a class, which `pkgutil.resolve_name` takes."""
     return f"{cls.__module__}:{cls.__qualname__}"
 
 

@@ -1,6 +1,7 @@
 """Apply one TOML table to a config, checking every key and value on the way."""
 
 import dataclasses
+import pkgutil
 import typing
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -13,7 +14,6 @@ from graph_trainer.titan.config.fields import (
     UNSET,
     canonical,
     field_hints,
-    import_class,
     is_nullable,
     is_suppressed,
     required_fields,
@@ -234,7 +234,7 @@ class _Merge:
             guess = did_you_mean(name, known) if isinstance(name, str) else ""
             raise refused("no such type", guess)
         try:
-            cls = import_class(names.get(name, name))
+            cls = pkgutil.resolve_name(names.get(name, name))
         except (ImportError, AttributeError, ValueError) as error:
             raise refused(f"cannot be imported ({error})") from error
         is_config = isinstance(cls, type) and dataclasses.is_dataclass(cls)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import pkgutil
 from collections.abc import Iterable
 from typing import Any, Union
 
@@ -14,7 +15,6 @@ from graph_trainer.titan.config.fields import (
     UNSET,
     alternatives,
     class_path,
-    import_class,
     is_nullable,
     required_fields,
     section_classes,
@@ -153,7 +153,7 @@ class _Writer:
             return self.define(cls, self.table(cls))
         choices = []
         for name, path in names.items():
-            cls = import_class(path)
+            cls = pkgutil.resolve_name(path)
             schema = self.table(cls)
             kind = {"const": name, "description": _class_documentation(cls) or f'"{name}"'}
             schema["properties"] = {"type": kind, **schema["properties"]}

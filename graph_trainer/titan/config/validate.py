@@ -1,8 +1,8 @@
-"""Check the whole config: bounds of values, meshes, shapes, datasets."""
+"""Check the whole config: bounds of values, meshes, shapes, passes, components."""
 
 import math
 import os
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from graph_trainer.errors import ConfigError
@@ -11,120 +11,49 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.validate_components import check_data, check_optimizer
 from graph_trainer.titan.config.validate_passes import check_passes
 
-_Rule = tuple[str, Callable[[Any], bool], str, str]
-"""Key, what holds, what is wrong where it does not, what to do."""
-
-
-def _at_least(key: str, least: int, remedy: str = "") -> _Rule:
-    return (
-        key,
-        lambda value: value is None or value >= least,
-        f"below {least}",
-        remedy or f"Set {key} to {least} or more.",
-    )
-
-
-def _only(key: str, wanted: bool | int | str, problem: str) -> _Rule:
-    return key, lambda value: value == wanted, problem, f"Set {key} = {show(wanted)}."
-
-
-_LONGEST_TIMEOUT = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
-
-
-def _timeout(key: str) -> _Rule:
-    return (
-        key,
-        lambda value: 1 <= value <= _LONGEST_TIMEOUT,
-        f"not between 1 and {_LONGEST_TIMEOUT}, a year",
-        f"Set {key} to 1 second or more, at most a year.",
-    )
-
+_LONGEST_TIMEOUT = 365 * 24 * 60 * 60  # seconds, a year; timedelta overflows far above
 
 _NOT_SHARDED = "not supported by graph_trainer's sharding"
 
-# torchtitan checks few of these before ranks run, some by an assert; others make a run hang or
-# divide by zero.
-_RULES: tuple[_Rule, ...] = (
-    (
-        "training.steps",
-        lambda value: 1 <= value < 2**63,
-        "not between 1 and 2**63 - 1",
-        "Set training.steps to 1 or more, below 2**63.",
-    ),
-    _at_least("training.local_batch_size", 1),
-    _at_least("training.seq_len", 1),
-    _at_least("training.gc_freq", 1),
-    (
-        "training.global_batch_size",
-        lambda value: value == -1 or value >= 1,
-        "neither positive nor -1",
-        "Set a positive number of samples, or -1 for one micro-batch a rank.",
-    ),
-    (
-        "training.max_norm",
-        lambda value: value > 0,
-        "not a positive norm, so no gradient would be left",
-        "Set training.max_norm to a positive number (a large one to clip nothing).",
-    ),
-    _only(
-        "training.disable_cuda_graphs",
+# torchtitan checks few of these bounds before ranks run, some by an assert; beyond others a run
+# hangs or divides by zero. Key -> the least value, or least and greatest; and a remedy, where there
+# is more to say than the bound.
+_LEAST: dict[str, tuple[int, str]] = {
+    "training.local_batch_size": (1, ""),
+    "training.seq_len": (1, ""),
+    "training.gc_freq": (1, ""),
+    "dataloader.seed": (0, ""),
+    "tokenizer.vocab_size": (258, "Set 258 or more: 256 bytes, begin and end of a document."),
+    "metrics.log_freq": (1, ""),
+    "checkpoint.interval": (1, ""),
+    "checkpoint.load_step": (-1, "Set the step to load, or -1 for the last one."),
+    "validator.freq": (1, ""),
+    "profiler.profile_freq": (1, ""),
+    "lr_scheduler.warmup_steps": (0, ""),
+    "lr_scheduler.total_steps": (1, ""),
+    "compile.max_graphs": (1, ""),
+}
+_BETWEEN: dict[str, tuple[int, int, str]] = {
+    "training.steps": (1, 2**63 - 1, "Set training.steps to 1 or more, below 2**63."),
+    "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
+    "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
+    "comm.init_timeout_seconds": (1, _LONGEST_TIMEOUT, "Set 1 second or more, at most a year."),
+    "comm.train_timeout_seconds": (1, _LONGEST_TIMEOUT, "Set 1 second or more, at most a year."),
+    "debug.seed": (0, 2**64 - 1, f"Set a seed from 0 to {2**64 - 1}, or unset it."),
+}
+# Key -> the only value that works, and why.
+_ONLY: dict[str, tuple[bool | int | str, str]] = {
+    "training.disable_cuda_graphs": (
         True,
         "torchtitan's CUDA graphs cannot wrap a step that graph_trainer runs",
     ),
-    _only("training.enable_cpu_offload", False, _NOT_SHARDED),
-    _at_least("dataloader.seed", 0),
-    _at_least(
-        "tokenizer.vocab_size",
-        258,
-        "Set 258 or more: 256 bytes, the beginning and the end of a document.",
-    ),
-    _at_least("metrics.log_freq", 1),
-    _at_least("checkpoint.interval", 1),
-    _at_least("checkpoint.load_step", -1, "Set the step to load, or -1 for the last one."),
-    _at_least("validator.freq", 1),
-    _at_least("profiler.profile_freq", 1),
-    _at_least("lr_scheduler.warmup_steps", 0),
-    _at_least("lr_scheduler.total_steps", 1),
-    (
-        "lr_scheduler.decay_ratio",
-        lambda value: value is None or 0 <= value <= 1,
-        "not between 0 and 1",
-        "Set the fraction of the steps that decay the learning rate, or unset it.",
-    ),
-    (
-        "lr_scheduler.min_lr_factor",
-        lambda value: 0 <= value <= 1,
-        "not between 0 and 1",
-        "Set the smallest learning rate as a fraction of the largest.",
-    ),
-    _timeout("comm.init_timeout_seconds"),
-    _timeout("comm.train_timeout_seconds"),
-    _at_least("compile.max_graphs", 1),
-    (
-        "compile.memory_limit_gib",
-        lambda value: value is None or 0 < value < math.inf,
-        "not a positive number of GiB",
-        "Set the GiB that a step may need on a device, or unset it for no limit.",
-    ),
-    (
-        "debug.seed",
-        lambda value: value is None or 0 <= value < 2**64,
-        "not between 0 and 2**64 - 1",
-        "Set a seed from 0 to 18446744073709551615, or unset it.",
-    ),
-    _only("parallelism.spmd_backend", "partial_dtensor", "not what graph_trainer shards with"),
-    *(
-        _only(f"parallelism.{name}_parallel_degree", 1, f"graph_trainer has no {name} parallelism")
-        for name in ("pipeline", "context", "expert")
-    ),
-    _only("parallelism.enable_fsdp_symm_mem", False, _NOT_SHARDED),
-    (
-        "dump_folder",
-        lambda value: bool(value.strip()) and "\0" not in value and not os.path.isfile(value),
-        "not a folder to write to",
-        "Name a folder, new or existing.",
-    ),
-)
+    "training.enable_cpu_offload": (False, _NOT_SHARDED),
+    "parallelism.spmd_backend": ("partial_dtensor", "not what graph_trainer shards with"),
+    "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
+    "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
+    "parallelism.context_parallel_degree": (1, "graph_trainer has no context parallelism yet"),
+    "parallelism.expert_parallel_degree": (1, "graph_trainer has no expert parallelism yet"),
+}
 
 
 def world_size_from_environment() -> int | None:
@@ -137,12 +66,9 @@ def world_size_from_environment() -> int | None:
     if value is None:
         return None
     if not value.isascii() or not value.isdigit() or int(value) < 1:
+        remedy = "Unset it, or start the ranks with torchrun, which sets it."
         raise bad_value(
-            "environment",
-            "WORLD_SIZE",
-            value,
-            "not a positive number of ranks",
-            "Unset it, or start the ranks with torchrun, which sets it.",
+            "environment", "WORLD_SIZE", value, "not a positive number of ranks", remedy
         )
     return int(value)
 
@@ -173,148 +99,173 @@ def check_config(
         ConfigError: the first thing that is wrong, with its key, value and remedy.
     """
     where = origin or Origin()
-    _check_rules(config, where)
-    _check_profiler(config.profiler, where)
+    check = _Checks(config, where)
+    check.values()
     check_optimizer(config.optimizer.param_groups, where)
-    data_degree = _check_mesh(config.parallelism, world_size, where)
-    _check_batch(config, data_degree, where)
-    _check_shapes(config, where)
+    check.batch(check.mesh(world_size))
+    check.shapes()
     check_passes(config.compile, where)
     check_data(config, where)
 
 
-def _check_rules(config: Any, where: Origin) -> None:
-    for key, holds, problem, remedy in _RULES:
-        section, _, name = key.rpartition(".")
-        holder = getattr(config, section) if section else config
-        if not hasattr(holder, name):  # a component of a user's own may have other keys
-            continue
-        value = getattr(holder, name)
-        if not holds(value):
-            raise bad_value(where, key, value, problem, remedy)
+@dataclass
+class _Checks:
+    config: GraphTrainerConfig
+    where: Origin
 
+    def require(self, holds: bool, key: str, problem: str, remedy: str, *other_keys: str) -> None:
+        """Refuse the value of `key` unless `holds`; a flag may have set one of the other keys."""
+        if not holds:
+            place = self.where.of(key, *other_keys)
+            raise bad_value(place, key, self.value(key), problem, remedy)
 
-def _check_profiler(profiler: Any, where: Origin) -> None:
-    least = profiler.profiler_warmup + profiler.profiler_active
-    if profiler.enable_profiling and profiler.profile_freq < least:
-        raise bad_value(
-            where,
+    def value(self, key: str) -> Any:
+        """Return the value of a key; None where a component of a user's own lacks the key."""
+        found: Any = self.config
+        for part in key.split("."):
+            found = getattr(found, part, None)
+        return found
+
+    def values(self) -> None:
+        """Check single values, and those of one section that depend on each other."""
+        for key, (least, remedy) in _LEAST.items():
+            value = self.value(key)
+            holds = value is None or value >= least
+            self.require(holds, key, f"below {least}", remedy or f"Set {key} to {least} or more.")
+        for key, (low, high, remedy) in _BETWEEN.items():
+            value = self.value(key)
+            holds = value is None or low <= value <= high
+            self.require(holds, key, f"not between {low} and {high}", remedy)
+        for key, (wanted, problem) in _ONLY.items():
+            self.require(self.value(key) == wanted, key, problem, f"Set {key} = {show(wanted)}.")
+        training, profiler = self.config.training, self.config.profiler
+        self.require(
+            training.global_batch_size == -1 or training.global_batch_size >= 1,
+            "training.global_batch_size",
+            "neither positive nor -1",
+            "Set a positive number of samples, or -1 for one micro-batch a rank.",
+        )
+        self.require(
+            training.max_norm > 0,
+            "training.max_norm",
+            "not a positive norm, so no gradient would be left",
+            "Set training.max_norm to a positive number (a large one to clip nothing).",
+        )
+        limit = self.config.compile.memory_limit_gib
+        self.require(
+            limit is None or 0 < limit < math.inf,
+            "compile.memory_limit_gib",
+            "not a positive number of GiB",
+            "Set the GiB that a step may need on a device, or unset it for no limit.",
+        )
+        folder = self.config.dump_folder
+        self.require(
+            bool(folder.strip()) and "\0" not in folder and not os.path.isfile(folder),
+            "dump_folder",
+            "not a folder to write to",
+            "Name a folder, new or existing.",
+        )
+        least = profiler.profiler_warmup + profiler.profiler_active
+        self.require(
+            not profiler.enable_profiling or profiler.profile_freq >= least,
             "profiler.profile_freq",
-            profiler.profile_freq,
             f"fewer steps than profiler.profiler_warmup = {profiler.profiler_warmup} and "
             f"profiler.profiler_active = {profiler.profiler_active} take",
             f"Set profiler.profile_freq to {least} or more.",
         )
 
-
-_DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
-
-
-def _check_mesh(parallelism: Any, world_size: int | None, where: Origin) -> int | None:
-    """Return the data-parallel degree, None where it depends on an unknown world size."""
-    degrees = {f"{name}_degree": getattr(parallelism, f"{name}_degree") for name in _DEGREES}
-    for name, degree in degrees.items():
-        rest = degree == -1 and name == "data_parallel_shard_degree"
-        if degree < 1 and not rest:
-            raise bad_value(
-                where,
-                f"parallelism.{name}",
-                degree,
-                "not a positive degree",
-                f"Set parallelism.{name} to 1 or more"
-                + (", or -1 for all ranks that are left." if "shard" in name else "."),
-            )
-    replicate, shard, tensor = degrees.values()
-    if world_size is None:
-        return None if shard == -1 else replicate * shard
-    keys = [f"parallelism.{name}" for name in degrees]
-    product = " x ".join(f"{name} {degree}" for name, degree in degrees.items())
-    if shard == -1:
-        shard, left = divmod(world_size, replicate * tensor)
-        if left or not shard:
+    def mesh(self, world_size: int | None) -> int | None:
+        """Return the data-parallel degree, None where it depends on an unknown world size."""
+        names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+        keys = [f"parallelism.{name}_degree" for name in names]
+        for key in keys:
+            is_shard = "shard" in key
+            remaining = ", or -1 for all remaining ranks" if is_shard else ""
+            remedy = f"Set {key} to 1 or more{remaining}."
+            holds = self.value(key) >= 1 or (is_shard and self.value(key) == -1)
+            self.require(holds, key, "not a positive degree", remedy)
+        replicate, shard, tensor = map(self.value, keys)
+        if world_size is None:
+            return None if shard == -1 else replicate * shard
+        product = " x ".join(f"{key.partition('.')[2]} {self.value(key)}" for key in keys)
+        place = f"{self.where.of(*keys)}: parallelism: {product}"
+        if shard == -1:
+            shard, left = divmod(world_size, replicate * tensor)
+            if left or not shard:
+                raise ConfigError(
+                    f"{place} does not fit on {world_size} ranks: {replicate * tensor} does not "
+                    f"divide {world_size}. Start a multiple of {replicate * tensor} ranks, or "
+                    "lower parallelism.tensor_parallel_degree or "
+                    "parallelism.data_parallel_replicate_degree."
+                )
+        ranks = replicate * shard * tensor
+        if ranks != world_size:
             raise ConfigError(
-                f"{where.of(*keys)}: parallelism: {product} does not fit on {world_size} ranks: "
-                f"{replicate * tensor} does not divide {world_size}. Start a multiple of "
-                f"{replicate * tensor} ranks, or lower parallelism.tensor_parallel_degree or "
-                "parallelism.data_parallel_replicate_degree."
+                f"{place} = {ranks} ranks, but {world_size} are started. Make the degrees multiply "
+                f"to {world_size} (parallelism.data_parallel_shard_degree = -1 takes what is "
+                f"left), or start {ranks} ranks."
             )
-    if replicate * shard * tensor != world_size:
-        raise ConfigError(
-            f"{where.of(*keys)}: parallelism: {product} = {replicate * shard * tensor} ranks, but "
-            f"{world_size} are started. Make the degrees multiply to {world_size} "
-            "(parallelism.data_parallel_shard_degree = -1 takes what is left), or start "
-            f"{replicate * shard * tensor} ranks."
-        )
-    return replicate * shard
+        return replicate * shard
 
-
-def _check_batch(config: Any, data_degree: int | None, where: Origin) -> None:
-    training = config.training
-    if training.global_batch_size == -1 or data_degree is None:
-        return
-    one_step = training.local_batch_size * data_degree
-    if training.global_batch_size % one_step:
+    def batch(self, data_degree: int | None) -> None:
+        """Check the global batch against the data-parallel degree, where that is known."""
+        training = self.config.training
+        if training.global_batch_size == -1 or data_degree is None:
+            return
+        one_step = training.local_batch_size * data_degree
         below = training.global_batch_size // one_step * one_step
         choices = f"{below} or {below + one_step}" if below else f"{one_step}"
-        raise bad_value(
-            where,
+        self.require(
+            training.global_batch_size % one_step == 0,
             "training.global_batch_size",
-            training.global_batch_size,
             f"not a multiple of {one_step}, which is training.local_batch_size "
             f"{training.local_batch_size} on {data_degree} data-parallel ranks",
             f"Set it to {choices}, to -1 for {one_step}, or change training.local_batch_size.",
         )
 
-
-def _check_shapes(config: Any, where: Origin) -> None:
-    seq_len = config.training.seq_len
-    tensor = config.parallelism.tensor_parallel_degree
-    if config.parallelism.enable_sequence_parallel and seq_len % tensor:
-        near = seq_len // tensor * tensor or tensor
-        raise bad_value(
-            where.of("training.seq_len", "parallelism.tensor_parallel_degree"),
+    def shapes(self) -> None:
+        """Check sequence length, heads and vocabulary against the model and the mesh."""
+        seq_len, parallelism = self.config.training.seq_len, self.config.parallelism
+        tensor = parallelism.tensor_parallel_degree
+        self.require(
+            not parallelism.enable_sequence_parallel or seq_len % tensor == 0,
             "training.seq_len",
-            seq_len,
             f"not divisible by parallelism.tensor_parallel_degree = {tensor}, over which "
             "sequence parallelism splits it",
-            f"Set training.seq_len to a multiple of {tensor} such as {near}, or "
+            f"Set training.seq_len to a multiple of {tensor} such as "
+            f"{seq_len // tensor * tensor or tensor}, or "
             "parallelism.enable_sequence_parallel = false.",
+            "parallelism.tensor_parallel_degree",
         )
-    if config.model_spec is None:
-        raise ConfigError(
-            f"{where.file}: the config has no model. Set base to a registry function of the module."
-        )
-    model = config.model_spec.model
-    longest = getattr(model, "max_seq_len", None)
-    if longest is not None and seq_len > longest:
-        raise bad_value(
-            where,
+        spec = self.config.model_spec
+        if spec is None:
+            raise ConfigError(
+                f"{self.where.file}: the config has no model. Set base to a registry function of "
+                "the module."
+            )
+        longest = getattr(spec.model, "max_seq_len", None)
+        self.require(
+            longest is None or seq_len <= longest,
             "training.seq_len",
-            seq_len,
-            f"longer than the {longest} positions of {config.model_spec.name} "
-            f"{config.model_spec.flavor}",
+            f"longer than the {longest} positions of {spec.name} {spec.flavor}",
             f"Set training.seq_len to {longest} or less.",
         )
-    attention = getattr(model, "first_attention", None)
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(attention, name, None)
-        if heads is not None and heads % tensor:
-            fitting = [d for d in range(1, heads + 1) if heads % d == 0]
-            raise bad_value(
-                where,
-                "parallelism.tensor_parallel_degree",
-                tensor,
-                f"does not divide the {name} = {heads} of {config.model_spec.name} "
-                f"{config.model_spec.flavor}",
-                f"Set it to a divisor of {heads}: {', '.join(map(str, fitting))}.",
-            )
-    vocabulary = getattr(model, "vocab_size", None)
-    tokens = getattr(config.tokenizer, "vocab_size", None)
-    if vocabulary is not None and tokens is not None and tokens > vocabulary:
-        raise bad_value(
-            where,
+        attention = getattr(spec.model, "first_attention", None)
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            if heads is not None:
+                fitting = [str(d) for d in range(1, heads + 1) if heads % d == 0]
+                self.require(
+                    heads % tensor == 0,
+                    "parallelism.tensor_parallel_degree",
+                    f"does not divide the {name} = {heads} of {spec.name} {spec.flavor}",
+                    f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
+                )
+        vocabulary = getattr(spec.model, "vocab_size", None)
+        tokens = self.value("tokenizer.vocab_size")
+        self.require(
+            vocabulary is None or tokens is None or tokens <= vocabulary,
             "tokenizer.vocab_size",
-            tokens,
             f"larger than the model's vocabulary of {vocabulary}",
             f"Set tokenizer.vocab_size to {vocabulary} or less.",
         )
