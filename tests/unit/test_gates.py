@@ -33,7 +33,6 @@ KNOWN_LONG: set[str] = {
     "tests/unit/planner/test_plan.py",
     "tests/unit/planner/test_saved_plan.py",
     "tests/unit/test_scripts.py",
-    "tests/unit/titan/config/bad_input.py",
     "tests/unit/titan/test_chunked_loss.py",
 }
 

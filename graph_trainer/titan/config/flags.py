@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from graph_trainer.titan.config.fields import (
     is_nullable,
     is_suppressed,
     section_classes,
+    settable_hints,
     settable_keys,
     short_names,
 )
@@ -125,16 +126,13 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
     """
     registry = tyro.constructors.ConstructorRegistry()
     ConfigManager.register_tyro_rules(registry)
-    asks_help = any(a in ("-h", "--help") for a in args)
     printed = io.StringIO()
-    # Help goes to the terminal unchanged; errors are caught and worded as ours.
-    redirect: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if not asks_help:
-        redirect = contextlib.ExitStack()
-        redirect.enter_context(contextlib.redirect_stdout(printed))
-        redirect.enter_context(contextlib.redirect_stderr(printed))
     try:
-        with redirect:
+        with contextlib.ExitStack() as redirected:
+            # Help goes to the terminal unchanged; an error is caught and worded as ours.
+            if not {"-h", "--help"} & set(args):
+                redirected.enter_context(contextlib.redirect_stdout(printed))
+                redirected.enter_context(contextlib.redirect_stderr(printed))
             parsed, unknown = tyro.cli(
                 type(config),
                 args=args,
@@ -216,34 +214,32 @@ def _plain_message(text: str, args: list[str], prog: str) -> str:
     return f"{COMMAND_LINE}: {message}. `{prog} --help` says what each flag takes."
 
 
+_DESCRIPTION = """\
+Train a model from one captured graph.
+
+--module NAME  a package of configs (default graph_trainer.llama3)
+--config NAME  one of its configs, or a path to a .toml file (default debugmodel)
+{plan}
+Flags override the file, the file overrides its base. Lists are written a,b,c. \
+The sections below that can be one of several components take --SECTION.type:
+{sections}"""
+
+_PLAN = """\
+--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
+               show predicted beside measured; without --config, with its config
+"""
+
+
 def _description(config: Any, prog: str) -> str:
-    plan = [
-        "--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end",
-        "               show predicted beside measured; without --config, with its config",
-    ]
-    lines = [
-        "Train a model from one captured graph.",
-        "",
-        "--module NAME  a package of configs (default graph_trainer.llama3)",
-        "--config NAME  one of its configs, or a path to a .toml file (default debugmodel)",
-        *(plan if prog.endswith("train") else []),
-        "",
-        "Flags override the file, the file overrides its base. Lists are written a,b,c. "
-        "The sections below that can be one of several components take --SECTION.type:",
-    ]
-    for section, names in _typed_sections(config):
-        lines.append(f"  --{section}.type {{{','.join(names)}}}")
-    return "\n".join(lines)
+    sections = "\n".join(_typed_sections(config))
+    return _DESCRIPTION.format(plan=_PLAN if prog.endswith("train") else "", sections=sections)
 
 
-def _typed_sections(config: Any, prefix: str = "") -> list[tuple[str, list[str]]]:
-    found: list[tuple[str, list[str]]] = []
-    for name, hint in field_hints(type(config)).items():
-        members = section_classes(hint)
-        if names := short_names(members):
+def _typed_sections(config: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in settable_hints(type(config)).items():
+        if names := short_names(section_classes(hint)):
             off = [NONE] if is_nullable(hint) else []
-            found.append((prefix + name, [*names, *off]))
+            yield f"  --{prefix}{name}.type {{{','.join([*names, *off])}}}"
         value = getattr(config, name)
-        if members and dataclasses.is_dataclass(value) and name != "model_spec":
-            found += _typed_sections(value, f"{prefix}{name}.")
-    return found
+        if dataclasses.is_dataclass(value):
+            yield from _typed_sections(value, f"{prefix}{name}.")

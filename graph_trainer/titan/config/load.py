@@ -51,7 +51,9 @@ def load_config(
         config = apply_table(config, source.table, source.where)
         if flags.types:
             config = apply_table(config, flags.types, COMMAND_LINE)
-        config = canonical(parse_flags(config, flags.rest, prog))
+        if flags.rest:
+            config = parse_flags(config, flags.rest, prog)
+        config = canonical(config)
         check_config(
             config,
             world_size_from_environment() if world_size is None else world_size,
