@@ -41,7 +41,7 @@ class CollectiveError(GraphTrainerError):
     """A collective of this rank that failed: timed out, or lost the connection to another rank."""
 
     def __init__(self, place: str, reason: str) -> None:
-        super().__init__(f"{place} failed: {reason}. Another rank has ended, or did not come.")
+        super().__init__(f"{place} failed: {reason}. Another rank has ended, or did not arrive.")
         self.place = place
         """Which collective, and where in the model or the loop."""
         self.reason = reason

@@ -7,10 +7,10 @@ _WRAPPER_NAMES = ("_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_modu
 
 
 def clean_fqn(fqn: str) -> str:
-    """An FQN without the names of checkpoint and compile wrappers."""
+    """Remove the names of checkpoint and compile wrappers from an FQN."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPER_NAMES)
 
 
 def without_layer(fqn: str) -> str:
-    """An FQN with a star for every number in it: the same module of every layer."""
+    """Replace every number in an FQN by a star, to name the same module of all layers."""
     return ".".join("*" if part.isdigit() else part for part in fqn.split("."))

@@ -1,8 +1,7 @@
-"""The one door to private or version-dependent torch names.
+"""Every private or version-dependent name of torch, with the reason it is needed.
 
-Each name below says why it is needed and for which torch versions it was checked.
-Everything else in the package imports public names only; a unit test holds that line.
-This file belongs to the core: torch and the standard library, never torchtitan.
+Each name says for which torch versions it was checked. The rest of the package uses public names
+only; tests/unit/test_imports.py checks that.
 """
 
 from __future__ import annotations
@@ -18,23 +17,24 @@ import torch.distributed as dist
 from torch import fx, nn
 
 # The fake mode that a set of fake tensors belongs to. torch 2.11 to 2.15.
-from torch._guards import detect_fake_mode
+from torch._guards import detect_fake_mode as detect_fake_mode
 
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
 # home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
 
 # The subclass protocol by which DTensor and friends say what they wrap. Documented for
 # subclass authors, private in name. torch 2.11 to 2.15.
 # The mode by which random ops on sharded parameters are drawn whole.
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
 
 # DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
 # checkpoints written by FSDP2 carry it, so ours must. torch 2.11 to 2.15.
 from torch.distributed.tensor.placement_types import (  # isort: skip
-    _StridedShard as StridedShard,
+    _StridedShard as StridedShard,  # noqa: F401
 )
 
 # The functional collectives register the ops under this name; the module is private by name
@@ -43,12 +43,11 @@ import torch.distributed._functional_collectives as _functional_collectives  # n
 
 c10d_functional = torch.ops._c10d_functional
 
-# Nested arguments, flattened and put back; torch's own pytree is private by name only.
+# Flattens and rebuilds nested arguments; torch's pytree is private by name only.
 # torch 2.11 to 2.15.
-import torch.utils._pytree as pytree  # noqa: E402  # isort: skip
+import torch.utils._pytree as pytree  # noqa: E402, F401  # isort: skip
 
-# The process group behind a name in a graph, and the store by which the ranks met. Private;
-# torch 2.11 to 2.15.
+# The process group of a name in a graph, and the store of the rendezvous. torch 2.11 to 2.15.
 from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
     _get_default_store,
     _resolve_process_group,
@@ -56,48 +55,19 @@ from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
     _world,
 )
 
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "StridedShard",
-    "TorchDispatchMode",
-    "autograd_sequence_number",
-    "c10d_functional",
-    "clear_sharding_cache",
-    "concatenate_meshes",
-    "detect_fake_mode",
-    "current_sequence_number",
-    "default_store",
-    "group_backend",
-    "group_ranks",
-    "is_traceable_wrapper_subclass",
-    "local_slices",
-    "mesh_slices",
-    "new_group_in_order",
-    "process_groups",
-    "pytree",
-    "rename_node",
-    "selective_checkpoint_as_in_eager",
-    "set_process_group_timeout",
-    "single_threaded_autograd",
-    "storage_id",
-    "swap_tensors",
-    "tensor_hooks",
-]
-
 
 def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Whether a tensor follows the protocol; torch's own check confuses type checkers."""
+    """Tell whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
     return bool(_is_wrapper(tensor))
 
 
 def group_ranks(group_name: str) -> tuple[int, ...]:
-    """The global ranks of the process group that a collective in a graph names."""
+    """Return the global ranks of the process group that a collective in a graph names."""
     return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))  # type: ignore[arg-type]
 
 
 def group_backend(group_name: str) -> str:
-    """The backend of the process group that a collective in a graph names."""
+    """Return the backend of the process group that a collective in a graph names."""
     return str(dist.get_backend(_resolve_process_group(group_name)))  # type: ignore[arg-type]
 
 
@@ -110,7 +80,7 @@ def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
 
 
 def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """A process group whose ranks stand as listed; every rank of the world makes it.
+    """Make a process group with the ranks in the listed order; every rank of the world calls it.
 
     dist.new_group sorts them unless it is told not to, which it can be from torch 2.13 on.
     """
@@ -155,8 +125,8 @@ def autograd_sequence_number(grad_fn: Any) -> int:
 
 @contextlib.contextmanager
 def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]) -> Iterator[None]:
-    """Inside, enter `around(group name)` whenever DTensor takes this rank's own slice of a
-    replicated tensor: each rank of the group its own, at the same place of the program.
+    """Inside, enter `around(group name)` whenever DTensor takes this rank's local slice of a
+    replicated tensor, as each rank of the group does at the same place of the program.
 
     A trace alone cannot tell this from rank 0 reading the first rows, as all ranks may. Shard's
     method is the one place through which all such redistributions go. torch 2.11 to 2.15.
@@ -172,13 +142,6 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
         yield
     finally:
         Shard._replicate_to_shard = original  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def single_threaded_autograd() -> Iterator[None]:
-    """Run backward on the calling thread, so that context variables and annotations hold."""
-    with torch.autograd.set_multithreading_enabled(False):
-        yield
 
 
 @contextlib.contextmanager
@@ -210,14 +173,16 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Let `model` hold other tensors for a while, and put its own back whatever happens.
+    """Inside, replace the tensors of `model`; restore the model at the end, on errors too.
 
-    `replacement` goes from id(tensor) to the tensor that stands in for it, so tied
-    parameters stay tied. Every attribute that is assigned meanwhile is put back too, and so is
-    what is in the dicts, lists and sets that are attributes: caches, counters, the list of
-    weights that an LSTM keeps. The dictionaries `_parameters` and
-    `_buffers` have held a module's tensors since the first release of torch.nn;
+    Attributes that are assigned meanwhile are restored too, with the contents of dicts, lists and
+    sets that are attributes: caches, counters, the list of weights in an LSTM. The dictionaries
+    `_parameters` and `_buffers` exist since the first release of torch.nn;
     torch.nn.utils.stateless does the same but allows no call other than forward.
+
+    Args:
+        model: the module to change.
+        replacement: from id(tensor) to the new tensor, so that tied parameters stay tied.
     """
     kinds = ("_parameters", "_buffers", "_modules")
     saved = [
@@ -298,12 +263,13 @@ def compile_with_inductor(
 
 
 def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """What torch.distributed.set_timeout is to become public as. torch 2.11 to 2.15."""
+    """Set the timeout of a process group: the later torch.distributed.set_timeout. torch 2.11 to
+    2.15."""
     _set_pg_timeout(timeout, group)
 
 
 def clear_sharding_cache() -> None:
-    """Make DTensor forget what it inferred for the meshes of an earlier process group.
+    """Clear what DTensor inferred for the meshes of an earlier process group.
 
     Needed where one process is several fake ranks in turn. torch 2.11 to 2.15.
     """

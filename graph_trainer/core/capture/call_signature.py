@@ -1,4 +1,4 @@
-"""One captured (args, kwargs): which of its values are tensors, and what the others must be."""
+"""The captured (args, kwargs): which values are tensors, and what the others must be."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Batch:
             _check_constant(path, constant)
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[Input]:
-        """What the graph's signature says of these tensors of the captured call."""
+        """Describe the tensors of the captured call for the graph's signature."""
         names = [p for p, is_tensor in zip(self.paths, self.is_tensor, strict=True) if is_tensor]
         return [
             Input(InputKind.BATCH, name, unwrap(tensor, name)[1], tensor.requires_grad)
@@ -37,7 +37,7 @@ class Batch:
         ]
 
     def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """(args, kwargs) with these tensors in place of the captured ones."""
+        """Return (args, kwargs) with these tensors in place of the captured ones."""
         rest = iter(tensors)
         leaves = [
             next(rest) if is_tensor else constant
@@ -46,7 +46,7 @@ class Batch:
         return pytree.tree_unflatten(leaves, self.tree)
 
     def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        """The tensors of a later call, in order.
+        """List the tensors of a later call, in order.
 
         Raises:
             CaptureError: another structure, or another value where one was baked in.
@@ -83,10 +83,10 @@ class Batch:
 
 
 def constant_key(value: Any) -> object:
-    """Equal for two constants exactly when one graph serves both; hashable if they are.
+    """Return a key that two constants share exactly when one graph is right for both.
 
-    1, 1.0 and True are equal to Python and make different graphs; so do 0.0 and -0.0. A NaN
-    equals nothing and makes the same graph.
+    1, 1.0 and True are equal in Python and give different graphs; so do 0.0 and -0.0. A NaN
+    is not equal to itself and gives the same graph. The key is hashable if the value is.
     """
     return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
 
@@ -113,19 +113,19 @@ def _check_constant(path: str, value: Any) -> None:
 
 
 def _contents(value: Any) -> Iterable[Any]:
-    """The values right inside a container or data object that pytree took for a leaf."""
+    """List the values inside a container or data object that pytree took for a leaf."""
     if isinstance(value, Mapping):
         return value.values()
     if isinstance(value, (set, frozenset)):
         return value
     if callable(value):
-        return ()  # a function, a class, a module: what it computes with is its own affair
+        return ()  # tensors inside a function, a class or a module are not looked for
     slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
     return [*getattr(value, "__dict__", {}).values(), *slots]
 
 
 def _path_name(path: Any) -> str:
-    """'args[0]' or 'labels' from a pytree path into (args, kwargs)."""
+    """Format a pytree path into (args, kwargs): 'args[0]' or 'labels'."""
     head, *rest = path
     if head.idx == 0:
         return "args" + pytree.keystr(tuple(rest))

@@ -20,7 +20,7 @@ from graph_trainer.core.capture.model_state import (
     state_of,
 )
 from graph_trainer.core.capture.module_scopes import Scopes
-from graph_trainer.core.capture.output_aliasing import Storages
+from graph_trainer.core.capture.output_aliasing import TakenMemory
 from graph_trainer.core.capture.rng_replay import RandomDraws, share_repeated_draws
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.annotations import (
@@ -43,7 +43,6 @@ from graph_trainer.core.torch_private import (
     local_slices,
     rename_node,
     selective_checkpoint_as_in_eager,
-    single_threaded_autograd,
     storage_id,
     swap_tensors,
     tensor_hooks,
@@ -64,20 +63,20 @@ def capture(
 ) -> JointGraph:
     """Trace forward, loss and backward of one step into one flat graph.
 
-    Arguments:
+    Args:
         model: any module; its parameters and buffers become inputs of the graph. They may be
-            DTensors (see `simple_fsdp`) and may be on meta. Nothing of it changes, not even
-            what forward assigns to its attributes.
+            DTensors (see `simple_fsdp`) and may be on meta. It is left as it was, with the
+            attributes that forward assigns.
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
         args, kwargs: one batch. Tensors become inputs; everything else is baked in and
             checked at every later call.
         backward: whether gradients are computed. If not, forward and loss run as under
             `torch.no_grad()` and the loss is the graph's only output: for validation. Call
-            `model.eval()` first where that is meant; a graph is of the mode it was captured in.
-        meta_as: the device that tensors on meta stand for: ops are chosen as on that device.
+            `model.eval()` first where that is meant: a graph keeps the mode it was captured in.
+        meta_as: the device that replaces meta: ops are chosen as on that device.
 
     Returns:
-        the graph: inputs are the model's tensors and the batch, outputs the loss and the
+        The graph: inputs are the model's tensors and the batch, outputs the loss and the
         gradient of every parameter that requires one and that the loss reaches (none without
         `backward`). Gradients of batch tensors are not returned.
 
@@ -90,8 +89,8 @@ def capture(
     """
     if not isinstance(args, (tuple, list)):
         raise CaptureError(
-            f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments behind "
-            "the model, (batch,) for one"
+            f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments after "
+            "the model, for example (batch,)"
         )
     kwargs = dict(kwargs or {})
     state = state_of(model)
@@ -100,8 +99,8 @@ def capture(
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # Detached one by one: a tensor that is given twice is two inputs, since the next call
-    # may give two tensors.
+    # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
+    # may pass two tensors.
     real = [part.detach() for t in (*state.tensors, *batch_tensors) for part in unwrap(t)[0]]
     fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
 
@@ -111,7 +110,8 @@ def capture(
         with (
             torch.inference_mode(False),
             torch.set_grad_enabled(backward),
-            single_threaded_autograd(),
+            # on this thread, so that backward sees context variables and annotations
+            torch.autograd.set_multithreading_enabled(False),
             selective_checkpoint_as_in_eager(),
             local_slices(lambda group: annotate(annotation(local_slice=group))),
             mode,
@@ -158,7 +158,7 @@ def _place(module: str) -> str:
 
 
 def _remedy(error: Exception) -> str:
-    """What to do about the commonest reason; its name says nothing to most people."""
+    """Return what to do about the most common reason, whose class name does not tell."""
     if type(error).__name__ != "DataDependentOutputException":
         return ""
     return (
@@ -169,7 +169,7 @@ def _remedy(error: Exception) -> str:
 
 
 class _Trace:
-    """The function that make_fx runs, and what it finds out on the way."""
+    """The function that make_fx traces, and the outputs that it found."""
 
     def __init__(
         self,
@@ -212,14 +212,14 @@ class _Trace:
                 with self.scopes.backward(loss):
                     gradients = torch.autograd.grad(loss, [t for _, t in leaves], allow_unused=True)
             self._write_back_rebound_buffers(stand_ins)
-        taken = Storages(flat)
-        values = self._emit(OutputKind.LOSS, "loss", taken.own(detached))
+        taken = TakenMemory(flat)
+        values = self._emit(OutputKind.LOSS, "loss", taken.unshared(detached))
         for (name, leaf), gradient in zip(leaves, gradients, strict=False):
             if gradient is None:
                 self.without_grad.append(name)
                 continue
             _check_gradient(name, leaf, gradient)
-            values += self._emit(OutputKind.GRADIENT, name, taken.own(gradient, like=leaf))
+            values += self._emit(OutputKind.GRADIENT, name, taken.unshared(gradient, like=leaf))
         return values
 
     def _rebuild(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -229,7 +229,7 @@ class _Trace:
         ]
 
     def _pass_on_hooks(self, stand_ins: dict[int, torch.Tensor]) -> None:
-        """Hooks that change a parameter's gradient change the captured one too."""
+        """Register the gradient hooks of the model's parameters on the traced ones."""
         for spec, tensor in zip(self.state.inputs, self.state.tensors, strict=True):
             on_gradient, after_accumulation = tensor_hooks(tensor)
             if after_accumulation:
@@ -267,7 +267,7 @@ class _Trace:
         return loss
 
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
-        """A forward that assigns a buffer anew means the next step to see it."""
+        """Copy buffers that forward assigned into the old ones, so that the next step sees them."""
         names = {
             name: (i, t)
             for i, t in zip(self.state.inputs, stand_ins.values(), strict=True)
@@ -296,11 +296,11 @@ class _Trace:
                     f"{[spec.name, *spec.aliases]}; write into it in place instead"
                 )
             assigned.append((before, buffer))
-        own = {storage_id(part) for before, _ in assigned for part in unwrap(before)[0]}
+        replaced = {storage_id(part) for before, _ in assigned for part in unwrap(before)[0]}
         with torch.no_grad():
-            # what was one of these buffers, or a view of one, must be read before any is written
+            # a value that is one of these buffers, or a view, is read before any is written
             values = [
-                value.clone() if any(storage_id(p) in own for p in unwrap(value)[0]) else value
+                value.clone() if any(storage_id(p) in replaced for p in unwrap(value)[0]) else value
                 for _, value in assigned
             ]
             for (before, _), value in zip(assigned, values, strict=True):
@@ -323,12 +323,12 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
     if placements != getattr(gradient, "placements", None):
         raise CaptureError(
             f"the gradient of '{name}' has placements {gradient.placements} while the parameter "  # type: ignore[attr-defined]
-            f"has {placements}; redistribute it in the parameter's own backward"
+            f"has {placements}; redistribute it in the parameter's backward"
         )
 
 
 def _flatten_output(graph_module: fx.GraphModule) -> None:
-    """make_fx remembers that the traced function took and gave a list; the graph is flat."""
+    """Make inputs and outputs flat: make_fx records that the traced function took a list."""
     graph = graph_module.graph
     graph.set_codegen(fx.graph.CodeGen())
     output = graph.output_node()
@@ -339,7 +339,7 @@ def _flatten_output(graph_module: fx.GraphModule) -> None:
 
 
 def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
-    """Readable names: 'layers_0_attention_wo_weight' says more than 'arg0_17'."""
+    """Name placeholders after their inputs: 'layers_0_attention_wo_weight', not 'arg0_17'."""
     for spec, nodes in with_parts(signature.inputs, graph.find_nodes(op="placeholder")):
         for node in nodes:
             set_input_name(node, spec.name)
@@ -347,7 +347,7 @@ def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
 
 
 def _mutated(graph: fx.Graph, inputs: list[Input]) -> tuple[Input, ...]:
-    """The inputs, with those marked that the traced step writes in place."""
+    """Return the inputs, marking those that the traced step writes in place."""
     written = LastWrites(graph).written_inputs()
     return tuple(
         dataclasses.replace(spec, mutated=not written.isdisjoint(nodes))

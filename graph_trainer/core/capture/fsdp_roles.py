@@ -1,4 +1,4 @@
-"""FSDP roles by structure, for collectives that nothing annotated at capture."""
+"""Find FSDP roles by structure, for collectives that were not annotated at capture."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written
 
 
 def find_fsdp_roles(joint: JointGraph) -> None:
-    """Annotate the unshards and gradient reductions of a graph from elsewhere.
+    """Annotate the unshards and gradient reductions of a graph without SimpleFSDP.
 
     An all-gather is an unshard when its input reaches exactly one parameter through
     single-input ops; a reduction is a gradient's when its result reaches exactly one gradient
-    output through single-input ops. Padding counts as one: it joins a shard and zeros shaped
-    after it. What lies between the parameter and its gather, a cast or that padding, is part
-    of the unshard. What has a role keeps it. Linear in nodes.
+    output through single-input ops. Padding counts as a single-input op: it concatenates a shard
+    with zeros of its shape. Nodes between the parameter and its gather, a cast or that padding,
+    are part of the unshard. A node that has a role keeps it. Linear in nodes.
     """
     parameter = _parameters(joint)
     gradient = _gradients(joint)
@@ -39,7 +39,7 @@ def find_fsdp_roles(joint: JointGraph) -> None:
 
 
 def _parameters(joint: JointGraph) -> dict[fx.Node, str]:
-    """Every node that holds one parameter and nothing else, with the parameter."""
+    """Map every node that is computed from one parameter and nothing else to the parameter."""
     parameter = {
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
     }
@@ -56,7 +56,7 @@ def _parameters(joint: JointGraph) -> dict[fx.Node, str]:
 
 
 def _gradients(joint: JointGraph) -> dict[fx.Node, str | None]:
-    """Every node that reaches one gradient output and nothing else, with its parameter."""
+    """Map every node that reaches one gradient output and nothing else to its parameter."""
     output = joint.output_node()
     gradient: dict[fx.Node, str | None] = {}
     for name, node in joint.gradients():
@@ -71,7 +71,7 @@ def _gradients(joint: JointGraph) -> dict[fx.Node, str | None]:
 
 
 def _mark_unshard(gather: fx.Node, parameter: dict[fx.Node, str], seen: set[fx.Node]) -> None:
-    """Mark a gather or its wait and what prepares it, up to the placeholder."""
+    """Mark a gather or its wait, and the nodes from the placeholder to it."""
     stack = [gather]
     while stack:
         node = stack.pop()

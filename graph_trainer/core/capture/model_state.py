@@ -23,7 +23,7 @@ class ModelState:
 
 
 def state_of(model: nn.Module) -> ModelState:
-    """Parameters first, then buffers, each tensor once under its first name."""
+    """List parameters, then buffers, each tensor once under its first name."""
     named = [
         (kind, clean_fqn(name), tensor)
         for kind, entries in (
@@ -47,8 +47,14 @@ def state_of(model: nn.Module) -> ModelState:
 
 
 def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState) -> None:
-    """What forward reads past the model's own attributes is baked in: fine for a table, and
-    silently wrong for anything that training changes."""
+    """Refuse a constant of the graph that is a tensor of the model or requires a gradient.
+
+    A tensor that forward does not read through an attribute of the model becomes a constant of
+    the graph: right for a table, and silently wrong for anything that training changes.
+
+    Raises:
+        CaptureError: with the name of the tensor, or its shape and dtype.
+    """
     names = {
         storage_id(part): spec.name
         for spec, tensor in zip(state.inputs, state.tensors, strict=True)
@@ -61,7 +67,7 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
         name = names.get(storage_id(constant))
         if name is not None:
             raise CaptureError(
-                f"'{name}' is read through something else than the attribute that holds it (a "
+                f"'{name}' is read through something else than its attribute (a "
                 "list, a closure, an attribute of another object), where capture cannot "
                 "replace it: read it as an attribute of its module"
             )

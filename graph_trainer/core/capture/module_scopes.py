@@ -1,7 +1,7 @@
-"""Which phase and module is running, written onto every node while a step is traced.
+"""Write the running phase and module onto every node while a step is traced.
 
-Forward: hooks on every module push and pop its FQN. Backward: autograd nodes carry the
-sequence number they got in forward, and the FQN that was current then is looked up by it.
+Forward: hooks on every module push and pop its FQN. Backward: an autograd node has the sequence
+number that it got in forward, by which the FQN that was current then is looked up.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOSS_MODULE = "loss"
 
 
 class Scopes:
-    """The current annotations of a trace, and the memory of who made which autograd node."""
+    """The current annotations of a trace, and the module that made each autograd node."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -55,7 +55,7 @@ class Scopes:
 
     @contextlib.contextmanager
     def backward(self, *roots: torch.Tensor) -> Iterator[None]:
-        """Annotate the backward that runs inside, of the graph that `roots` end."""
+        """Annotate the backward of `roots` that runs inside."""
         nodes = _walk(roots)
         _refuse_reentrant_checkpoints(nodes)
         handles = [node.register_prehook(self._enter_backward_of(node)) for node in nodes]
@@ -67,15 +67,15 @@ class Scopes:
                 handle.remove()
 
     def failed_module(self) -> str:
-        """FQN of the innermost module whose forward raised, or of the one running now."""
+        """Return the FQN of the innermost module whose forward raised, else of the running one."""
         return self._module if self._failed is None else self._failed
 
     def _hook(self, module: nn.Module, fqn: str) -> list[Any]:
         def enter(*_: Any) -> None:
-            self._failed = None  # what raised before was caught
+            self._failed = None  # an earlier exception was caught by the model
             custom = dict(get_current_meta().get("custom", {}))
             self._stack.append((self._module, custom))
-            # checkpointing runs forward again inside backward: that is backward's work
+            # checkpointing runs forward again inside backward: those nodes belong to backward
             in_backward = custom.get("phase") == Phase.BACKWARD.value
             self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
             self._remember(fqn)
@@ -117,8 +117,8 @@ class Scopes:
 
 
 def _refuse_reentrant_checkpoints(nodes: list[Any]) -> None:
-    """Reentrant checkpointing calls backward() inside backward and leaves gradients in `.grad`;
-    asked for gradients, as here, autograd leaves its parameters out without a word."""
+    """Refuse reentrant checkpointing, which calls backward() inside backward and accumulates into
+    `.grad`: torch.autograd.grad silently returns no gradient for its parameters."""
     if any(node.name().removesuffix("Backward") == "CheckpointFunction" for node in nodes):
         raise CaptureError(
             "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
@@ -127,7 +127,7 @@ def _refuse_reentrant_checkpoints(nodes: list[Any]) -> None:
 
 
 def _walk(roots: tuple[torch.Tensor, ...]) -> list[Any]:
-    """Every autograd node behind `roots`, each once; leaves are not run by autograd.grad."""
+    """List every autograd node that backward of `roots` runs; autograd.grad runs no leaves."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
     found = []

@@ -1,4 +1,4 @@
-"""Who shares memory with whom, asked of fake tensors."""
+"""Give what a step returns memory that nothing else shares, decided on fake tensors."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from graph_trainer.core.torch_private import is_traceable_wrapper_subclass, stor
 Range = tuple[int, int]
 
 
-class Storages:
-    """Memory that is taken, so that what a step returns can be given memory of its own.
+class TakenMemory:
+    """The memory of a step's inputs and outputs, so that no output shares memory.
 
-    Autograd does the same when it puts gradients into `.grad`: clipping and optimizers write
-    gradients in place, and one that is the batch itself, or another parameter's gradient too,
-    or one value expanded to a shape, would be written twice or not at all.
+    Autograd does the same when it writes gradients into `.grad`: clipping and optimizers write
+    gradients in place, and a gradient that is the batch itself, or also another parameter's
+    gradient, or one value expanded to a shape, would be written twice or not at all.
     """
 
     def __init__(self, taken: Iterable[torch.Tensor]) -> None:
@@ -26,11 +26,14 @@ class Storages:
         for tensor in taken:
             self._take(tensor)
 
-    def own(self, tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
-        """`tensor`, or a clone where some of its memory is taken or holds several elements.
+    def unshared(self, tensor: torch.Tensor, *, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `tensor`, or a clone where its memory is taken or elements of it overlap.
 
-        With `like`, also a clone where `tensor` is not laid out like that parameter: autograd
-        lays `.grad` out so, and a norm over other strides sums in another order.
+        Args:
+            tensor: an output of the step.
+            like: a parameter; the tensor is also cloned where its strides differ from the
+                parameter's. Autograd gives `.grad` those strides, and a norm over other strides
+                sums in another order.
         """
         parts, _ = unwrap(tensor)
         if like is not None and not _laid_out_like(tensor, like):
@@ -53,8 +56,8 @@ class Storages:
 
 
 def _laid_out_like(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Whether autograd would keep a gradient's strides for this parameter. Subclasses keep
-    theirs: what is inside is laid out by their own backward."""
+    """Tell whether autograd would keep a gradient's strides for this parameter. The strides of a
+    tensor subclass are always kept: its backward decides the layout of its inner tensors."""
     if is_traceable_wrapper_subclass(like):
         return True
     dimensions = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)

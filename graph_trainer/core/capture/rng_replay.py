@@ -1,9 +1,9 @@
-"""Random numbers that a step draws twice: activation checkpointing runs forward again.
+"""Replay the random numbers of a recomputation: activation checkpointing runs forward again.
 
 Eager checkpointing restores the state of the random generator before it runs a block again,
-so that dropout drops the same values. A graph has no such state: the repeated draw would be
-a second, different one. Here the repetition is recognised by that very restoring, whoever
-does it, and made to reuse what was drawn first; later draws keep their place in the stream.
+so that dropout drops the same values. A graph has no such state: a repeated draw would give
+other numbers. Here a draw is known to be a repetition by the restored generator state, and it
+reuses the values of the first draw; later draws keep their position in the random stream.
 """
 
 from __future__ import annotations
@@ -29,22 +29,23 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import CaptureError
 
-# Seeds that mark places of the random stream during capture, far from anyone's own: the high
-# bits count draws, the low ones higher-order ops since the last draw.
+# Seeds that mark positions in the random stream during capture, far from a user's seed: the high
+# bits count draws, the low bits higher-order ops since the last draw.
 _FIRST_MARK = 0x6772_6170_6800_0000
 _PER_DRAW = 1 << 20
 
-# Where torch.fx.traceback.annotate puts it on a node; gone when capture ends.
+# Keys that torch.fx.traceback.annotate writes on a node; removed when capture ends.
 _CUSTOM, _DRAW, _RUN_AGAIN = "custom", "random_draw", "run_again"
 
 
 class RandomDraws(TorchDispatchMode):
-    """While a step is traced on fake tensors: writes onto every random node which draw it is.
+    """Write onto every random node of a trace on fake tensors which draw of the step it is.
 
-    Fake ops draw nothing, so the CPU generator is free to count: its seed is moved on at each
-    random op, saved and restored with its state by checkpointing, and put back in the end.
+    Fake ops draw nothing, so the CPU generator can count: its seed advances at each random op,
+    checkpointing saves and restores it with the generator's state, and the state from before the
+    trace is restored at the end.
 
-    What a higher-order op draws within its subgraphs is not seen here: it is only marked
+    Draws within the subgraphs of a higher-order op are not seen here: the op is only marked
     where a recomputation runs it again.
     """
 
@@ -108,12 +109,12 @@ class RandomDraws(TorchDispatchMode):
 def _has_own_generator(
     schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether an op draws from a generator of the user's, whose state checkpointing does not
-    restore: what is drawn again is other numbers in eager too."""
+    """Tell whether an op draws from a generator of the user. Checkpointing does not restore its
+    state, so a recomputation draws other numbers in eager too."""
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     return any(
         isinstance(value, torch.Generator)
-        # the dispatcher wraps the default one anew, but its seed is now a mark, like no other
+        # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
         and value.initial_seed() != torch.random.default_generator.initial_seed()
         for value in given.values()
     )
@@ -177,10 +178,10 @@ def _check_draws_nothing(node: fx.Node) -> None:
 
 
 def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> fx.Node:
-    """The node whose value stays what `draw` drew: a clone where it is written afterwards."""
+    """Return the node whose value stays what `draw` drew: a clone where it is written later."""
     values = tensors_of(draw)
     if len(values) != 1:
-        return draw  # dropout with its mask, attention: nothing writes into these
+        return draw  # dropout with its mask, attention: no op writes into their results
     if writes.after(draw, draw) is None and not written_arguments(draw):
         return draw
     with graph.inserting_after(draw):

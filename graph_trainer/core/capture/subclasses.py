@@ -1,7 +1,7 @@
 """Tensor subclasses taken apart into plain tensors and put together again.
 
 Works on any subclass that follows torch's flatten protocol (DTensor does), so that the graph
-holds plain tensors only and no subclass is dispatched while it runs.
+has plain tensors only and no subclass is dispatched while it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from graph_trainer.errors import CaptureError
 class Layout:
     """How to rebuild a tensor from the plain tensors inside it.
 
-    A plain tensor is its own only part: `subclass` is None then.
+    For a plain tensor `subclass` is None, and the tensor is its one part.
     """
 
     shape: torch.Size
@@ -31,27 +31,27 @@ class Layout:
     parts: tuple[str, ...] = ()
     """Attribute names of the plain tensors inside, in placeholder order."""
     constants: tuple[tuple[str, Any], ...] = ()
-    """What else the protocol hands out beside tensors, a DTensor's mesh for one."""
+    """What the protocol returns beside tensors, for example a DTensor's mesh."""
     context: Any = None
-    """What the protocol says of the whole, a DTensor's placements for one."""
+    """What the protocol returns about the whole tensor, for example a DTensor's placements."""
 
     @property
     def num_tensors(self) -> int:
-        """How many plain tensors there are inside."""
+        """The number of plain tensors inside."""
         return 1 if self.subclass is None else len(self.parts)
 
     def describe(self) -> str:
-        """A few words for a person: class, shape, stride, dtype, device and placements."""
+        """Describe class, shape, stride, dtype, device and placements for a message."""
         kind = (self.subclass or torch.Tensor).__name__
         strides = f"stride {self.stride}"
         context = "" if self.context is None else f", {self.context}"
         return f"{kind} {tuple(self.shape)} {self.dtype} on {self.device}, {strides}{context}"
 
     def matches(self, tensor: torch.Tensor) -> bool:
-        """Whether a graph captured with this layout fits another tensor.
+        """Tell whether a graph captured with this layout fits another tensor.
 
-        Strides count: the graph holds views and kernels chosen for those it was captured
-        with. So does what a subclass says of itself, a DTensor's mesh and placements.
+        Strides must be equal: the graph has views and kernels chosen for the captured strides.
+        So must be what a subclass returns about itself, a DTensor's mesh and placements.
         """
         return (
             (self.subclass or torch.Tensor) is plain_type(tensor)
@@ -64,15 +64,19 @@ class Layout:
 
 
 def plain_type(tensor: torch.Tensor) -> type:
-    """The subclass to take apart, or torch.Tensor for everything that is one itself."""
+    """Return the subclass to take apart, torch.Tensor for a plain tensor or a parameter."""
     return type(tensor) if is_traceable_wrapper_subclass(tensor) else torch.Tensor
 
 
 def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], Layout]:
-    """Take a tensor apart. `name` is what an error calls it.
+    """Take a tensor apart.
+
+    Args:
+        tensor: a plain tensor or a subclass.
+        name: what an error calls it.
 
     Returns:
-        the plain tensors inside (the tensor itself if it is plain), and the layout that
+        The plain tensors inside (the tensor itself if it is plain), and the layout that
         `wrap` needs.
 
     Raises:
@@ -117,5 +121,5 @@ def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
 
 
 def _flattened(tensor: Any) -> tuple[list[str], Any]:
-    """Names of the attributes that hold the inner tensors, and what else rebuilding needs."""
+    """Return the attribute names of the inner tensors, and what else rebuilding needs."""
     return tensor.__tensor_flatten__()

@@ -1,7 +1,7 @@
 """The three collectives that sharded data parallelism needs, as traceable ops.
 
-Each returns a finished tensor: the op and its wait stand next to each other, in eager and in
-the captured graph, and passes move them apart later. Groups of one do nothing.
+Each returns a finished tensor: the wait follows its op directly, in eager and in the captured
+graph, and passes move them apart later. Groups of one do nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from graph_trainer.core.torch_private import c10d_functional
 def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Gather equal shards of every rank along the first dimension.
 
-    Arguments:
+    Args:
         shard: [rows, ...], contiguous, the same shape on every rank.
 
     Returns:
@@ -30,7 +30,7 @@ def all_gather(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def reduce_scatter(full: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Sum over the group and keep this rank's rows.
 
-    Arguments:
+    Args:
         full: [rows * group size, ...], contiguous.
 
     Returns:

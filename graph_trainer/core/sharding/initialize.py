@@ -17,10 +17,10 @@ class SameOnAnyMesh(TorchDispatchMode):
 
     Every rank draws the same numbers from its default generator, which must be in the same
     state on all of them. So one rank, eight ranks and eight thousand start from the same
-    model, on devices where DTensor's own generator does not work (CPU) too. Memory: one
+    model, also on devices where DTensor's generator does not work (CPU). Memory: one
     whole parameter at a time. Code that asks for a value of a sharded tensor, as trunc_normal_
-    does to draw again until all are within bounds, gets that of the whole tensor: ranks that
-    took their own would draw different numbers from there on. Ops that make a new random
+    does to draw again until all are within bounds, gets that of the whole tensor: with the values
+    of their shards, ranks would draw different numbers from there on. Ops that make a new random
     tensor like a DTensor (rand_like) are drawn whole too; what they return is sharded like
     their input.
     """
@@ -47,12 +47,12 @@ class SameOnAnyMesh(TorchDispatchMode):
             )
         whole = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         drawn = func(whole, *args[1:], **kwargs)
-        mine = shard_of(drawn, like)
+        local = shard_of(drawn, like)
         if in_place:
-            like.to_local().copy_(mine)
+            like.to_local().copy_(local)
             return like
         return DTensor.from_local(
-            mine.clone(),
+            local.clone(),
             like.device_mesh,
             like.placements,
             run_check=False,
@@ -62,7 +62,7 @@ class SameOnAnyMesh(TorchDispatchMode):
 
 
 def _value_of_whole(scalar: DTensor) -> bool | int | float:
-    """The one value of a DTensor, of which each rank may hold a part: a sum, a maximum."""
+    """Return the value of a scalar DTensor, which may be a partial sum or maximum on each rank."""
     local = scalar.to_local()
     # no backend adds booleans
     part = local.to(torch.int64) if local.dtype is torch.bool else local

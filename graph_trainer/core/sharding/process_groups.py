@@ -1,7 +1,7 @@
-"""Process groups that a pass needs and the model did not bring along.
+"""Process groups that a pass needs and the model does not have.
 
 Every rank of the world takes part when a group is made, member or not, and in the same order:
-a rank that does not come lets the others wait.
+without one of the ranks the others wait forever.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from graph_trainer.core.torch_private import new_group_in_order, process_groups
 from graph_trainer.errors import PassError
 
 Agree = Callable[[int], int]
-"""Makes of this rank's number the largest of all ranks'."""
+"""All-reduces (max) an int over all ranks."""
 
 _MADE_HERE = "graph_trainer"
-"""What process groups that were made here are described as."""
+"""The description of process groups that were made here."""
 
 _agree: ContextVar[Agree | None] = ContextVar("graph_trainer_agree_on_groups", default=None)
 
 
 @contextlib.contextmanager
 def groups_agreed_on(agree: Agree) -> Iterator[None]:
-    """Inside, no rank makes groups before all have said which ones."""
+    """Inside, all ranks compare the groups that they need before any is made."""
     token = _agree.set(agree)
     try:
         yield
@@ -37,19 +37,19 @@ def groups_agreed_on(agree: Agree) -> Iterator[None]:
 
 
 def no_new_groups(mine: int) -> int:
-    """For `groups_agreed_on` while this rank is on its own. Raises PassError."""
+    """Raise PassError: the `agree` of `groups_agreed_on` while other ranks do not take part."""
     raise PassError(
         "a batch makes this rank's graph ask for process groups that its first graph did not need, "
-        "and the other ranks are not there to make them; let every batch read the same "
+        "and the other ranks do not make them now; let every batch read the same "
         "parameters, or leave the pass out with compile.disable_passes"
     )
 
 
 def groups_within(partitions: Sequence[Partition]) -> dict[Partition, str]:
-    """Name of this rank's group in each partition of the world. What has been made before, for
-    an earlier graph or pass, is used again; it lasts until the process groups are destroyed.
+    """Return the name of this rank's group in each partition of the world, made where needed.
 
-    Every rank of the world calls this, with the same partitions in any order.
+    A group that was made here for an earlier graph or pass is used again. Every rank of the
+    world calls this, with the same partitions in any order.
 
     Raises:
         PassError: the ranks ask for different groups.
@@ -63,13 +63,14 @@ def groups_within(partitions: Sequence[Partition]) -> dict[Partition, str]:
 
 
 def groups_made() -> list[dist.ProcessGroup]:
-    """Those of this rank's process groups that were made here."""
+    """List this rank's process groups that were made here."""
     return [group for group, _ in process_groups() if group.group_desc == _MADE_HERE]
 
 
 def _made_before(partition: Partition) -> str | None:
-    """Every rank finds its group or none does: a partition is made on all ranks at once. Groups
-    that others made may be there on some ranks only, and are not looked at."""
+    """Return the name of this rank's group if it was made here before. A partition is made on all
+    ranks at once, so all ranks find theirs or none; groups made elsewhere may exist on some ranks
+    only and do not count."""
     everyone = tuple(range(dist.get_world_size()))
     if partition == (everyone,):
         world = dist.group.WORLD

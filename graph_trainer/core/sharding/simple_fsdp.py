@@ -37,7 +37,7 @@ _as_shards: ContextVar[bool] = ContextVar("graph_trainer_sharded_parameters", de
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecisionPolicy:
-    """Dtypes of a sharded parameter's two journeys."""
+    """Dtypes of a parameter's all-gather and of its gradient's reduction."""
 
     param_dtype: torch.dtype | None = None
     """Dtype that parameters are cast to before they are gathered; None keeps theirs."""
@@ -48,13 +48,13 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Sharding:
-    """How one parameter is unsharded and how its gradient goes home."""
+    """How one parameter is unsharded and how its gradient is reduced."""
 
     fqn: str
     shard_group: dist.ProcessGroup | None
-    """Gathered over and reduce-scattered over; None where every rank holds all rows."""
+    """The group of the all-gather and the reduce-scatter; None where every rank has all rows."""
     reduce_groups: tuple[dist.ProcessGroup, ...]
-    """All-reduced over, after the reduce-scatter."""
+    """The groups of the all-reduces after the reduce-scatter."""
     rows: int
     """Rows of the unsharded local tensor."""
     local_rows: int
@@ -94,7 +94,7 @@ class _Unshard(torch.autograd.Function):
                 full = shard.to(sharding.policy.param_dtype)
             if sharding.shard_group is not None:
                 full = _gather_rows(full, sharding)
-            # autograd wants a tensor of its own where nothing was cast and nothing gathered
+            # autograd needs another tensor than its input where neither op made one
             return full.view_as(full) if full is shard else full
 
     @staticmethod
@@ -118,8 +118,8 @@ def _rows_per_rank(sharding: _Sharding) -> int:
 
 
 def _gather_rows(shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
-    """[local rows, ...] -> [rows, ...]. Ranks past the last full one hold fewer rows or none,
-    so each sends the same padded number, and all padding ends up behind the last row."""
+    """All-gather: [local rows, ...] -> [rows, ...]. Ranks after the last full one have fewer rows
+    or none, so each sends the same padded number, and all padding comes after the last row."""
     assert sharding.shard_group is not None
     padded = _pad_rows(shard.contiguous(), _rows_per_rank(sharding))
     full = all_gather(padded, sharding.shard_group)
@@ -127,12 +127,12 @@ def _gather_rows(shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
 
 
 def _scatter_rows(grad: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
-    """[rows, ...] -> [local rows, ...], summed over the group."""
+    """Reduce-scatter: [rows, ...] -> [local rows, ...], summed over the group."""
     assert sharding.shard_group is not None
     per_rank = _rows_per_rank(sharding)
     padded = _pad_rows(grad.contiguous(), per_rank * sharding.shard_group.size())
-    mine = reduce_scatter(padded, sharding.shard_group)
-    return mine if per_rank == sharding.local_rows else mine.narrow(0, 0, sharding.local_rows)
+    local = reduce_scatter(padded, sharding.shard_group)
+    return local if per_rank == sharding.local_rows else local.narrow(0, 0, sharding.local_rows)
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -165,8 +165,8 @@ def simple_fsdp(
 ) -> nn.Module:
     """Shard the parameters of `model` in place, and gather them whenever they are read.
 
-    Arguments:
-        model: any module, on a device or on meta; every rank must hold the same values.
+    Args:
+        model: any module, on a device or on meta; every rank must have the same values.
             Parameters that are DTensors already (tensor parallelism) are sharded again by
             rows. Frozen and tied parameters stay so. Scalars are replicated.
         mesh: the data-parallel mesh: one dimension for "fully_shard" and "replicate",
@@ -202,15 +202,15 @@ def simple_fsdp(
         sharded[id(parameter)] = _shard(clean_fqn(fqn), parameter, mesh, mode, policy, divisor)
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in list(model.modules()):
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if not own:
+        direct = {name: p for name, p in module._parameters.items() if p is not None}
+        if not direct:
             continue
         module.graph_trainer_sharding = {  # type: ignore[assignment]
-            name: sharded[id(p)][1] for name, p in own.items()
+            name: sharded[id(p)][1] for name, p in direct.items()
         }
-        for name, parameter in own.items():
+        for name, parameter in direct.items():
             module._parameters[name] = sharded[id(parameter)][0]
-        key = (type(module), tuple(own))
+        key = (type(module), tuple(direct))
         if key not in classes:
             classes[key] = _reading_class(*key)
         module.__class__ = classes[key]
@@ -224,8 +224,8 @@ class _Sharded:
 def _reading_class(base: type, names: tuple[str, ...]) -> type:
     """A subclass of `base` whose attributes `names` gather the parameter they name.
 
-    A property of the class stands before nn.Module's lookup in `_parameters`, so forward
-    sees the gathered tensor and named_parameters, state_dict and the optimizer the shard.
+    Python finds a property of the class before nn.Module looks in `_parameters`, so forward reads
+    the gathered tensor; named_parameters, state_dict and the optimizer read the shard.
     """
     reads = {name: property(_reader(name)) for name in names}
     return type(base.__name__, (_Sharded, base), {**reads, "__module__": base.__module__})
@@ -239,26 +239,26 @@ def _reader(name: str) -> Any:
         try:
             return module.graph_trainer_sharding[name].unshard(parameter)  # type: ignore[index, union-attr]
         except AttributeError as error:
-            # nn.Module.__getattr__ would swallow it and hand out the shard instead
+            # nn.Module.__getattr__ would catch it and return the shard instead
             raise RuntimeError(f"gathering parameter '{name}' failed: {error}") from error
 
     return read
 
 
 def shard_of(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """This rank's part of a whole tensor, laid out like a parameter that `simple_fsdp` made.
+    """Return this rank's part of a whole tensor, sharded like a parameter that `simple_fsdp` made.
 
-    Arguments:
+    Args:
         whole: plain tensor of the parameter's global shape.
         parameter: a sharded parameter, or any DTensor with placements Shard and Replicate.
 
     Returns:
-        a plain tensor of the local shape; no rank talks to another.
+        A plain tensor of the local shape. No communication takes place.
     """
     mesh, placements = parameter.device_mesh, parameter.placements
     local = whole
-    # From the innermost mesh dimension out: tensor parallelism splits first, FSDP splits
-    # what that leaves, which is what a strided shard says.
+    # From the innermost mesh dimension outwards: tensor parallelism splits first, and FSDP splits
+    # each part again, which is what a strided shard means.
     for dim in reversed(range(mesh.ndim)):
         placement = placements[dim]
         if isinstance(placement, (Shard, StridedShard)):
@@ -312,10 +312,10 @@ def _shard(
     else:
         shard, rows_here, row_placement, group = local.clone(), rows, Replicate(), None
         others = tuple(mesh.get_group(d) for d in range(mesh.ndim))
-    own = tuple(Replicate() for _ in range(shard_dim)) + (row_placement,)
+    data_parallel = (*(Replicate() for _ in range(shard_dim)), row_placement)
     sharding = _Sharding(fqn, group, others, rows, rows_here, divisor, policy, tensor_parallel)
     dtensor = DTensor.from_local(
-        shard, full_mesh, own + placements, run_check=False, shape=shape, stride=stride
+        shard, full_mesh, data_parallel + placements, run_check=False, shape=shape, stride=stride
     )
     return nn.Parameter(dtensor, requires_grad=parameter.requires_grad), sharding
 
@@ -323,7 +323,7 @@ def _shard(
 def _part_of_rank(
     tensor: torch.Tensor, tensor_dim: int, mesh: DeviceMesh, mesh_dim: int
 ) -> torch.Tensor:
-    """The first ranks hold ceil(size / ranks), later ones fewer or none, as torch.chunk has it."""
+    """Slice as torch.chunk does: ceil(size / ranks) for the first ranks, then fewer or none."""
     size = tensor.shape[tensor_dim]
     per_rank = -(-size // mesh.size(mesh_dim))
     start = min(mesh.get_local_rank(mesh_dim) * per_rank, size)
@@ -331,7 +331,7 @@ def _part_of_rank(
 
 
 def _ranks_that_split_rows(data: torch.Tensor) -> int:
-    """Into how many parts tensor parallelism has already cut the rows."""
+    """Count the parts into which tensor parallelism has already split the rows."""
     parts = 1
     if isinstance(data, DTensor):
         for size, placement in zip(data.device_mesh.shape, data.placements, strict=True):
