@@ -38,7 +38,7 @@ _INLINE_BYTES = 1 << 16
 class PublishingWriter(FileSystemWriter):
     """Write a checkpoint into one folder and rename the folder when it is complete.
 
-    Every rank hashes its files while it writes them, on a thread beside the one that saves; the
+    Every rank hashes its files while it writes them, on another thread than the one that saves; the
     coordinator writes the list of digests and renames. An error on any rank comes before that.
 
     Args:

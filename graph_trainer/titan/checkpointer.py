@@ -153,14 +153,14 @@ class CheckedCheckpointManager(CheckpointManager):
             reason = _reasons(error)
         kept = self._steps_there()
         return CheckpointError(
-            f"the checkpoint {final} could not be written: {reason}. Nothing of it is left; "
+            f"the checkpoint {final} could not be written: {reason}. Its files are removed; "
             + (
                 f"the last complete one is {final.with_name(f'step-{kept[0]}')}"
                 if kept
                 else "there is no earlier one"
             )
-            + ". Make room or mend what is said above, or point checkpoint.folder somewhere "
-            "else, then start again."
+            + ". Free space or correct the cause named above, or set checkpoint.folder to another "
+            "folder, then start again."
         )
 
     def _purge_stale_checkpoints(self) -> None:
@@ -206,7 +206,7 @@ class CheckedCheckpointManager(CheckpointManager):
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             raise CheckpointError(
                 f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}. If it is "
-                "the last one of a finished run it may hold the model alone: with "
+                "the last one of a finished run it may contain the model alone: with "
                 "checkpoint.last_save_model_only = false a run can be continued beyond its last "
                 "step. Choose an earlier one with checkpoint.load_step, or give this one as "
                 "checkpoint.initial_load_path of a new run."

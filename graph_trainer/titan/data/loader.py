@@ -83,7 +83,7 @@ class TextDataLoader(BaseDataLoader):
         self._first_local_row = dp_rank * local_batch_size
         self._position = 0
         self._resuming = False
-        # Everything that decides which tokens a position stands for.
+        # Everything that decides which tokens are at a position.
         self._identity = {
             "dataset_digest": corpus.digest,
             "split": config.split,

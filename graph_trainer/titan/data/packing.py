@@ -50,9 +50,16 @@ class TokenizedCorpus:
 def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> TokenizedCorpus:
     """Encode a corpus with a tokenizer, each document between its bos and eos.
 
-    The first caller on a machine tokenises; later callers map the cached table. With a tokenizer
-    that cannot be told from another (neither ByteBPETokenizer nor one around a
-    ``tokenizers.Tokenizer``) nothing is cached, and every caller tokenises.
+    The first caller on a machine tokenises; later callers map the cached table. Nothing is cached
+    for a tokenizer without a fingerprint (neither a ByteBPETokenizer nor one with a
+    ``tokenizers.Tokenizer``): every caller tokenises.
+
+    Args:
+        corpus: the documents.
+        tokenizer: any of torchtitan's.
+
+    Returns:
+        The token ids of every document.
 
     Raises:
         ConfigError: a file of the corpus cannot be used (see ``Corpus.documents``), or the cache

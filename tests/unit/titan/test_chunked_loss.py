@@ -40,7 +40,7 @@ Result = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def on_weight(weight: torch.Tensor, **options: Any) -> ChunkedCrossEntropyLoss:
-    """A loss whose output head holds just this weight."""
+    """Make a loss with an output head of this weight."""
     model = TinyDecoder(weight.shape[1], weight.shape[0])
     loss = attached(model, **options)
     model.lm_head._parameters["weight"] = weight  # type: ignore[assignment]
@@ -57,7 +57,7 @@ def chunked(
 
 
 def plain(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, tokens: Any) -> Result:
-    """torchtitan's own, on the same logits."""
+    """Compute torchtitan's cross-entropy on the same logits."""
     loss, _ = CrossEntropyLoss.Config().build()(hidden @ weight.t(), labels, tokens)
     return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
@@ -151,7 +151,7 @@ def test_more_chunks_do_not_make_the_gradient_worse() -> None:
     case = inputs(torch.bfloat16, batch=1, sequence=512, vocabulary=20)
     expected = exact(*case, 512)
     one, many = (chunked(*case, 512, num_chunks=n) for n in (1, 256))
-    # a chunk's own product is rounded too: with independent errors at most sqrt(2) as much
+    # the product of a chunk is rounded too: with independent errors at most sqrt(2) as much
     assert error(many[2], expected[2]) < 1.5 * error(one[2], expected[2])
 
 

@@ -1,4 +1,4 @@
-"""Which validators run on a captured graph; tests/integration/test_validation.py runs one."""
+"""Which validators get a captured graph; tests/integration/test_validation.py runs one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchtitan.tools.logging import logger  # isort: skip
 
 
 class Mine(Validator):
-    """Somebody's own, which may ask the model for anything."""
+    """A user's validator, which may call the model in any way."""
 
 
 def made(kind: type[Validator]) -> Validator:
-    """Only what is looked at before the first validation."""
+    """Make a validator with only the attributes that are read before the first validation."""
     validator = kind.__new__(kind)
     validator.config = kind.Config(freq=3)
     validator.loss_fn = lambda prediction, labels: (prediction, {})
