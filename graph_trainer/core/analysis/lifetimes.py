@@ -60,8 +60,8 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
             wait.
     """
     graph = joint.graph
-    held = value_storages(graph)
-    size = {s: b for node in compute_nodes(graph) for s, b in _made_by(node, held[node])}
+    results = value_storages(graph)
+    size = {s: b for node in compute_nodes(graph) for s, b in _made_by(node, results[node])}
     size |= {(node, SCRATCH): num for node, num in (scratch or {}).items()}
     order = list(graph.nodes)
     position = {node: place for place, node in enumerate(order)}
@@ -76,16 +76,16 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
 
     def use_work(started: fx.Node, place: int) -> None:
         for entry in (started, *started.all_input_nodes):
-            use(storages_in(held[entry]), place)
+            use(storages_in(results[entry]), place)
 
     for place, node in enumerate(order):
         for source in node.all_input_nodes:
-            use(storages_in(held[source]), place)
+            use(storages_in(results[source]), place)
         if is_collective(node):
-            for storage in storages_in(held[node]):
+            for storage in storages_in(results[node]):
                 pending[storage].append(node)
         elif is_wait(node):
-            for storage in storages_in(held[node]):
+            for storage in storages_in(results[node]):
                 for started in pending.pop(storage, ()):
                     use_work(started, place)
                     use([(started, SCRATCH)], place)
@@ -110,22 +110,22 @@ def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 
     return list(accumulate(change[:nodes]))
 
 
-def _made_by(node: fx.Node, held: ValueStorages) -> Iterator[tuple[Storage, int]]:
+def _made_by(node: fx.Node, storages: ValueStorages) -> Iterator[tuple[Storage, int]]:
     """The storages that a node allocates, each with its bytes."""
 
-    def made(storages: ValueStorages, value: Any) -> Iterator[tuple[Storage, int]]:
-        if isinstance(storages, list):
+    def made(results: ValueStorages, value: Any) -> Iterator[tuple[Storage, int]]:
+        if isinstance(results, list):
             if value is not None:
-                for part, entry in zip(storages, value, strict=True):
+                for part, entry in zip(results, value, strict=True):
                     yield from made(part, entry)
-        elif storages[0] is node and isinstance(value, torch.Tensor):
+        elif results[0] is node and isinstance(value, torch.Tensor):
             # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
             # of another op come from an input, which the op really copies without them.
             gaps = "strided" in str(node.target)
             spans, dense = storage_bytes(value), value.numel() * value.dtype.itemsize
-            yield storages, spans if gaps else min(spans, dense)
+            yield results, spans if gaps else min(spans, dense)
 
-    return made(held, value_of(node))
+    return made(storages, value_of(node))
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

@@ -1,4 +1,4 @@
-"""What a running step really holds, where `lifetimes` predicts it."""
+"""Measure the bytes of a running step that `lifetimes` predicts."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from graph_trainer.core.torch_private import TorchDispatchMode, pytree
 
 
 class LiveStorages(TorchDispatchMode):
-    """While it is entered: bytes of the storages that ops made and someone still holds.
+    """Counts, while entered, the bytes of storages that ops make and tensors refer to.
 
-    Counts what plain tensors hold, on any device, without what the step was given. An
-    allocator counts more: what a backend's threads still hold of collectives that are over,
-    which is a matter of scheduling and not of the graph. Slows a step down.
+    Counts plain tensors on any device, without the inputs of the step. An allocator counts more:
+    threads of a backend may refer to the tensors of a complete collective for some time, which
+    depends on scheduling and not on the graph. Slows the step down.
 
     Example::
 
@@ -28,9 +28,9 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.peak_bytes = 0
-        """The most bytes held at once."""
+        """The most bytes alive at once."""
         self.live_bytes = 0
-        """Bytes held now."""
+        """Bytes alive now."""
         self._tensors: Counter[int] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +41,7 @@ class LiveStorages(TorchDispatchMode):
             pointer, size = storage.data_ptr(), storage.nbytes()
             if not self._tensors[pointer]:
                 if pointer in given:
-                    continue  # a view of an input of the step, which is not the step's own
+                    continue  # a view of an input of the step
                 self.live_bytes += size
             self._tensors[pointer] += 1
             weakref.finalize(tensor, self._drop, pointer, size)

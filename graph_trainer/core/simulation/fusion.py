@@ -32,7 +32,9 @@ from graph_trainer.core.graph.ops import (
 # of their nodes, since a fusion over a long distance keeps a buffer alive.
 _REACH = 128
 
-_FUSIBLE_REDUCTIONS = {
+# Ops that fuse without torch's pointwise tag.
+_FUSIBLE = {
+    # reductions
     "aten::sum",
     "aten::mean",
     "aten::amax",
@@ -46,8 +48,7 @@ _FUSIBLE_REDUCTIONS = {
     "aten::nll_loss_forward",
     "aten::nll_loss_backward",
     "aten::gather",
-}
-_FUSIBLE_COPIES = {
+    # copies
     "aten::_to_copy",
     "aten::clone",
     "aten::cat",
@@ -212,7 +213,5 @@ def is_fusible(node: fx.Node) -> bool:
         return False
     if _reduces_outer(node):
         return False
-    if schema.name in _FUSIBLE_REDUCTIONS or schema.name in _FUSIBLE_COPIES:
-        return True
     assert isinstance(node.target, type(aten.add.Tensor))
-    return torch.Tag.pointwise in node.target.tags
+    return schema.name in _FUSIBLE or torch.Tag.pointwise in node.target.tags

@@ -184,11 +184,10 @@ def _check(file: str, key: str, value: Any) -> None:
                 raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
             _check(file, f"peak_flops.{dtype}", number)
     else:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if number and isinstance(value, int) and value.bit_length() > 1000:
+        if type(value) is int and value.bit_length() > 1000:
             raise ConfigError(f"{file}: {key}: a number that no machine has")
         least = 0 if key in _MAY_BE_ZERO else 1e-30
-        if not number or not least <= value < float("inf"):
+        if type(value) not in (int, float) or not least <= value < float("inf"):
             raise ConfigError(f"{where}: not a positive number")
         if key == "collective_compute_share" and value >= 1:
             raise ConfigError(f"{where}: nothing would be left to compute with; write below 1")

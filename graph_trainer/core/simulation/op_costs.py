@@ -108,12 +108,9 @@ def costs(
         if flops:
             dtype = next((t.dtype for n in node.all_input_nodes for t in tensors_of(n)), None)
             peak = hardware.flops(dtype or torch.float32) * hardware.clock
-            efficiency = (
-                hardware.attention_efficiency
-                if kind is Kind.ATTENTION
-                else hardware.matmul_efficiency
-            )
-            seconds = max(seconds, flops / (peak * efficiency))
+            attention = kind is Kind.ATTENTION
+            reached = hardware.attention_efficiency if attention else hardware.matmul_efficiency
+            seconds = max(seconds, flops / (peak * reached))
         least = hardware.launch_seconds if launches else 0.0
         found[node] = Cost(kind, max(seconds, least), flops, moved)
     return found
@@ -146,17 +143,20 @@ class _Traffic:
         return moved, launches
 
     def _read_from(self, node: fx.Node, source: fx.Node) -> int:
-        size = sum(map(_bytes, tensors_of(source)))
-        schema = schema_of(node)
+        size, schema = _size(source), schema_of(node)
         if schema is not None and schema.name in _READ_NOT_SELF:
             return 0 if source is argument(node, "self") else size
         if schema is not None and schema.name in _LOOKUPS:
-            return min(size, sum(map(_bytes, tensors_of(node))))
+            return min(size, _size(node))
         return size
 
 
+def _size(node: fx.Node) -> int:
+    return sum(map(_bytes, tensors_of(node)))
+
+
 def _written(node: fx.Node) -> int:
-    size = sum(map(_bytes, tensors_of(node)))
+    size = _size(node)
     schema = schema_of(node)
     if schema is not None and schema.name in _WRITE_ONE_PART:
         ranks = argument(node, "group_size")

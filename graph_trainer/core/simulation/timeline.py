@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -69,11 +69,11 @@ class Timeline:
 def stream_names(issued: list[Collective]) -> dict[tuple[int, ...], str]:
     """Return a short name for every group, unique by a number where needed."""
     names: dict[tuple[int, ...], str] = {}
-    for each in issued:
-        if each.ranks not in names:
-            name = describe_ranks(each.ranks)
-            taken = sum(describe_ranks(ranks) == name for ranks in names)
-            names[each.ranks] = f"{name} ({taken + 1})" if taken else name
+    used: Counter[str] = Counter()
+    for ranks in dict.fromkeys(each.ranks for each in issued):
+        name = describe_ranks(ranks)
+        used[name] += 1
+        names[ranks] = f"{name} ({used[name]})" if used[name] > 1 else name
     return names
 
 
@@ -131,12 +131,13 @@ def play(
             events.append(Event(node, stream, start, seconds))
         elif is_wait(node):
             issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
-            end, waited = issuer if issuer is not None else (now, None)
-            if end > now and waited is not None:
+            if issuer is None:
+                continue
+            end, waited = issuer
+            if end > now:
                 exposed.append(ExposedWait(node, waited, traffic[waited.node], end - now))
                 now = end
-            copying = copies.on_compute.pop(waited.node, 0.0) if waited is not None else 0.0
-            if copying:
+            if copying := copies.on_compute.pop(waited.node, 0.0):
                 events.append(Event(node, COMPUTE, now, copying))
                 busy[COMPUTE] += copying
                 now += copying

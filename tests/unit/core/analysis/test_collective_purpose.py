@@ -14,42 +14,36 @@ UNSHARD, REDUCE = Role.UNSHARD, Role.REDUCE_GRAD
 FSDP, TP, WORLD = (0, 2), (0, 1), (0, 1, 2, 3)
 
 
-def traffic(*issued):
+SHARD, REPLICATE = (0, 2), (0, 4)  # two dimensions of hybrid sharding
+CASES = {
+    "collectives with a role belong to fsdp": (
+        [(FSDP, UNSHARD), (FSDP, REDUCE)],
+        [Traffic.UNSHARD, Traffic.REDUCE_GRAD],
+    ),
+    "tensor parallelism shares one rank with fsdp, others share more": (
+        [(FSDP, UNSHARD), (TP, None), (FSDP, None), (WORLD, None)],
+        [Traffic.UNSHARD, Traffic.TENSOR_PARALLEL, Traffic.OTHER, Traffic.OTHER],
+    ),
+    "what comes before the first collective of fsdp is known too": (
+        [(TP, None), (FSDP, None), (FSDP, UNSHARD)],
+        [Traffic.TENSOR_PARALLEL, Traffic.OTHER, Traffic.UNSHARD],
+    ),
+    "both dimensions of hybrid sharding are data parallel": (
+        [(SHARD, UNSHARD), (REPLICATE, REDUCE), (TP, None), (REPLICATE, None)],
+        [Traffic.UNSHARD, Traffic.REDUCE_GRAD, Traffic.TENSOR_PARALLEL, Traffic.OTHER],
+    ),
+    "without fsdp every group is tensor parallel": (
+        [(TP, None), (WORLD, None)],
+        [Traffic.TENSOR_PARALLEL, Traffic.TENSOR_PARALLEL],
+    ),
+}
+
+
+@pytest.mark.parametrize(("issued", "expected"), CASES.values(), ids=CASES)
+def test_the_purpose_of_collectives(issued, expected):
     entries = [collective(ranks=ranks, role=role) for ranks, role in issued]
     found = traffic_of(entries)
-    return [found[each.node] for each in entries]
-
-
-def test_fsdp_says_so_itself():
-    assert traffic((FSDP, UNSHARD), (FSDP, REDUCE)) == [Traffic.UNSHARD, Traffic.REDUCE_GRAD]
-
-
-def test_tensor_parallelism_is_what_shares_one_rank_with_fsdp():
-    assert traffic((FSDP, UNSHARD), (TP, None), (FSDP, REDUCE)) == [
-        Traffic.UNSHARD,
-        Traffic.TENSOR_PARALLEL,
-        Traffic.REDUCE_GRAD,
-    ]
-
-
-@pytest.mark.parametrize("ranks", [FSDP, WORLD])
-def test_anything_else_among_data_parallel_ranks_is_other(ranks):
-    assert traffic((FSDP, UNSHARD), (TP, None), (ranks, None))[-1] is Traffic.OTHER
-
-
-def test_what_comes_before_the_first_of_fsdps_is_known_as_well():
-    assert traffic((TP, None), (FSDP, None), (FSDP, UNSHARD))[:2] == [
-        Traffic.TENSOR_PARALLEL,
-        Traffic.OTHER,
-    ]
-
-
-def test_both_dimensions_of_hybrid_sharding_are_data_parallel():
-    shard, replicate, tp = (0, 2), (0, 4), (0, 1)
-    assert traffic((shard, UNSHARD), (replicate, REDUCE), (tp, None), (replicate, None))[2:] == [
-        Traffic.TENSOR_PARALLEL,
-        Traffic.OTHER,
-    ]
+    assert [found[each.node] for each in entries] == expected
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["fsdp", "ddp"])
@@ -69,7 +63,3 @@ def test_a_group_that_reduces_some_gradients_is_tensor_parallel(gathered):
         *[Traffic.REDUCE_GRAD] * 3,
         Traffic.OTHER,
     ]
-
-
-def test_without_fsdp_every_group_is_tensor_parallel():
-    assert traffic((TP, None), (WORLD, None)) == [Traffic.TENSOR_PARALLEL] * 2

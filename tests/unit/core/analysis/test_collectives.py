@@ -62,7 +62,7 @@ def test_a_coalesced_collective_sends_all_its_tensors():
     assert (found.input_bytes, found.output_bytes, found.waited_after) == (40, 80, 1)
 
 
-def test_a_broadcast_says_from_where():
+def test_the_source_of_a_broadcast_is_part_of_its_entry():
     entries = [
         collectives(graph_of((c10d.broadcast.default, source, "0")), ranks_of)[0].entry()
         for source in (0, 1)
@@ -79,7 +79,7 @@ def test_communication_without_a_named_group_is_refused():
         collectives(b.joint(b.call(aten.sum.default, x)), ranks_of)
 
 
-def test_a_captured_step_says_role_phase_module_and_parameter():
+def test_collectives_of_a_captured_step_have_role_phase_module_and_parameter():
     found = collectives(captured_decoder())
     unshards = [c for c in found if c.role is Role.UNSHARD]
     reductions = [c for c in found if c.role is Role.REDUCE_GRAD]
@@ -139,7 +139,7 @@ def test_a_subgraph_that_runs_once_counts_where_it_runs():
     ]
 
 
-def test_communication_that_data_decides_about_is_refused():
+def test_communication_that_depends_on_data_is_refused():
     joint = with_subgraph(torch.ops.higher_order.cond)
     with pytest.raises(gt.VerificationError, match=r"'cond'.*all_reduce.*no order"):
         collectives(joint, ranks_of)

@@ -1,4 +1,4 @@
-"""Memory by category: on graphs made by hand, and what holds on any."""
+"""Memory by category: on graphs by hand, and properties of all graphs."""
 
 from __future__ import annotations
 

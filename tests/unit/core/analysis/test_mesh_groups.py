@@ -39,7 +39,7 @@ def along(mesh, *axes):
 
 @given(MESHES, st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_group_along_any_axes_in_any_order_tells_the_others(mesh, data):
+def test_a_group_along_any_axes_in_any_order_determines_its_partition(mesh, data):
     axes = data.draw(st.lists(st.integers(0, mesh.ndim - 1), min_size=1, unique=True))
     expected = along(mesh, *axes)
     for group in expected:
@@ -48,7 +48,7 @@ def test_a_group_along_any_axes_in_any_order_tells_the_others(mesh, data):
 
 @given(MESHES, st.data())
 @settings(max_examples=60, deadline=None)
-def test_any_other_ranks_tell_nothing(mesh, data):
+def test_other_ranks_have_no_partition(mesh, data):
     world = range(mesh.numel())
     ranks = tuple(data.draw(st.lists(st.sampled_from(world), min_size=2, unique=True)))
     orders = [o for n in range(mesh.ndim) for o in itertools.permutations(range(mesh.ndim), n + 1)]
@@ -59,21 +59,21 @@ def test_any_other_ranks_tell_nothing(mesh, data):
 @given(MESHES, st.data())
 @settings(max_examples=100, deadline=None)
 def test_a_gather_over_the_joined_groups_is_the_two_in_a_row(mesh, data):
-    """Each rank starts with its own number; what a chain of gathers gives it is the order."""
+    """Each rank starts with its number; the gathers give it the numbers in their order."""
     first, second = (
         along(mesh, *data.draw(st.lists(st.integers(0, mesh.ndim - 1), min_size=1, unique=True)))
         for _ in range(2)
     )
     of_first, of_second = ({r: g for g in each for r in g} for each in (first, second))
-    held = {r: list(of_first[r]) for r in range(mesh.numel())}
-    held = {r: [p for q in of_second[r] for p in held[q]] for r in held}
+    order = {r: list(of_first[r]) for r in range(mesh.numel())}
+    order = {r: [p for q in of_second[r] for p in order[q]] for r in order}
     found = joined(first, second)
-    alike = all(held[q] == held[r] for r in held for q in held[r])
-    if any(len(set(each)) < len(each) for each in held.values()) or not alike:
+    alike = all(order[q] == order[r] for r in order for q in order[r])
+    if any(len(set(each)) < len(each) for each in order.values()) or not alike:
         assert found is None
     else:
         assert found is not None
-        assert {r: list(g) for g in found for r in g} == held
+        assert {r: list(g) for g in found for r in g} == order
 
 
 def test_groups_of_unlike_worlds_are_not_joined():
@@ -96,8 +96,8 @@ class Sliced(nn.Module):
 
 
 @pytest.mark.parametrize("rank", [0, 7])
-def test_a_slice_of_a_mesh_tells_of_its_parallel_slices(rank):
-    """`DeviceMesh.mesh` is this rank's own slice and says nothing of the others."""
+def test_a_slice_of_a_mesh_determines_the_parallel_slices(rank):
+    """`DeviceMesh.mesh` is the slice of this rank alone."""
     become(rank, 12)
     mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("a", "b", "c"))
     joint = gt.capture(Sliced(mesh["b", "c"]), mean_square, (torch.ones(1, 2),))
@@ -105,7 +105,7 @@ def test_a_slice_of_a_mesh_tells_of_its_parallel_slices(rank):
     assert found == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
 
 
-def test_a_mesh_without_some_ranks_tells_nothing():
+def test_a_mesh_without_some_ranks_has_no_partitions():
     become(0, 8)
     mesh = init_device_mesh("cpu", (2, 4))
     joint = gt.capture(Sliced(mesh), mean_square, (torch.ones(1, 2),))

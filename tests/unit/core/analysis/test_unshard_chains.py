@@ -104,7 +104,7 @@ def test_readers_of_the_shard_itself_keep_nothing_gathered_alive():
     assert g.chain(g.gather(g.w), norm).backward_readers == []
 
 
-def test_backward_readers_are_told_apart():
+def test_backward_readers_are_listed_apart():
     g = Graph()
     full = g.gather(g.w)
     forward = g.call(aten.mul.Tensor, full, g.x)
@@ -162,13 +162,13 @@ def bucket(joint):
     return last_bucket(joint, unshard_chains(joint))
 
 
-def test_the_last_bucket_is_what_forward_reads_behind_the_last_block():
+def test_the_last_bucket_is_what_forward_reads_after_the_last_block():
     assert bucket(captured_decoder()) == {"norm.weight", "head.weight"}
     assert bucket(captured_decoder(tied=True)) == {"norm.weight", "embedding.weight"}
     assert bucket(captured_decoder(checkpointed=True)) == {"norm.weight", "head.weight"}
 
 
-def test_nothing_behind_the_blocks_keeps_the_module_read_last():
+def test_without_parameters_after_the_blocks_it_is_the_module_read_last():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert bucket(captured(model, torch.randn(2, 4))) == {"1.weight", "1.bias"}
 

@@ -1,4 +1,4 @@
-"""Seconds of collectives: what must hold on any machine, and what on those that come along."""
+"""Seconds of collectives: properties on any machine, and figures on given ones."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_large_messages_use_all_cards_of_a_node():
     assert one_card / 8 < seconds(hardware, NODES, 1 << 28) < one_card / 7
 
 
-def test_every_rank_sends_by_its_own_card_in_an_all_to_all():
+def test_an_all_to_all_sends_through_the_card_of_each_rank():
     hardware = machine()
     size, one_card = 4 << 28, hardware.network_bytes_per_second
     assert seconds(hardware, NODES, 1 << 28, "all_to_all_single") > 127 / 128 * size / one_card

@@ -156,27 +156,6 @@ def test_only_its_kernel_reads_a_storage_that_is_not_allocated(program):
     assert set(found.group) == {n for n in compute_nodes(joint.graph) if is_fusible(n)}
 
 
-def test_work_grows_with_nodes(monkeypatch):
-    """How often a node's kind is asked for: as often in a long graph, a node, as in a short."""
-    asked = []
-
-    def counting(node):
-        asked.append(node)
-        return is_fusible(node)
-
-    monkeypatch.setattr(fusion, "is_fusible", counting)
-    per_node = []
-    for length in (50, 400):
-        b = Builder()
-        x = b.input("x", 4, 4)
-        for _ in range(length):
-            x = b.call(aten.relu.default, x)
-        asked.clear()
-        fuse(b.joint(b.call(aten.sum.default, x)))
-        per_node.append(len(asked) / length)
-    assert per_node[1] <= per_node[0] <= 2
-
-
 def test_a_reduction_of_a_number_is_fused_like_any_other():
     builder = Builder()
     x = builder.input("x")

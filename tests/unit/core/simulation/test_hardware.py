@@ -1,4 +1,4 @@
-"""Hardware profiles: those that come along, one's own, and what is wrong with bad ones."""
+"""Hardware profiles: shipped ones, those of users, and messages about bad ones."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_shipped_profile_is_read_and_its_parts_fit_together(name):
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_every_constant_says_where_it_comes_from(name):
+def test_every_constant_names_its_source(name):
     lines = known_hardware()[name].read_text().splitlines()
     constants = [place for place, line in enumerate(lines) if re.match(r"[a-z_0-9]+ = ", line)]
     assert len(constants) > 15
     for place in constants[1:]:  # the first is the kind of device
-        own = lines[place].partition(" # ")[2]
+        beside = lines[place].partition(" # ")[2]
         above = lines[place - 1] if lines[place - 1].startswith("# ") else ""
-        assert own or above, lines[place]
+        assert beside or above, lines[place]
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -67,8 +67,8 @@ def test_a_dtype_that_the_profile_does_not_name_counts_as_float32():
 
 
 @pytest.fixture
-def own(tmp_path):
-    """Writes a profile of one's own: the text of a shipped one, lines replaced or left out."""
+def profile(tmp_path):
+    """Writes a profile: the text of a shipped one, with lines replaced or left out."""
 
     def write(key: str | None = None, value: str | None = None, add: str = ""):
         text = known_hardware()["h100-sxm"].read_text()
@@ -83,8 +83,8 @@ def own(tmp_path):
     return write
 
 
-def test_a_profile_of_ones_own_is_named_by_its_path(own):
-    hardware = load_hardware(str(own("memory_gib", "40")))
+def test_a_users_profile_is_named_by_its_path(profile):
+    hardware = load_hardware(str(profile("memory_gib", "40")))
     assert (hardware.name, hardware.memory_gib) == ("mine", 40)
 
 
@@ -108,42 +108,42 @@ BAD_VALUES = {
 
 
 @pytest.mark.parametrize("bad", BAD_VALUES.values(), ids=BAD_VALUES)
-def test_a_bad_value_is_named_with_file_and_key(own, bad):
+def test_a_bad_value_is_named_with_file_and_key(profile, bad):
     key, value, words = bad
-    path = own(key, value)
+    path = profile(key, value)
     with pytest.raises(gt.ConfigError) as caught:
         load_hardware(str(path))
     for part in (str(path), key, words):
         assert part in str(caught.value)
 
 
-def test_zero_is_allowed_where_something_can_take_no_time(own):
-    assert load_hardware(str(own("launch_seconds", "0"))).launch_seconds == 0
+def test_zero_is_allowed_where_something_can_take_no_time(profile):
+    assert load_hardware(str(profile("launch_seconds", "0"))).launch_seconds == 0
 
 
-def test_an_unknown_key_is_shown_with_the_nearest(own):
+def test_an_unknown_key_is_shown_with_the_nearest(profile):
     with pytest.raises(gt.ConfigError, match=r"'memory_gb': did you mean 'memory_gib'\?"):
-        load_hardware(str(own(add="memory_gb = 80\n")))
+        load_hardware(str(profile(add="memory_gb = 80\n")))
     with pytest.raises(gt.ConfigError, match="'zzz': known keys: device, memory_gib"):
-        load_hardware(str(own(add="zzz = 80\n")))
+        load_hardware(str(profile(add="zzz = 80\n")))
 
 
-def test_a_missing_key_is_named(own):
+def test_a_missing_key_is_named(profile):
     with pytest.raises(gt.ConfigError, match=r"mine\.toml: link_efficiency missing"):
-        load_hardware(str(own("link_efficiency")))
+        load_hardware(str(profile("link_efficiency")))
 
 
-def test_peaks_are_a_table(own):
-    text = own().read_text().partition("[peak_flops]")[0]
-    path = own().with_name("other.toml")
+def test_peaks_are_a_table(profile):
+    text = profile().read_text().partition("[peak_flops]")[0]
+    path = profile().with_name("other.toml")
     path.write_text("peak_flops = 1e12\n" + text)
     with pytest.raises(gt.ConfigError, match=r"peak_flops = 1.* a table of FLOP/s by dtype"):
         load_hardware(str(path))
 
 
-def test_a_peak_of_no_dtype_is_refused(own):
-    path = own().with_name("typo.toml")
-    path.write_text(own().read_text().replace("bfloat16 =", "bf16 ="))
+def test_a_peak_of_no_dtype_is_refused(profile):
+    path = profile().with_name("typo.toml")
+    path.write_text(profile().read_text().replace("bfloat16 =", "bf16 ="))
     with pytest.raises(gt.ConfigError, match="'bf16' is no dtype of torch's; did you mean"):
         load_hardware(str(path))
 

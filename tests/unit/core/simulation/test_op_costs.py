@@ -87,7 +87,7 @@ def test_causal_attention_computes_half():
     assert found[0].flops == 2 * 2 * (2 * 16 * 16 * 8) == 2 * found[1].flops
 
 
-def test_attention_has_an_efficiency_of_its_own():
+def test_attention_has_another_efficiency_than_matmuls():
     heavy = {"memory_bytes_per_second": 1e30}
     b, node = attention(16, causal=False)
     found = cost_of(b, node, machine(**heavy))

@@ -88,7 +88,7 @@ def test_a_compiler_saves_time_and_memory():
     assert [c.node for c in compiled.collectives] == [c.node for c in eager.collectives]
 
 
-def test_optimizer_state_and_earlier_gradients_are_there_all_the_time():
+def test_optimizer_state_and_earlier_gradients_are_always_alive():
     joint = step()
     plain = simulate(joint, machine()).memory
     more = simulate(joint, machine(), optimizer_bytes=1000, accumulated_bytes=200).memory
