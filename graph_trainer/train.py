@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from graph_trainer.errors import GraphTrainerError
@@ -51,17 +51,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         dist.destroy_process_group()
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """`main` for a shell: one readable message and exit code 2 for an error of ours, a
-    traceback and 1 for any other.
+def run(
+    argv: Sequence[str] | None = None, work: Callable[[Sequence[str] | None], None] = main
+) -> int:
+    """Run a rank for a shell; return its exit code.
+
+    An error of ours is one message and exit code 2, any other a traceback and 1.
 
     SIGINT ends the process at once, as SIGTERM does. Python's KeyboardInterrupt would wait for
     a collective to return, and the other ranks are ending as well; a checkpoint is safe, since
     it gets its name only when it is complete.
+
+    Args:
+        argv: the config's flags; None takes those of the process.
+        work: what the rank does with them.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main(argv)
+        work(argv)
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
-
-from graph_trainer.errors import GraphTrainerError
 
 if TYPE_CHECKING:
     from graph_trainer.core.bisect.search import Verdict
@@ -71,30 +67,21 @@ def examine(argv: Sequence[str]) -> Verdict:
     raise AssertionError("a train step has run without its captured step")
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Examine, write the verdict to the file of VERDICT_FILE, and print what failed.
+def main(argv: Sequence[str] | None = None) -> None:
+    """Examine, and write the verdict to the file of VERDICT_FILE on the first rank of a machine.
 
     Args:
         argv: the config's flags; None takes those of the process.
 
-    Returns:
-        The exit code: 0, 2 for an error of ours, 1 for any other.
+    Raises:
+        GraphTrainerError: as `examine` raises it.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as in graph_trainer.train
-    try:
-        verdict = examine(sys.argv[1:] if argv is None else argv)
-    except GraphTrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        traceback.print_exc()
-        return 1
+    verdict = examine(sys.argv[1:] if argv is None else argv)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         Path(os.environ[VERDICT_FILE]).write_text(json.dumps(verdict.to_dict()))
-    return 0
 
 
 if __name__ == "__main__":
-    from graph_trainer.train import leave
+    from graph_trainer.train import leave, run
 
-    leave(run())
+    leave(run(work=main))

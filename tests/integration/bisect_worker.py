@@ -27,7 +27,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.units import GIB
-from graph_trainer.train import leave
+from graph_trainer.train import leave, run
 from tests.unit.graphs import Decoder, aten, hungry, mean_square
 
 RESULTS = "GRAPH_TRAINER_TEST_BISECT"
@@ -133,7 +133,7 @@ def limited() -> dict[str, Any]:
 
 
 def main() -> None:
-    status = worker.run()
+    status = run(work=worker.main)
     if status == 0:
         results = {"reordered": reordered(), "limited": limited()}
         path = Path(os.environ[RESULTS]) / f"{os.environ['RANK']}.json"
