@@ -6,8 +6,16 @@ import pytest
 import torch
 
 import graph_trainer as gt
+from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.sequences import issued_by
-from tests.unit.core.ordering.front_ends import FRONT_ENDS, GATHER, REDUCE, at_once, refused
+from tests.unit.core.ordering.front_ends import (
+    FRONT_ENDS,
+    GATHER,
+    REDUCE,
+    at_once,
+    offline,
+    refused,
+)
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import captured_decoder, collective
 
@@ -47,9 +55,10 @@ DIFFERING = {
 def test_a_difference_names_both_ranks_and_both_entries(name, check):
     one, two, place = DIFFERING[name]
     at = [r[place].describe() if place < len(r) else "nothing more" for r in (one, two)]
-    if name == "the group's order" and check.__name__ == "offline":
+    if name == "the group's order" and check is offline:
         at[1] = "nothing more"  # two groups, and each has one member that knows of it
-    words = [f"First difference, collective {place}", f"rank 0 issues {at[0]}", "'layers.0'"]
+    counted = " of ranks 0 and 1 on a group of both" if check is offline else ""
+    words = [f"First difference, collective {place}{counted}: rank 0 issues {at[0]}", "'layers.0'"]
     words += ["the same order; running them would hang", f"rank 1 issues {at[1]}"]
     refused(at_once(*one), at_once(*two), words=words, check=check)
 
@@ -68,7 +77,8 @@ def test_three_ranks_wait_for_each_other_pair_by_pair(check):
     """The members of each pair agree on what they issue, and yet no rank could begin."""
     a, b, c = (collective(ranks=r) for r in ((0, 1), (1, 2), (0, 2)))
     words = ["would hang", "rank 0", "all_gather"]
-    refused(at_once(a, c), at_once(b, a), at_once(c, b), words=words, check=check)
+    message = refused(at_once(a, c), at_once(b, a), at_once(c, b), words=words, check=check)
+    assert check is not offline or message.count("waits until") == 3
 
 
 @FRONT_ENDS
@@ -98,5 +108,7 @@ def captured():
 @FRONT_ENDS
 def test_all_ranks_of_a_captured_step_agree(check, captured):
     assert check(captured) is None
+    classes = RankClasses(("fsdp",), ((0, 0, 0, 1),))
+    assert offline({0: captured[0], 3: captured[3]}, classes) is None
     words = ["rank 0", "rank 3 issues nothing more"]
     refused(*captured[:3], captured[3][:-1], words=words, check=check)
