@@ -1,4 +1,4 @@
-"""What to change where a run does not fit: each setting tried, the one that saves most first."""
+"""Advise what to change where a run does not fit: each setting tried, the most helpful first."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
 
 @dataclass(frozen=True, slots=True)
 class _Estimate:
+    """What a config needs, and how fast it is."""
+
     peak_bytes: float
     tokens_per_second_per_gpu: float
 
@@ -34,14 +36,16 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
     A change is estimated from the first two and the first four layers of the model, so that
     this takes seconds for a model of any depth: memory at every node, and time, grow linearly
-    with layers.
+    with the number of layers.
 
-    Arguments:
-        load: the config of the same command line with more flags behind it, checked.
+    Args:
+        plan: the plan of a run that does not fit.
+        load: loads the checked config of the same command line with more flags after it.
+        on_progress: called before each change.
 
     Returns:
-        the changes that need less memory, the one that needs least first; what cannot be
-        combined with the config is left out.
+        the changes that need less memory, the one that needs least first, without those that
+        the config excludes.
     """
     on_progress("estimating from a few layers")
     before = estimate(load(()), plan)
@@ -61,14 +65,15 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
 
 _FEW, _MORE = 2, 4
-_LEAST = 0.005  # what saves less of the whole is no help
+_LEAST = 0.005
+"""The smallest saving that is worth a mention, as a part of the whole."""
 
 _Place = tuple[Phase | None, str, str, str, int]
-"""Phase, which layer, module, op and how many like it came before: the same node at any depth."""
+"""Phase, which layer, module, op and the number of such nodes before: one node at any depth."""
 
 
 def estimate(config: GraphTrainerConfig, plan: Plan) -> _Estimate:
-    """What a config needs and does, from lines through two depths of its model.
+    """Estimate memory and speed of a config from lines through two depths of its model.
 
     What is alive at a node of the first or the last layer, or outside the layers, grows
     linearly with the number of layers, and between the first and the last layer it changes
@@ -92,7 +97,7 @@ def estimate(config: GraphTrainerConfig, plan: Plan) -> _Estimate:
 
 
 def _memory_by_place(plan: Plan) -> dict[_Place, int]:
-    """Bytes alive at every node outside the layers and of the first and the last layer."""
+    """Return the bytes alive at every node of the first and last layer and outside the layers."""
     simulation = plan.simulation
     nodes = list(simulation.joint.graph.nodes)
     layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
@@ -113,7 +118,7 @@ def _memory_by_place(plan: Plan) -> dict[_Place, int]:
 
 
 def _planned(config: GraphTrainerConfig, plan: Plan, layers: int) -> Plan:
-    """The plan of the first layers of a model; of all where it has no list of layers."""
+    """Plan the first layers of a model; the whole model where it has no list of layers."""
     spec = config.model_spec
     assert spec is not None
     model = copy.deepcopy(spec.model)
@@ -132,7 +137,7 @@ def _planned(config: GraphTrainerConfig, plan: Plan, layers: int) -> Plan:
 
 
 def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:
-    """Settings that save memory and are not used to the full yet, as flags."""
+    """List the settings that could still save memory, as flags."""
     found: list[tuple[str, ...]] = []
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "always":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
@@ -27,24 +27,25 @@ Values = tuple[tuple[str, str], ...]
 """One value for every key."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One combination and what became of it."""
+    """One combination and its plan."""
 
-    values: Values
-    fits: bool
-    reserved_bytes: int
-    peak_bytes: int
-    step_seconds: float
-    exposed_seconds: float
-    tokens_per_second_per_gpu: float
-    mfu: float
-    reason: str = ""
-    """Why it cannot be run; empty where it can."""
+    config: dict[str, str]
+    """The value of every setting."""
+    fits: bool = False
+    reserved_bytes: int = 0
+    peak_bytes: int = 0
+    step_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    tokens_per_second_per_gpu: float = 0.0
+    mfu: float = 0.0
+    error: str | None = None
+    """Why it cannot be run; None where it can."""
 
 
 def settings(texts: Sequence[str]) -> list[Setting]:
-    """The settings that `--compare` names; values that are lists have ; between them.
+    """Parse the settings that `--compare` names; a semicolon separates values that are lists.
 
     Raises:
         ConfigError: no `key=value,value`, or a key twice.
@@ -58,8 +59,8 @@ def settings(texts: Sequence[str]) -> list[Setting]:
         if not key or not equals or not each:
             raise ConfigError(
                 f"--compare {text}: write key=value,value, such as "
-                "parallelism.fsdp_reshard_after_forward=always,never; between values that are "
-                "lists stands ;"
+                "parallelism.fsdp_reshard_after_forward=always,never; values that are lists are "
+                "separated by ;"
             )
         if key in found:
             raise ConfigError(f"--compare {key} is given twice: write all its values in one")
@@ -68,24 +69,20 @@ def settings(texts: Sequence[str]) -> list[Setting]:
 
 
 def combinations(wanted: Sequence[Setting]) -> list[Values]:
-    """All combinations, in the order in which the values are given."""
+    """List all combinations, in the order in which the values are given."""
     keys = [key for key, _ in wanted]
     product = itertools.product(*(values for _, values in wanted))
     return [tuple(zip(keys, values, strict=True)) for values in product]
 
 
 def flags_of(values: Values) -> tuple[str, ...]:
-    """The flags that set one combination."""
-    return tuple(word for key, value in values for word in _flag(key, value))
-
-
-def _flag(key: str, value: str) -> tuple[str, ...]:
-    if value.lower() == "true":
-        return (f"--{key}",)
-    if value.lower() == "false":
+    """Return the flags that set one combination."""
+    flags: list[str] = []
+    for key, value in values:
         section, _, name = key.rpartition(".")
-        return (f"--{section}.no_{name}",)
-    return (f"--{key}", value)
+        switch = {"true": f"--{key}", "false": f"--{section}.no_{name}"}.get(value.lower())
+        flags += [switch] if switch else [f"--{key}", value]
+    return tuple(flags)
 
 
 def compare(
@@ -98,8 +95,11 @@ def compare(
 
     Every config is loaded before the first is planned.
 
-    Arguments:
-        load: the checked config of the command line with more flags behind it.
+    Args:
+        wanted: the settings, each with its values.
+        load: loads the checked config of the command line with more flags after it.
+        plan: plans a config.
+        on_progress: called before each plan.
 
     Raises:
         ConfigError: a key or a value that no combination can have.
@@ -119,46 +119,45 @@ def compare(
     for number, (values, config) in enumerate(configs, 1):
         words = ", ".join(f"{key} = {value}" for key, value in values)
         on_progress(f"{number} of {len(configs)}: {words}")
-        rows.append(_row(values, config, plan))
-    return sorted(rows, key=lambda r: (bool(r.reason), not r.fits, -r.tokens_per_second_per_gpu))
+        rows.append(_row(dict(values), config, plan))
+    return sorted(rows, key=lambda r: (bool(r.error), not r.fits, -r.tokens_per_second_per_gpu))
 
 
-def _row(values: Values, config: Any, plan: Callable[[Any], Plan]) -> Compared:
-    error = config if isinstance(config, ConfigError) else None
-    if error is None:
-        try:
-            made = plan(config)
-        except GraphTrainerError as failed:
-            return _impossible(values, failed)
-        return Compared(
-            values,
-            made.fits,
-            made.reserved_bytes,
-            made.peak_bytes,
-            made.step_seconds,
-            made.microbatches * made.rows[-1].exposed,
-            made.tokens_per_second_per_gpu,
-            made.mfu,
-        )
-    return _impossible(values, error)
-
-
-def _impossible(values: Values, error: Exception) -> Compared:
-    return Compared(values, False, 0, 0, 0.0, 0.0, 0.0, 0.0, str(error))
+def _row(
+    values: dict[str, str],
+    config: GraphTrainerConfig | ConfigError,
+    plan: Callable[[GraphTrainerConfig], Plan],
+) -> Compared:
+    try:
+        if isinstance(config, ConfigError):
+            raise config
+        made = plan(config)
+    except GraphTrainerError as error:
+        return Compared(config=values, error=str(error))
+    return Compared(
+        config=values,
+        fits=made.fits,
+        reserved_bytes=made.reserved_bytes,
+        peak_bytes=made.peak_bytes,
+        step_seconds=made.step_seconds,
+        exposed_seconds=made.microbatches * made.rows[-1].exposed,
+        tokens_per_second_per_gpu=made.tokens_per_second_per_gpu,
+        mfu=made.mfu,
+    )
 
 
 def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
-    """A row a combination; what fits is marked."""
+    """Make a table with a row for each combination, which says whether it fits."""
     unit, size = unit_of(max(row.reserved_bytes for row in rows))
     table = plain_table(f"All combinations; fits: needs at most {usable_bytes / size:,.1f} {unit}")
     table.add_column("fits", no_wrap=True)
-    for key, _ in rows[0].values:
+    for key in rows[0].config:
         table.add_column(key.replace(".", ".\n"), overflow="fold")
     for heading in (f"needs {unit}", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
         table.add_column(heading, justify="right")
     for row in rows:
-        values = [Text(value) for _, value in row.values]
-        if row.reason:
+        values = map(Text, row.config.values())
+        if row.error:
             table.add_row("-", *values, *[""] * 5)
             continue
         table.add_row(
@@ -175,27 +174,10 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
 
 
 def comparison_document(rows: Sequence[Compared], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The table as plain values: bytes and seconds.
+    """Make the JSON document of a comparison: bytes and seconds.
 
-    Arguments:
+    Args:
+        rows: the combinations.
         about: what all rows have in common.
     """
-    return {
-        "schema": SCHEMA,
-        "versions": versions(),
-        **about,
-        "rows": [
-            {
-                "config": dict(row.values),
-                "fits": row.fits,
-                "reserved_bytes": row.reserved_bytes,
-                "peak_bytes": row.peak_bytes,
-                "step_seconds": row.step_seconds,
-                "exposed_seconds": row.exposed_seconds,
-                "tokens_per_second_per_gpu": row.tokens_per_second_per_gpu,
-                "mfu": row.mfu,
-                "error": row.reason or None,
-            }
-            for row in rows
-        ],
-    }
+    return {"schema": SCHEMA, "versions": versions(), **about, "rows": [asdict(r) for r in rows]}

@@ -77,7 +77,7 @@ class FakeRank:
 
     @property
     def data_parallel_degree(self) -> int:
-        """The number of ranks, or groups of ranks, that compute on batches of their own."""
+        """The number of different batches in a step."""
         dims = self.parallel_dims
         return dims.get_mesh("batch").size() if dims.dp_enabled else 1
 

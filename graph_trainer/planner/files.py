@@ -1,4 +1,4 @@
-"""Files that a plan is written to: whole or not at all, and tried before the work."""
+"""Write the files of a plan: whole or not at all, and checked before the work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from graph_trainer.errors import ConfigError
 
 
 def check_outputs(outputs: Mapping[str, Path]) -> None:
-    """Find out before the work whether its results can be written.
+    """Check before the work that its results can be written.
 
-    Arguments:
+    Args:
         outputs: file by the flag that names it.
 
     Raises:
-        ConfigError: a folder is not there or may not be written to, or two flags name one file.
+        ConfigError: a folder does not exist or is read-only, or two flags name one file.
     """
     flags: dict[Path, str] = {}
     for flag, path in outputs.items():
@@ -42,7 +42,7 @@ def _check_writable(path: Path) -> None:
 
 
 def _cannot_write(path: Path, folder: Path) -> str:
-    """Why nothing can be written there, found by trying; empty where it can."""
+    """Try to write; return why that is impossible, or an empty text."""
     try:
         if _is_special(path):
             path.open("a").close()
@@ -55,13 +55,13 @@ def _cannot_write(path: Path, folder: Path) -> str:
 
 @contextlib.contextmanager
 def published(path: Path) -> Iterator[IO[str]]:
-    """A file to write to, which takes its name when all of it is written.
+    """Open a file that gets its name only when all of it is written.
 
-    Whoever reads the name finds the old file or the new one, whole. A pipe or a device, such as
-    /dev/stdout, is written to as it is.
+    A reader finds the old file or the new one, whole. A pipe or a device, such as /dev/stdout, is
+    opened directly.
 
     Raises:
-        ConfigError: it cannot be written after all; the disk may be full.
+        ConfigError: it cannot be written, for example because the disk is full.
     """
     try:
         with _opened(path) as file:

@@ -1,4 +1,4 @@
-"""What makes two captured steps the same: what they are given, compute and communicate."""
+"""Compare two captured steps: their inputs, ops and collectives."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing that planned and captured step must have alike, at the same place."""
+    """An item that the planned and the captured step must share, at the same position."""
 
     what: str
-    """Compared as it stands."""
+    """The item; it is compared literally."""
     where: str
-    """For a person: module and node."""
+    """Module and node, for messages; they are not compared."""
 
     def __str__(self) -> str:
         return f"{self.what} {self.where}".rstrip()
@@ -36,35 +36,35 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """A step of any rank of a class, groups named by the axes of the mesh they lie along."""
+    """The step of any rank of a class; groups are named by the mesh axes that they lie along."""
 
     inputs: tuple[Entry, ...]
     """Parameters, buffers and batch: names, dtypes and local shapes."""
     computes: tuple[Entry, ...]
-    """Every op with FLOPs, in order, with its result. Kernels of attention count as one op, or
-    two, causal and full: the machine chooses among them. Views, copies and elementwise ops are
-    left out with them, since each kernel wants its operands laid out in its own way."""
+    """Every op with FLOPs, in order, with its result. All kernels of attention count as one op,
+    causal or full, because the machine chooses among them. Views, copies and elementwise ops are
+    left out, because they depend on the memory layout that a kernel needs."""
     issues: tuple[Entry, ...]
     """Every collective in order: kind, reduction, size, dtype, group, and its wait."""
 
     @property
     def digest(self) -> str:
-        """Equal for equal fingerprints."""
+        """A hash of what is compared."""
         parts = [[entry.what for entry in part] for part in self.parts().values()]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def parts(self) -> dict[str, tuple[Entry, ...]]:
-        """The three lists by the name of what they list."""
+        """Return the three lists by the name of their items."""
         return {"input": self.inputs, "op": self.computes, "collective": self.issues}
 
 
 def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Fingerprint:
-    """The fingerprint of the graph that a rank captured. Linear in nodes.
+    """Compute the fingerprint of the graph that a rank captured. Linear in nodes.
 
-    The process groups of the capture must still be there.
+    The process groups of the capture must still exist.
 
     Raises:
-        VerificationError: a collective of which nothing can be said (see `collectives`).
+        VerificationError: a collective of an unknown kind (see `collectives`).
     """
     named: dict[Ranks, str] = {}
 
@@ -82,7 +82,7 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
 
 
 def first_difference(planned: Fingerprint, captured: Fingerprint) -> str | None:
-    """The first thing that differs, of both; None where nothing does."""
+    """Describe the first item that differs, of both steps; None where nothing differs."""
     pairs = zip(planned.parts().items(), captured.parts().values(), strict=True)
     for (name, before), after in pairs:
         for place, (a, b) in enumerate(zip_longest(before, after)):
@@ -126,7 +126,7 @@ def _issue(each: Issued, group: str) -> str:
 
 
 def _group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
-    """The same for the parallel groups through the ranks of a class."""
+    """Name a group alike for all parallel groups through the ranks of a class."""
     axes = classes.axes_of_group(ranks, rank) if rank in ranks else None
     if axes is None:
         return f"ranks {list(ranks)}"

@@ -1,4 +1,4 @@
-"""The ledger: what every pass changed, on one rank and some hardware."""
+"""The ledger: the graph after every pass, simulated on one rank and some hardware."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from graph_trainer.core.simulation.simulate import Simulation
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """A number of collectives and what they move."""
+    """A number of collectives and the bytes that they move."""
 
     count: int = 0
     bytes: int = 0
@@ -32,26 +32,26 @@ class LedgerRow:
     name: str
     nodes: int
     collectives: dict[tuple[str, str, Traffic], Volume]
-    """By (kind, phase, what for)."""
+    """By kind, phase and purpose."""
     peak_bytes: int
-    """All that is alive at once on this rank, the caller's tensors included."""
+    """The most bytes alive at once on this rank, the caller's tensors included."""
     step_seconds: float
     """Forward, loss and backward of one microbatch."""
     exposed_seconds: dict[Traffic, float]
     seconds: float
-    """What the pass took, here."""
+    """The time that the pass took on this machine."""
     rolled_back: str = ""
-    """Why what the pass did was undone; empty where it was not."""
+    """Why the pass was rolled back; empty where it was not."""
     remarks: tuple[str, ...] = ()
-    """What the pass says of its work, the sum of it first."""
+    """What the pass says of its work, a summary first."""
 
     def of_kind(self, kind: str) -> Volume:
-        """All collectives of one kind."""
+        """Sum the collectives of one kind."""
         return sum((v for (k, _, _), v in self.collectives.items() if k == kind), Volume())
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute stands still, in all."""
+        """The seconds that compute waits for communication, in all."""
         return sum(self.exposed_seconds.values())
 
 

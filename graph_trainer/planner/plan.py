@@ -33,23 +33,18 @@ OnProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One change and what it would do."""
+    """One change and its estimated effect."""
 
     flags: tuple[str, ...]
-    """What to write on the command line."""
+    """The change as on the command line."""
     reserved_bytes: int
-    """Estimated, as are the others."""
     tokens_per_second_per_gpu: float
     fits: bool
-
-    def words(self) -> str:
-        """The flags as one would type them."""
-        return " ".join(self.flags)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one rank of a run will need and do."""
+    """What one rank of a run will need, issue and take in time."""
 
     config: GraphTrainerConfig
     hardware: Hardware
@@ -66,15 +61,15 @@ class Plan:
     flops_per_token: int
     """Model FLOPs, as torchtitan counts them."""
     outside_seconds: float
-    """Clipping and optimizer, behind the graph."""
+    """Clipping and optimizer, after the graph."""
     reserved_bytes: int
-    """What the allocator takes from the device, gaps included."""
+    """The bytes that the allocator takes from the device, gaps included."""
     rows: list[LedgerRow]
     """The first is the graph as captured, the last the graph that runs."""
     simulation: Simulation
     """Of the graph that runs."""
     advice: tuple[Advice, ...] = ()
-    """What would help where it does not fit, the most helpful first; empty where it fits."""
+    """Changes for a run that does not fit, the most helpful first; empty where it fits."""
 
     @property
     def headline(self) -> str:
@@ -110,8 +105,7 @@ class Plan:
 
     @property
     def headroom_bytes(self) -> int:
-        """What is left of the device beside what the allocator takes; negative where the step
-        does not fit."""
+        """The usable bytes that the allocator leaves; negative where the step does not fit."""
         return self.hardware.usable_bytes - self.reserved_bytes
 
     @property
@@ -133,13 +127,16 @@ def make_plan(
 ) -> Plan:
     """Plan one rank of a run.
 
-    Arguments:
+    Args:
         config: a checked config whose degrees multiply to `world_size`.
-        runtime: who runs the config.
-        every_pass: simulate after each pass, for the ledger; or the graph that runs alone, of
-            which the only row is then.
-        agree: as `run_passes` takes it; by default a memory limit is this rank's affair.
-        on_progress: called with what is being done.
+        world_size: the number of ranks.
+        hardware: what the step is simulated on.
+        rank: the global rank to plan.
+        runtime: the program that runs the config.
+        every_pass: simulate after each pass, for the ledger; otherwise only the graph that runs,
+            which is then the only row.
+        agree: as `run_passes` takes it; by default this rank alone decides about a memory limit.
+        on_progress: called with a line before each part of the work.
 
     Raises:
         CaptureError: the step cannot be captured.
@@ -151,15 +148,15 @@ def make_plan(
     joint = run.capture()
     mark_saved(joint)
     passes = as_run_by(runtime, run.pass_config(), joint)
-    held = passes.other_memory(joint)
+    other = passes.other_memory(joint)
     training = config.training
     repeats = microbatches(config, run.data_parallel_degree)
     look = partial(
         simulate,
         hardware=hardware,
-        optimizer_bytes=held.optimizer_bytes,
-        accumulated_bytes=held.accumulated_bytes,
-        fused=held.fused,
+        optimizer_bytes=other.optimizer_bytes,
+        accumulated_bytes=other.accumulated_bytes,
+        fused=other.fused,
         runtime=runtime,
     )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
@@ -180,7 +177,7 @@ def make_plan(
         tokens_per_step=repeats * training.local_batch_size * training.seq_len,
         ranks_per_batch=world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
-        outside_seconds=outside_seconds(trained_bytes(joint), held.optimizer_bytes, hardware),
+        outside_seconds=outside_seconds(trained_bytes(joint), other.optimizer_bytes, hardware),
         reserved_bytes=simulation.reserved_bytes(),
         rows=[row for row, _ in simulated],
         simulation=simulation,
@@ -188,8 +185,10 @@ def make_plan(
 
 
 def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
-    """The passes that make the graph what this runtime does: FSDP2 gathers the next layer's
-    parameters while one layer computes."""
+    """Add the pass that makes the graph what this runtime does.
+
+    FSDP2, which torchtitan uses, gathers the next layer's parameters while one layer computes.
+    """
     listed = {p.name for p in resolve_passes(passes.passes, passes.disable_passes)}
     if runtime is not TORCHTITAN or overlap_fsdp.name in listed:
         return passes
@@ -214,7 +213,7 @@ def versions() -> dict[str, str]:
 
 
 def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:
-    """Seconds of what torchtitan does behind the graph.
+    """Predict the seconds of clipping and optimizer, after the graph.
 
     Clipping reads every gradient for the norm and scales it; a fused optimizer reads
     parameters, gradients and states and writes parameters and states.

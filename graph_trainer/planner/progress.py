@@ -1,4 +1,4 @@
-"""What a long command says while it works: on stderr, so that stdout stays the result."""
+"""Print the progress of a long command: on stderr, because stdout is for the result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Progress = Callable[[str], None]
 
 @contextlib.contextmanager
 def progress(what: str) -> Iterator[Progress]:
-    """Say what is being done: one line that changes on a terminal, a line each elsewhere."""
+    """Yield a function that prints a line: in place on a terminal, else one after the other."""
     console = Console(stderr=True)
     start = time.perf_counter()
     if console.is_terminal:

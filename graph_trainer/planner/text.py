@@ -39,7 +39,7 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
 
 
 def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
-    """Make a row for each pass; under a number stands what the pass changed in it."""
+    """Make a row for each pass, with its change under every number."""
     unit, size = unit_of(max(row["peak_bytes"] for row in ledger))
     table = plain_table(
         f"What each pass does; all-gathers, reduce-scatters and all-reduces with their {unit}"

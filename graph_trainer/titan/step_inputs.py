@@ -1,4 +1,4 @@
-"""What of a config a captured step is made of: the trainer runs it and the planner simulates it."""
+"""Make loss function and passes of a captured step, for the trainer and the planner alike."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
-    """Hand the loss the output head of the parallelized model where it computes with it."""
+    """Give the chunked loss the output head of the parallelized model; leave others alone."""
     if isinstance(loss_fn, ChunkedCrossEntropyLoss):
         loss_fn.attach(model)
 
 
 def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    """The function that is captured, of the model and one batch as torchtitan's trainer has it.
+    """Make the function that is captured from torchtitan's loss.
 
-    Arguments:
+    Args:
         loss_fn: torchtitan's loss: (prediction, labels, number of valid tokens) -> (loss, ...).
 
     Returns:
@@ -50,9 +50,9 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: str) -> PassConfig:
-    """Which passes the config asks for, and how.
+    """Return the passes that the config asks for, with their options.
 
-    Arguments:
+    Args:
         device: what the step runs on, which the memory limit depends on: "cuda" or "cpu".
 
     Raises:

@@ -38,10 +38,10 @@ StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 class GraphTrainer(Trainer):
     """A torchtitan Trainer whose forward_backward_step runs the joint graph.
 
-    Everything else is torchtitan's: data, gradient accumulation, clipping, optimizer,
-    schedule, metrics, checkpoints, and validation, whose forward is captured too. With
-    `compile.mode = "eager"` so is the forward and backward, on the same sharded model: the
-    reference for numbers.
+    Data, gradient accumulation, clipping, optimizer, schedule, metrics, checkpoints and
+    validation are torchtitan's; the forward of a validation is captured too. With
+    `compile.mode = "eager"`, torchtitan also runs forward and backward, on the same sharded
+    model: the reference for numbers.
     """
 
     # torchtitan's launcher calls config.build(), which makes the class that names its config here.
@@ -71,7 +71,7 @@ class GraphTrainer(Trainer):
             save_resolved_config(config, config.dump_folder)
 
     def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
-        """A step that captures itself, as [compile] says."""
+        """Make a step that captures itself, with the backend and passes of [compile]."""
         compile_config = self.config.compile
         return TrainStep(
             loss_fn,
@@ -84,7 +84,7 @@ class GraphTrainer(Trainer):
         )
 
     def take_step_with(self, step: StepFunction) -> None:
-        """Run `step` in place of the captured one, on what it would be given."""
+        """Run `step` in place of the captured step, with the same arguments."""
         self._captured_step = step
 
     def observe(self, observer: RunObserver) -> None:
@@ -98,7 +98,11 @@ class GraphTrainer(Trainer):
         labels: torch.Tensor | list[torch.Tensor],
         global_valid_tokens: torch.Tensor,
     ) -> torch.Tensor:
-        """Loss of one microbatch, its gradients added to `.grad`; as torchtitan's own."""
+        """Run one microbatch and add its gradients to `.grad`, as torchtitan's method does.
+
+        Returns:
+            the loss.
+        """
         if self._captured_step is None:
             loss = super().forward_backward_step(
                 input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
@@ -140,13 +144,13 @@ class GraphTrainer(Trainer):
             self._losses.check(self.step)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """torchtitan's step.
+        """Run torchtitan's train step.
 
         Raises:
             NotFiniteError: the loss is not finite, found when a step is logged or saved; or a
                 gradient is not, where the step is about to be saved.
             TrainingError: a collective failed (gloo), with the step, the collective and the
-                ranks that did not come.
+                ranks that did not take part.
         """
         with self._naming_who_is_missing(), self._observer.step():
             super().train_step(data_iterator)
@@ -165,16 +169,16 @@ class GraphTrainer(Trainer):
             self._say_who_is_missing(failed, error)
 
     def _say_who_is_missing(self, failed: CollectiveError, error: Exception) -> NoReturn:
-        # At once, because the launcher may end this rank while it still asks the others.
+        # Log first, because the launcher may end this rank while it still asks the others.
         logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
         raise with_missing_ranks(failed, self.step) from error
 
     def train(self) -> None:
-        """torchtitan's loop, and the end of an asynchronous save.
+        """Run torchtitan's loop and finish an asynchronous save.
 
-        A save that is under way is waited for where every rank comes here: at the end, when the
-        data run out, and where the loss was refused. Behind a collective that failed others may
-        never come.
+        Wait for a save under way only where every rank does: at the end, when the data run out,
+        and where the loss was refused. After a collective that failed, other ranks may never
+        arrive.
         """
         with process_group_timeouts():
             try:
@@ -188,8 +192,8 @@ class GraphTrainer(Trainer):
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
-    """Add gradients by FQN to the parameters' `.grad`, as autograd would: the first one is
-    kept as it is, later ones are added in place."""
+    """Add gradients by FQN to the parameters' `.grad`, as autograd would: the first gradient is
+    kept as it is, later gradients are added in place."""
     left = dict(gradients)
     for name, parameter in model.named_parameters():
         gradient = left.pop(clean_fqn(name), None)

@@ -1,4 +1,4 @@
-"""What a training run holds on a rank beside the graph: optimizer state and earlier gradients."""
+"""Predict the memory of a training run beside the graph: optimizer state, earlier gradients."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from graph_trainer.core.passes.context import OtherMemory, OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
-# Tensors of the parameter's size that an optimizer keeps.
+# The number of tensors of the parameter's size in the state of each optimizer.
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
 def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) -> OtherMemoryOf:
     """What this run holds during a step, as a function of the captured graph.
 
-    Arguments:
+    Args:
         data_parallel_degree: how many different batches a step has.
         device: what the step runs on: "cuda" or "cpu".
     """
     several = microbatches(config, data_parallel_degree) > 1
 
-    def held(joint: JointGraph) -> OtherMemory:
+    def other_memory(joint: JointGraph) -> OtherMemory:
         return OtherMemory(
             optimizer_bytes(joint, config),
-            # validation comes behind a step, whose gradients stay until the next one begins
+            # Validation runs after a step, whose gradients stay alive until the next step.
             trained_bytes(joint) if several or not joint.signature.backward else 0,
             fused=find_backend(config.compile.backend).fuses_ops,
             device=device,
         )
 
-    return held
+    return other_memory
 
 
 def microbatches(config: GraphTrainerConfig, data_parallel_degree: int) -> int:
-    """How often the graph runs in a step."""
+    """Return the number of times that the graph runs in a step."""
     training = config.training
     return max(1, training.global_batch_size // (training.local_batch_size * data_parallel_degree))
 
 
 def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:
-    """Bytes of optimizer state on this rank, from the second step on.
+    """Sum the bytes of optimizer state on this rank, from the second step on.
 
     A parameter belongs to the first group whose pattern is found in its name; one that no
     group matches is not trained.
@@ -61,13 +61,12 @@ def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:
 
 
 def trained_bytes(joint: JointGraph) -> int:
-    """Bytes of the parameters that are trained, and so of their gradients, on this rank."""
+    """Sum the bytes of the trained parameters, and so of their gradients, on this rank."""
     return sum(num for _, num in _trained(joint))
 
 
 def _trained(joint: JointGraph) -> Iterator[tuple[str, int]]:
-    """Name and bytes of every parameter that gets a gradient; an optimizer keeps no state of
-    others."""
+    """Yield name and bytes of every parameter that gets a gradient and so has optimizer state."""
     without = set(joint.signature.parameters_without_grad)
     for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
         if spec.requires_grad and spec.name not in without:

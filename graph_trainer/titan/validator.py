@@ -1,4 +1,4 @@
-"""torchtitan's validation, with a captured forward in the model's place."""
+"""Run torchtitan's validation with a captured forward in place of the model."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.runtime.step_cache import TrainStep
 
 Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of the model, inputs and labels (both int64 [local batch, sequence]); keywords are the
-model's."""
+"""`loss(model, inputs, labels, **extra)`: inputs and labels are int64 [local batch, sequence],
+`extra` goes to the model."""
 Within = Callable[[], AbstractContextManager[None]]
 
 
 class CapturedValidator(BaseValidator):
     """torchtitan's `Validator` on a graph of forward and loss.
 
-    Data, mode, counting of tokens, reduction over ranks and logging are torchtitan's. It calls a
-    model for a prediction and then a loss with it; here the first call only notes what it is
-    given, and the second runs both in one graph.
+    Data, mode, counting of tokens, reduction over ranks and logging are torchtitan's. Its
+    validator calls the model for a prediction and then the loss with that prediction. Here the
+    first call only records its arguments, and the second runs both in one graph.
 
-    Arguments:
-        validator: torchtitan's, whose loss function is replaced.
-        make_step: the step without backward for a loss of one batch.
-        within: what a validation runs in.
+    Args:
+        validator: torchtitan's; its loss function is replaced.
+        make_step: makes the step without backward for a loss of one batch.
+        within: makes the context that a validation runs in.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class CapturedValidator(BaseValidator):
         validator.loss_fn = self._run
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
-        """torchtitan's validation; the first one captures.
+        """Validate as torchtitan does; the first validation captures.
 
         Raises:
             GraphTrainerError: as `TrainStep`.
         """
         with self._within():
-            self._validator.validate([_Noting(model) for model in model_parts], step)
+            self._validator.validate([_Recording(model) for model in model_parts], step)
 
     def _run(self, call: _Call, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
         loss, _ = self.step(call.model, call.inputs, labels, **call.extra)
@@ -59,9 +59,11 @@ class CapturedValidator(BaseValidator):
 def with_captured_forward(
     validator: BaseValidator, make_step: Callable[[Loss], TrainStep], *, within: Within
 ) -> BaseValidator:
-    """The same validation on a captured graph where the validator is torchtitan's own; another
-    one stays as it is, since nobody knows what it calls, and the log says so. Arguments are
-    those of `CapturedValidator`."""
+    """Let torchtitan's own validator run a captured graph.
+
+    A validator of another class is returned unchanged, because what it calls is unknown, and the
+    log says so. The arguments are those of `CapturedValidator`.
+    """
     if type(validator) is Validator:
         return CapturedValidator(validator, make_step, within)
     logger.warning(
@@ -72,7 +74,7 @@ def with_captured_forward(
 
 
 def _loss_of_validation(loss_fn: Callable[..., Any]) -> Loss:
-    """What torchtitan's Validator computes of one batch: a sum over tokens."""
+    """Make the loss that torchtitan's Validator computes of one batch: a sum over tokens."""
 
     def loss(
         model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **extra: Any
@@ -85,15 +87,15 @@ def _loss_of_validation(loss_fn: Callable[..., Any]) -> Loss:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What a model is called with: it stands for its prediction."""
+    """The arguments of a call of the model, returned in place of a prediction."""
 
     model: nn.Module
     inputs: torch.Tensor
     extra: dict[str, Any]
 
 
-class _Noting:
-    """A model whose prediction is the call itself; all else of it is the model's own."""
+class _Recording:
+    """A model whose prediction is the recorded call; all other attributes are the model's."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

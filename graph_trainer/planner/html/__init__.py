@@ -1,4 +1,4 @@
 """A plan as one page that opens offline: `graph-trainer plan --html FILE`.
 
-It shows what a plan says and computes nothing of its own.
+It shows the report of a plan; the simulation's arithmetic has no place here.
 """

@@ -27,9 +27,8 @@ _SCRIPTS = ("series.js", "plots.js")
 def write_page(plan: Plan, file: IO[str]) -> None:
     """Write a plan as one HTML page with plotly.js inside.
 
-    Names from configs and modules are text: the template escapes them, the data are JSON without
-    a character that HTML knows, and the page's policy lets no script run but the ones it was
-    written with.
+    Names from configs and modules are escaped by the template, the data are JSON in which every
+    character special in HTML is escaped, and the page's policy lets only its own scripts run.
     """
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
@@ -108,13 +107,13 @@ def _asset(name: str) -> str:
 
 
 def _script(source: str) -> Markup:
-    """Code of our own or of plotly's: what must not be escaped, and cannot end its element."""
+    """Mark code, ours or plotly's, as not to be escaped; it cannot end its element."""
     assert "</script" not in source.lower() and "<!--" not in source, "would end the element"
     return Markup(source)
 
 
 def _policy(scripts: list[Markup]) -> str:
-    """Nothing is fetched, and no script runs but these. plotly.js writes styles of its own."""
+    """Make a policy that fetches nothing and runs only these scripts; plotly.js sets styles."""
     digests = (hashlib.sha256(s.encode()).digest() for s in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
     return (
@@ -124,6 +123,6 @@ def _policy(scripts: list[Markup]) -> str:
 
 
 def _json(value: object) -> Markup:
-    """JSON that HTML reads as it stands."""
+    """Format as JSON without characters that are special in HTML."""
     text = json.dumps(value, separators=(",", ":"))
     return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
