@@ -25,9 +25,6 @@ LONGEST_FILE = 400
 KNOWN_LONG: set[str] = {
     "tests/integration/test_plan_page.py",
     "tests/unit/core/bisect/test_node_diff.py",
-    "tests/unit/core/passes/overlap/test_schedule_overlap.py",
-    "tests/unit/core/passes/test_eliminate_round_trips.py",
-    "tests/unit/core/passes/test_fold_grad_reductions.py",
     "tests/unit/test_scripts.py",
     "tests/unit/titan/test_chunked_loss.py",
 }

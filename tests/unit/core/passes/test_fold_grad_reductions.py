@@ -32,11 +32,8 @@ MIXED = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.f
 
 
 def reductions(joint, parameter):
-    return [
-        c.kind
-        for c in collectives(joint)
-        if c.role is Role.REDUCE_GRAD and c.parameter == parameter
-    ]
+    issued = [c for c in collectives(joint) if c.role is Role.REDUCE_GRAD]
+    return [c.kind for c in issued if c.parameter == parameter]
 
 
 def fold(joint):
@@ -97,29 +94,24 @@ def sharded(model, x, **fsdp):
     return captured(model, x, loss_fn=total, **fsdp)
 
 
+FOUR, FIVE = torch.zeros(2, 4), torch.zeros(2, 5)
 HALF = torch.zeros(2, 4, dtype=torch.bfloat16)
 SCATTER, REDUCE = "reduce_scatter_tensor", "all_reduce"
 MODELS = {
-    "fully sharded": (lambda: sharded(Read(), torch.zeros(2, 4)), [SCATTER]),
-    "three readings": (lambda: sharded(Read(times=3), torch.zeros(2, 4)), [SCATTER]),
-    "five readings": (lambda: sharded(Read(times=5), torch.zeros(2, 4)), [SCATTER]),
-    "padded": (lambda: sharded(Read(5), torch.zeros(2, 5)), [SCATTER]),
-    "padded, half a shard": (lambda: sharded(Read(5), torch.zeros(2, 5), rank=2), [SCATTER]),
-    "padded, no shard": (lambda: sharded(Read(5), torch.zeros(2, 5), rank=3), [SCATTER]),
-    "replicated": (lambda: sharded(Read(), torch.zeros(2, 4), mode="replicate"), [REDUCE]),
-    "hybrid": (lambda: hybrid(Read(), torch.zeros(2, 4)), [SCATTER, REDUCE]),
-    "hybrid, padded": (lambda: hybrid(Read(5), torch.zeros(2, 5)), [SCATTER, REDUCE]),
+    "fully sharded": (lambda: sharded(Read(), FOUR), [SCATTER]),
+    "three readings": (lambda: sharded(Read(times=3), FOUR), [SCATTER]),
+    "five readings": (lambda: sharded(Read(times=5), FOUR), [SCATTER]),
+    "padded": (lambda: sharded(Read(5), FIVE), [SCATTER]),
+    "padded, half a shard": (lambda: sharded(Read(5), FIVE, rank=2), [SCATTER]),
+    "padded, no shard": (lambda: sharded(Read(5), FIVE, rank=3), [SCATTER]),
+    "replicated": (lambda: sharded(Read(), FOUR, mode="replicate"), [REDUCE]),
+    "hybrid": (lambda: hybrid(Read(), FOUR), [SCATTER, REDUCE]),
+    "hybrid, padded": (lambda: hybrid(Read(5), FIVE), [SCATTER, REDUCE]),
     "mixed precision": (lambda: sharded(Read(), HALF, mp_policy=MIXED), [SCATTER]),
-    "hybrid, mixed": (
-        lambda: hybrid(Read(), HALF, mp_policy=MIXED),
-        [SCATTER, REDUCE],
-    ),
-    "checkpointed": (lambda: sharded(Checkpointed(), torch.zeros(2, 4)), [SCATTER]),
-    "own divisor": (
-        lambda: sharded(Read(), torch.zeros(2, 4), gradient_divide_factor=8.0),
-        [SCATTER],
-    ),
-    "undivided": (lambda: sharded(Read(), torch.zeros(2, 4), gradient_divide_factor=1), [SCATTER]),
+    "hybrid, mixed": (lambda: hybrid(Read(), HALF, mp_policy=MIXED), [SCATTER, REDUCE]),
+    "checkpointed": (lambda: sharded(Checkpointed(), FOUR), [SCATTER]),
+    "divided by 8": (lambda: sharded(Read(), FOUR, gradient_divide_factor=8.0), [SCATTER]),
+    "undivided": (lambda: sharded(Read(), FOUR, gradient_divide_factor=1), [SCATTER]),
 }
 
 
@@ -184,11 +176,11 @@ def plus(b, one, other, **alpha):
     return b.call(aten.add.Tensor, one, other, phase=BACKWARD, **alpha)
 
 
-def started(dtype=torch.float32, number=2, shard=3):
+def started(dtype=torch.float32, number=2, shard=3, weight=torch.float32):
     """A builder, and gradients of a parameter `w` of [shard, 5]."""
     fake_world(RANKS)
     b = Builder()
-    w = b.parameter("w", shard, 5, dtype=torch.float32)
+    w = b.parameter("w", shard, 5, dtype=weight)
     gradients = [b.input(f"g{i}", RANKS * shard, 5, dtype=dtype) for i in range(number)]
     return b, b.call(aten.sum.default, w), gradients
 
@@ -239,12 +231,9 @@ def test_a_sum_of_sums_is_one_reduction():
 
 
 def test_what_is_reduced_to_a_finer_dtype_than_it_is_added_in_is_folded():
-    fake_world(RANKS)
-    b = Builder()
-    w = b.parameter("w", 3, 5, dtype=torch.bfloat16)
-    gradients = [b.input(f"g{i}", 12, 5, dtype=torch.bfloat16) for i in range(2)]
+    b, loss, gradients = started(torch.bfloat16, weight=torch.bfloat16)
     ends = [reduced(b, g, cast=torch.float32, back=torch.bfloat16) for g in gradients]
-    joint = b.joint(b.call(aten.sum.default, w), w=plus(b, *ends))
+    joint = b.joint(loss, w=plus(b, *ends))
     assert fold(joint)
     assert reductions(joint, "w") == [SCATTER]
 
@@ -260,13 +249,10 @@ def test_a_tied_embedding_is_reduced_once(policy):
 
 
 def test_it_runs_when_asked_for():
-    joint = captured(Read(), torch.zeros(2, 4))
-    gt.run_passes(joint, gt.PassConfig(passes=["default"], reshard_after_forward="always"))
-    assert reductions(joint, "linear.weight") == [SCATTER] * 2
-    joint = captured(Read(), torch.zeros(2, 4))
-    passes = ["default", "fold_grad_reductions"]
-    gt.run_passes(joint, gt.PassConfig(passes=passes, verify_passes=True))
-    assert reductions(joint, "linear.weight") == [SCATTER]
+    for passes, number in ((["default"], 2), (["default", "fold_grad_reductions"], 1)):
+        joint = captured(Read(), FOUR)
+        gt.run_passes(joint, gt.PassConfig(passes=passes, verify_passes=True))
+        assert reductions(joint, "linear.weight") == [SCATTER] * number
 
 
 # --- near misses -------------------------------------------------------------------------------
@@ -294,50 +280,48 @@ def test_gradients_that_only_adding_makes_alike_stay(shape, dtype, turned):
     b = Builder()
     w, one = b.parameter("w", 3, 5), b.input("one", 12, 5)
     ends = [reduced(b, g) for g in (one, b.input("other", *shape, dtype=dtype))]
-    assert not fold(
-        b.joint(b.call(aten.sum.default, w), w=plus(b, *(reversed(ends) if turned else ends)))
-    )
-
-
-@pytest.mark.parametrize("operation", ["max", "min", "product"])
-def test_a_reduction_that_is_no_sum_stays(operation):
-    b, loss, gradients = started()
-    ends = [reduced(b, g, operation=operation) for g in gradients]
-    assert not fold(b.joint(loss, w=plus(b, *ends)))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_reduction_that_would_round_the_sum_stays(dtype):
-    """Reduced in half the bits, added in float32: the sum would be rounded once more."""
-    b, loss, gradients = started(dtype)
-    ends = [reduced(b, g, back=torch.float32) for g in gradients]
-    assert not fold(b.joint(loss, w=plus(b, *ends)))
-
-
-def test_float16_stays():
-    """Twice a sum that fits may not."""
-    b = Builder()
-    w = b.parameter("w", 3, 5, dtype=torch.float16)
-    gradients = [b.input(f"g{i}", 12, 5, dtype=torch.float16) for i in range(2)]
-    ends = [reduced(b, g) for g in gradients]
+    ends = ends[::-1] if turned else ends
     assert not fold(b.joint(b.call(aten.sum.default, w), w=plus(b, *ends)))
 
 
-def test_a_weighted_sum_stays():
-    b, loss, gradients = started()
-    assert not fold(b.joint(loss, w=plus(b, *(reduced(b, g) for g in gradients), alpha=2)))
+def both(b, gradients, **how):
+    return [reduced(b, g, **how) for g in gradients]
 
 
-def test_a_reduction_added_to_itself_stays():
-    b, loss, (one, _) = started()
-    end = reduced(b, one)
-    assert not fold(b.joint(loss, w=plus(b, end, end)))
+def half_precision(dtype):
+    """Reduced in half the bits, added in float32: the sum would be rounded once more."""
+    return dtype, lambda b, g: plus(b, *both(b, g, back=torch.float32))
 
 
-def test_a_reduction_added_to_something_else_stays():
-    b, loss, (one, other) = started()
-    part = b.call(aten.slice.Tensor, other, 0, 0, 3, phase=BACKWARD)
-    assert not fold(b.joint(loss, w=plus(b, reduced(b, one), part)))
+STAYS = {
+    **{
+        f"reduced by {op}": (torch.float32, lambda b, g, op=op: plus(b, *both(b, g, operation=op)))
+        for op in ("max", "min", "product")
+    },
+    "reduced in bfloat16": half_precision(torch.bfloat16),
+    "reduced in float16": half_precision(torch.float16),
+    "a weighted sum": (torch.float32, lambda b, g: plus(b, *both(b, g), alpha=2)),
+    "added to itself": (torch.float32, lambda b, g: plus(b, *both(b, g[:1]) * 2)),
+    "added to something else": (
+        torch.float32,
+        lambda b, g: plus(
+            b, reduced(b, g[0]), b.call(aten.slice.Tensor, g[1], 0, 0, 3, phase=BACKWARD)
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_is_no_plain_sum_of_two_reductions_stays(name):
+    dtype, gradient = STAYS[name]
+    b, loss, gradients = started(dtype)
+    assert not fold(b.joint(loss, w=gradient(b, gradients)))
+
+
+def test_float16_stays():
+    """Twice a sum that fits may overflow."""
+    b, loss, gradients = started(torch.float16, weight=torch.float16)
+    assert not fold(b.joint(loss, w=plus(b, *both(b, gradients))))
 
 
 @pytest.mark.parametrize("back", [None, torch.float32])

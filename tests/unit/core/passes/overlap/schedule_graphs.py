@@ -11,8 +11,17 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch import fx
 
-from graph_trainer.core.graph.annotations import SEPARATOR, Role
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.annotations import SEPARATOR, Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import is_wait
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.context import OtherMemory, PassContext
+from graph_trainer.core.passes.overlap.schedule_overlap import (
+    ScheduleOverlapOptions,
+    schedule_overlap,
+)
+from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
 
 FSDP, REPLICATE, TENSOR = (0, 1), (0, 2), (0, 4)
@@ -223,3 +232,50 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
         else:
             step.other(op, one, two)
     return step.joint()
+
+
+# --- scheduling them -----------------------------------------------------------------------
+
+
+def options(**changes: Any) -> tuple[ScheduleOverlapOptions, PassContext]:
+    """Options of the pass, and its context on some machine."""
+    hardware = machine(**changes.pop("machine", {}))
+    other = OtherMemory(fused=changes.pop("fused", False), device=hardware.device)
+    context = PassContext(hardware=hardware, other_memory=lambda joint: other)
+    return ScheduleOverlapOptions(**changes), context
+
+
+def scheduled(joint: JointGraph, **changes: Any) -> JointGraph:
+    """A copy, scheduled."""
+    joint = copy_graph(joint)
+    schedule_overlap(joint, *options(**changes))
+    joint.validate()
+    return joint
+
+
+def reductions(joint: JointGraph) -> list[fx.Node]:
+    """Those of gradients that nothing else has reduced before."""
+    return [
+        c.node
+        for c in collectives(joint)
+        if c.role is Role.REDUCE_GRAD and c.ranks == FSDP and not is_wait(c.node.args[0])
+    ]
+
+
+def products_before_starts(joint: JointGraph) -> dict[str, tuple[int, int]]:
+    """By reduction, the matrix products that run before it starts: since all that it reads is
+    there and the reduction before it has started, and since all that it reads is there."""
+    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    is_product = [node.target is aten.mm.default for node in joint.graph.nodes]
+    found = {}
+    last = 0
+    for node in reductions(joint):
+        prepares, inputs = [node], []
+        for each in prepares:
+            for source in each.all_input_nodes:
+                (prepares if role_of(source) is Role.REDUCE_GRAD else inputs).append(source)
+        there = max(place[source] for source in inputs) + 1
+        start = place[node]
+        found[node.name] = sum(is_product[max(there, last) : start]), sum(is_product[there:start])
+        last = start
+    return found
