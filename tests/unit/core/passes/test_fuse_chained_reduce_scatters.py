@@ -15,10 +15,6 @@ from tests.unit.graphs import c10d, code
 REDUCE = c10d.reduce_scatter_tensor.default
 
 
-def fuse(joint):
-    fuse_chained_reduce_scatters(joint)
-
-
 def reductions(joint):
     return [n for n in joint.graph.nodes if n.target is REDUCE]
 
@@ -33,7 +29,7 @@ def reductions(joint):
 )
 def test_one_reduction_leaves_every_rank_what_the_chain_left(sizes, make):
     before = world_of(sizes, lambda: make(*sizes))
-    after = world_of(sizes, lambda: make(*sizes), fuse)
+    after = world_of(sizes, lambda: make(*sizes), fuse_chained_reduce_scatters)
     assert {len(reductions(each.joint)) for each in before} == {len(sizes)}
     assert {len(reductions(each.joint)) for each in after} == {1}
     assert {reductions(each.joint)[0].args[2] for each in after} == {math.prod(sizes)}
@@ -47,7 +43,7 @@ def test_parts_of_other_ranks_would_be_noticed():
     """By what the test above compares."""
 
     def in_row_order(joint):
-        fuse(joint)
+        fuse_chained_reduce_scatters(joint)
         (reduction,) = reductions(joint)
         reduction.args = (*reduction.args[:3], "0")
 
@@ -61,13 +57,13 @@ def test_annotations_stay_and_a_second_run_changes_nothing():
     become(5, 8)
     joint = outer_first(4, 2)
     shape = value_of(reductions(joint)[-1]).shape
-    fuse(joint)
+    fuse_chained_reduce_scatters(joint)
     joint.validate()
     (reduction,) = reductions(joint)
     assert is_backward(reduction) and role_of(reduction) is Role.REDUCE_GRAD
     assert parameter_of(reduction) == "weight" and value_of(reduction).shape == shape
     text = code(joint)
-    fuse(joint)
+    fuse_chained_reduce_scatters(joint)
     assert code(joint) == text
 
 
@@ -77,10 +73,10 @@ def test_other_reductions_of_the_two_are_left_alone():
     first, second = reductions(joint)
     second.args = (second.args[0], "max", *second.args[2:])
     text = code(joint)
-    fuse(joint)
+    fuse_chained_reduce_scatters(joint)
     assert code(joint) == text
     first.args = (first.args[0], "max", *first.args[2:])
-    fuse(joint)
+    fuse_chained_reduce_scatters(joint)
     assert [r.args[1] for r in reductions(joint)] == ["max"]
 
 
