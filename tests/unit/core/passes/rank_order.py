@@ -60,12 +60,12 @@ def world_of(
 
 
 def run_world(world: list[OfRank], *, integers: bool = False) -> list[list[torch.Tensor]]:
-    """What each rank's graph returns, for parameters and batches of its own.
+    """Run every rank's graph, each on other parameters and batches.
 
-    Ranks may have graphs of their own: each runs up to its next collective, and all of a group
+    Ranks may have different graphs: each runs up to its next collective, and all of a group
     go on when all have come to it. Ranks that wait for each other are an AssertionError.
 
-    Arguments:
+    Args:
         integers: small whole numbers, whose sums are exact in any order.
     """
     returned: dict[int, list[torch.Tensor]] = {}
@@ -106,18 +106,18 @@ class _Asked(NamedTuple):
 
 def _rank(each: OfRank, values: list[torch.Tensor]) -> Generator[_Asked, torch.Tensor, Any]:
     """One rank, up to each of its collectives."""
-    held: dict[fx.Node, Any] = dict(zip(each.joint.placeholders(), values, strict=True))
+    values_of: dict[fx.Node, Any] = dict(zip(each.joint.placeholders(), values, strict=True))
     for node in each.joint.graph.nodes:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), held.__getitem__)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), values_of.__getitem__)
         if node.op == "output":
             return list(args[0])
         if is_collective(node):
             ranks = each.groups[str(argument(node, "group_name"))]
-            held[node] = yield _Asked(ranks, collective_name(node), args[0])
+            values_of[node] = yield _Asked(ranks, collective_name(node), args[0])
         elif is_wait(node):
-            held[node] = args[0]
+            values_of[node] = args[0]
         elif node.op == "call_function":
-            held[node] = node.target(*args, **kwargs)
+            values_of[node] = node.target(*args, **kwargs)
     raise AssertionError("a graph without an output")
 
 

@@ -124,7 +124,7 @@ def test_a_gathered_tensor_that_the_model_writes_is_its_own():
     assert not check_pass(deduplicate_unshards, joint)
 
 
-def test_a_shard_that_the_step_writes_is_gathered_anew():
+def test_a_shard_that_the_step_writes_is_gathered_again():
     b = Builder()
     w = b.parameter("w", 2)
     one = unshard(b, w)

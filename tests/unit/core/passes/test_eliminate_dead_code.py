@@ -27,7 +27,7 @@ def test_an_unread_collective_goes_with_its_wait():
 
 
 def test_a_wait_stays_whose_collective_is_read_without_it():
-    """The reader of the collective's own node counts on the wait in front of it."""
+    """The reader of the collective's result relies on the wait before it."""
     b = Builder()
     x = b.input("x", 4)
     reduced = b.call(c10d.all_reduce.default, x, "sum", "0")

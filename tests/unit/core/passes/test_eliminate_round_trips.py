@@ -38,8 +38,8 @@ class AsRank(fx.Interpreter):
         if "wait_tensor" in name:
             return args[0]
         if "all_gather_into_tensor" in name:
-            own = group_ranks(args[2]).index(dist.get_rank())
-            return torch.cat([args[0] * (1 + member - own) for member in range(args[1])])
+            local = group_ranks(args[2]).index(dist.get_rank())
+            return torch.cat([args[0] * (1 + member - local) for member in range(args[1])])
         if "all_reduce" in name:
             return args[0] * 3
         assert "c10d" not in name, name

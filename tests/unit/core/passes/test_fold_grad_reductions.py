@@ -325,7 +325,7 @@ def test_float16_stays():
 
 
 @pytest.mark.parametrize("back", [None, torch.float32])
-def test_a_reduction_that_somebody_else_reads_stays(back):
+def test_a_reduction_that_another_node_reads_stays(back):
     b, loss, (one, other) = started()
     first, second = (reduced(b, g, back=back) for g in (one, other))
     norm = b.call(aten.sum.default, first.args[0], phase=BACKWARD)
@@ -391,5 +391,5 @@ def test_a_gradient_that_is_overwritten_once_it_is_reduced_stays(late):
     joint = b.joint(loss, w=plus(b, first, second))
     inputs = whole_numbers(joint)
     before = run(joint, inputs)
-    assert fold(joint) is late, "written behind both reductions it does no harm"
+    assert fold(joint) is late, "a write after both reductions changes nothing"
     assert_same(before, run(joint, inputs))

@@ -1,4 +1,4 @@
-"""An in-place write becomes a copy only where no one can tell."""
+"""An in-place write becomes a copy only where no other node can observe it."""
 
 import operator
 

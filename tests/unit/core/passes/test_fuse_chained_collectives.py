@@ -314,7 +314,7 @@ def test_a_group_of_another_backend_is_left_alone(monkeypatch):
 # --- errors ----------------------------------------------------------------------------------
 
 
-def test_a_group_that_nobody_knows_is_an_error():
+def test_a_group_that_this_process_does_not_have_is_an_error():
     b = Sharded()
     joint = b.finish(b.gather(b.gather(b.weight, 2, "gone"), 4, b.outer))
     with pytest.raises(gt.PassError, match=r"all_gather_into_tensor.*'gone'.*where the graph"):

@@ -1,4 +1,4 @@
-"""Reductions over several axes become one that leaves every rank its own part."""
+"""Reductions over several axes become one that leaves every rank its part."""
 
 import math
 

@@ -104,9 +104,9 @@ def test_at_the_limit_it_is_kept(overlapped, high):
 
 
 def test_what_the_run_holds_beside_the_graph_counts(plain, overlapped, high):
-    held = OtherMemory(optimizer_bytes=1000, accumulated_bytes=500)
-    assert described(after(high + 1500, other=held)[0]) == described(overlapped)
-    assert described(after(high + 1499, other=held)[0]) == described(plain)
+    other = OtherMemory(optimizer_bytes=1000, accumulated_bytes=500)
+    assert described(after(high + 1500, other=other)[0]) == described(overlapped)
+    assert described(after(high + 1499, other=other)[0]) == described(plain)
 
 
 def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
@@ -132,7 +132,7 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
 
 
 def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
-    """Over the limit before and behind it, or within it afterwards: kept."""
+    """Over the limit before and after it, or within the limit afterwards: kept."""
 
     def diet(joint, options, context):
         for node in reversed(joint.graph.nodes):
@@ -328,20 +328,20 @@ def added(module):
 @pytest.mark.parametrize("change", [replaced, replaced_inside, deleted, another_body, added])
 def test_what_a_pass_did_to_attributes_is_put_back(change):
     joint = with_attributes()
-    joint.graph_module.meta["said by"] = "the caller"
+    joint.graph_module.meta["set by"] = "the caller"
     before, text = run(joint), str(joint)
     copy = copy_graph(joint)
     change(joint.graph_module)
     restore_graph(joint, copy)
     assert_same(before, run(joint))
     assert str(joint) == text and not hasattr(joint.graph_module, "extra")
-    assert joint.graph_module.meta["said by"] == "the caller"
+    assert joint.graph_module.meta["set by"] == "the caller"
     assert all(subgraph_of(n) is not None for n in joint.graph.nodes if n.target == "body")
     # and so in the code that backends compile
     assert_same(before[:1], [o.clone() for o in joint.graph_module(*values_for(joint))])
 
 
-def test_a_rolled_back_pass_leaves_no_attribute_behind():
+def test_a_rolled_back_pass_leaves_no_attribute():
     def spoil(joint, options, context):
         hungry(10_000)(joint)
         replaced(joint.graph_module)

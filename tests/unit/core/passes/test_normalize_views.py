@@ -103,7 +103,7 @@ def test_a_write_through_a_removed_view_hits_the_same_storage(view):
     assert targets(joint) == [aten.add_.Tensor, aten.sum.default]
 
 
-def test_a_view_of_what_a_pass_laid_out_anew_becomes_a_reshape():
+def test_a_view_whose_input_has_other_strides_now_becomes_a_reshape():
     b = Builder()
     x = b.input("x", 3, 4)
     computed = b.call(aten.mul.Tensor, x, 2)

@@ -125,7 +125,7 @@ def pairs(rows):
 
 
 def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
-    """Nine rows over two ranks: costs differ, and with them what hides behind what."""
+    """Nine rows over two ranks: costs differ, and with them what overlaps with what."""
     hardware = machine(
         collective_seconds=1e-6,
         peak_flops={"float32": 1e12, "bfloat16": 4e12},

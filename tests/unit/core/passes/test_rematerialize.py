@@ -325,7 +325,7 @@ def test_a_higher_order_ops_subgraphs_are_copied_with_it():
     assert not torch.equal(before[0], run(joint)[0])
 
 
-def test_a_higher_order_op_that_only_backward_read_leaves_nothing_behind():
+def test_a_higher_order_op_that_only_backward_read_is_removed():
     g = Graph()
     called = g.call_higher_order(WHATEVER, body(aten.sin.default), "body", g.x, val=g.x)
     result = g.f(operator.getitem, called, 0)

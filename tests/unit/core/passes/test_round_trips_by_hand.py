@@ -73,8 +73,8 @@ def test_another_view_of_the_same_elements(rank):
 def test_views_of_a_slice_without_a_copy_know_where_they_begin(rank):
     b = Builder()
     x = computed(b, 4, 6)
-    own = cut(b, gathered(b, x), 4 * rank, 4 * rank + 4)
-    part = b.call(aten.slice.Tensor, own, 0, 1, 3)
+    mine = cut(b, gathered(b, x), 4 * rank, 4 * rank + 4)
+    part = b.call(aten.slice.Tensor, mine, 0, 1, 3)
     joint = b.joint(total(b, part, b.call(aten.t.default, part)))
     assert part.meta["val"].storage_offset() == 24 * rank + 6
     assert fires(joint)
@@ -147,17 +147,17 @@ def test_what_is_not_exactly_what_this_rank_sent_stays(name, rank):
     assert not fires(b.joint(total(b, copied(b, NEAR_MISSES[name](b, rank)))))
 
 
-def test_what_reads_a_slice_in_its_own_layout_stays(rank):
-    """Columns of a whole lie apart, what was sent does not: readers would lay out theirs anew."""
+def test_a_reader_that_depends_on_the_strides_of_a_slice_stays(rank):
+    """Columns of a whole are not contiguous, what was sent is: readers would change strides."""
     b = Builder()
     x = computed(b, 2, 6)
     full = gathered(b, x)
     parts = [b.call(aten.slice.Tensor, full, 0, 2 * i, 2 * i + 2) for i in range(2)]
-    own = cut(b, b.call(aten.cat.default, parts, 1), 6 * rank, 6 * rank + 6, dim=1)
-    joint = b.joint(total(b, b.call(aten.cos.default, own), copied(b, own)))
+    mine = cut(b, b.call(aten.cat.default, parts, 1), 6 * rank, 6 * rank + 6, dim=1)
+    joint = b.joint(total(b, b.call(aten.cos.default, mine), copied(b, mine)))
     assert fires(joint), "the copy is what was sent"
     (cosine,) = joint.graph.find_nodes(op="call_function", target=aten.cos.default)
-    assert cosine.args == (own,)
+    assert cosine.args == (mine,)
 
 
 def test_what_draws_random_numbers_still_draws_them(rank):
@@ -176,8 +176,8 @@ def test_what_is_written_in_place_stays(written, rank):
     b = Builder()
     nodes = {"sent": computed(b, 2, 6)}
     nodes["gathered"] = gathered(b, nodes["sent"])
-    own = cut(b, nodes["gathered"], 2 * rank, 2 * rank + 2)
-    nodes["copy"] = copied(b, own)
+    mine = cut(b, nodes["gathered"], 2 * rank, 2 * rank + 2)
+    nodes["copy"] = copied(b, mine)
     early = b.call(aten.mul_.Tensor, nodes[written], 2) if written != "copy" else nodes["copy"]
     late = b.call(aten.mul_.Tensor, nodes["copy"], 3) if written == "copy" else nodes["copy"]
     assert not fires(b.joint(total(b, early, late, nodes["sent"])))

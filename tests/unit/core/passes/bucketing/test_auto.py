@@ -138,7 +138,7 @@ def test_the_slowest_rank_decides():
     assert len(said) == 1 + 2 * len(FACTORS)
 
 
-def test_the_passes_behind_are_simulated_too():
+def test_later_passes_are_simulated_too():
     joint = captured()
     seen = []
     mine = Pass("mine", Stage.SCHEDULE, "", lambda j, o, c: seen.append(j), NoOptions)
@@ -154,7 +154,7 @@ def buckets(joint):
 
 
 @pytest.mark.parametrize("options", [AUTO, BucketCollectivesOptions(strategy="size", cap_mib=2)])
-def test_another_graph_of_the_step_is_bucketed_alike_and_asks_nobody(options):
+def test_another_graph_of_the_step_is_bucketed_alike_without_an_all_reduce(options):
     """The rank that meets it is alone: to ask others would be to wait for ever."""
     first, second = captured(), captured()
     passes = ["default", "schedule_overlap"]
@@ -181,6 +181,6 @@ def test_a_decision_is_rolled_back_with_its_pass():
     assert not joint.decisions and code(joint) == text
 
 
-def test_nobody_named_the_hardware():
+def test_without_hardware_it_is_refused():
     with pytest.raises(PassError, match='strategy = "auto" decides.*set compile.hardware to'):
         gt.run_passes(captured(), gt.PassConfig(options={"bucket_collectives": AUTO}))

@@ -131,7 +131,7 @@ def test_a_block_is_a_bucket_on_every_mesh(mode):
     assert reductions == (10 if mode == "hybrid_shard" else 5)  # scattered, then reduced
 
 
-def test_experts_travel_apart():
+def test_experts_have_a_bucket_of_their_own():
     b = Builder()
     names = ("layers.0.router", "layers.0.experts.w1", "layers.0.experts.w2", "layers.0.norm")
     joint = gathering(b, [(name, "g", torch.float32) for name in names])
@@ -179,15 +179,15 @@ def test_buckets_are_as_full_as_they_may_be(cap, span):
         (Role.UNSHARD, True, "unshard_backward"),
         (Role.REDUCE_GRAD, True, "reduce_scatter_grad"),
     ):
-        held = [
+        filled = [
             sorted((members[name + tag] for name in parameters_of(n)), key=lambda m: m.position)
             for n in collectives_of(joint, role, backward)
         ]
-        for parts in held:
+        for parts in filled:
             if len(parts) > 1:
                 assert sum(m.bytes for m in parts) <= cap * 2**20
                 assert parts[-1].span - parts[0].span <= span
-        for parts, following in zip(held, held[1:], strict=False):
+        for parts, following in zip(filled, filled[1:], strict=False):
             too_large = sum(m.bytes for m in parts) + following[0].bytes > cap * 2**20
             too_far = following[0].span - parts[0].span > span
             assert too_large or too_far

@@ -51,7 +51,7 @@ def test_gathers_of_several_dtypes_share_a_bucket():
 
 
 def reducing(chains):
-    """One gradient a chain of groups: all-reduced over each, one behind the other."""
+    """One gradient a chain of groups: all-reduced over each, one after the other."""
     b = Builder()
     x = b.input("x", 4)
     names = [f"layers.0.p{i}" for i in range(len(chains))]
@@ -100,7 +100,7 @@ def test_any_chains_of_reductions(chains, options):
         assert [group for owner, group in issued if owner == name] == groups
 
 
-def test_reductions_one_behind_the_other_merge_step_by_step():
+def test_reductions_one_after_the_other_merge_step_by_step():
     chain = (torch.float32, "sum", ["a", "a"])
     joint = bucket(reducing([chain, chain, chain]), strategy="size")
     assert counts(joint)[2] == 2
@@ -220,7 +220,7 @@ def test_a_parameter_that_is_written_is_gathered_where_it_was():
     assert_same(before, run(joint))
 
 
-def test_a_shard_of_nothing_travels_along_and_complex_numbers_apart():
+def test_an_empty_shard_is_merged_and_complex_numbers_apart():
     b = Builder()
     dtypes = {"p": torch.float32, "q": torch.bfloat16, "r": torch.complex64, "s": torch.complex64}
     shards = {n: b.parameter(f"layers.0.{n}", 3, dtype=dtype) for n, dtype in dtypes.items()}
@@ -248,7 +248,7 @@ def test_one_bucket_of_very_many_members_is_no_square():
     """Twice the members, about twice the work: counted, since clocks are not tests."""
     from graph_trainer.core.graph.ops import storages_in, value_storages
 
-    def held(members):
+    def alive(members):
         b = Builder()
         names = [(f"layers.0.{i}", "g", torch.float32) for i in range(members)]
         joint = bucket(gathering(b, names), strategy="size", cap_mib=100.0, max_span=10**6)
@@ -260,4 +260,4 @@ def test_one_bucket_of_very_many_members_is_no_square():
             for n in m.all_input_nodes
         )
 
-    assert held(40) < 2.1 * held(20)
+    assert alive(40) < 2.1 * alive(20)

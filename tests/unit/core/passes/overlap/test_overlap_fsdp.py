@@ -58,7 +58,7 @@ def test_as_many_are_in_flight_as_asked_for(limit):
 @pytest.mark.parametrize("limit", [1, 2, 4])
 @pytest.mark.parametrize("strategy", ["transformer_block", "size"])
 def test_buckets_overlap_too(strategy, limit):
-    """A bucket's gather has several parameters in front of it, its reduction several behind."""
+    """A bucket's gather has several parameters before it, its reduction several after it."""
     joint = captured_decoder(layers=4)
     bucketing = BucketCollectivesOptions(strategy=strategy, cap_mib=0.0008)
     passes = gt.PassConfig(
@@ -116,7 +116,7 @@ def test_waits_may_come_in_another_order_than_gathers(limit):
 def test_reductions_may_start_in_another_order_than_they_are_prepared_in(limit):
     """What comes before the first reduction belongs to it; its collective comes after the second
     one's, or even after the second one is done."""
-    for behind in (0, 2):
+    for after in (0, 2):
         joint = prepared()
         first, second, *_ = collectives(joint, Role.REDUCE_GRAD, True)
         rest = [first, first.next, first.next.next]
@@ -126,7 +126,7 @@ def test_reductions_may_start_in_another_order_than_they_are_prepared_in(limit):
         copy_annotations(first, cast)
         first.update_arg(0, cast)
         place = second
-        for _ in range(behind):
+        for _ in range(after):
             place = place.next
         for node in reversed(rest):
             place.append(node)

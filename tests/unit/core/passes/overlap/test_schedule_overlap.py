@@ -1,4 +1,4 @@
-"""Collectives start early and end late, as the clock says, within what memory is allowed."""
+"""Collectives start early and are waited for late, by simulated time, within a memory limit."""
 
 import math
 import random
@@ -140,8 +140,8 @@ def seen_by(rank, issued):
     """What rank 0 issues, as another rank of eight does: each group along one binary digit."""
     kind, ranks, inputs, reduction = issued.entry
     digit = max(ranks)
-    own = (rank & ~digit, rank | digit)
-    return replace(issued, entry=(kind, own, inputs, reduction))
+    group = (rank & ~digit, rank | digit)
+    return replace(issued, entry=(kind, group, inputs, reduction))
 
 
 UNEVEN = {
@@ -241,8 +241,8 @@ def test_it_says_what_moved_and_what_that_hides():
     report = gt.run_passes(joint, passes)
     after = simulate(joint, machine(**slow)).timeline.exposed_seconds()
     (was,), (now,) = before.values(), after.values()
-    told = f"exposed {was * 1e3:.1f} ms before and {now * 1e3:.1f} ms now"
-    assert now < was and told in report.last.remarks[0]
+    expected = f"exposed {was * 1e3:.1f} ms before and {now * 1e3:.1f} ms now"
+    assert now < was and expected in report.last.remarks[0]
     assert "3 of 4 start earlier" in report.last.remarks[0]
     assert report.notes() == [f"schedule_overlap: {report.last.remarks[0]}"]
     assert any("node all_gather_into_tensor" in line for line in report.last.remarks[1:])
@@ -286,7 +286,7 @@ def is_gather(node):
 
 
 def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
-    """Alone it would be ordered otherwise, and its rank would be at odds with the others."""
+    """By itself it would get another order, and its rank would not match the others."""
 
     def ordered(tokens, config):
         model = Decoder(2, dim=64, hidden=512)
@@ -306,7 +306,7 @@ def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
 
 
 @pytest.mark.parametrize("growth, device", [(0.05, "cuda"), (9.0, "cuda"), (0.05, "cpu")])
-def test_what_the_order_of_the_first_costs_a_graph_of_another_shape_is_said(growth, device):
+def test_remarks_say_what_the_order_of_the_first_graph_costs_in_memory(growth, device):
     """An order that is within its bound for many tokens, and beyond it for few."""
 
     def ordered(tokens, config):

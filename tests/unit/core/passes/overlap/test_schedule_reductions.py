@@ -82,7 +82,7 @@ def a_path_with_the_gradient_in_it():
     return g.joint(mine, other, summed)
 
 
-def a_path_behind_a_gradient_of_no_product():
+def a_path_after_a_gradient_of_no_product():
     g = Products()
     other = g.product(g.x)
     gradient = g.call(aten.add.Tensor, g.x, g.x)
@@ -101,7 +101,7 @@ def a_gap_in_which_the_gradient_is_made():
 
 
 def a_start_for_which_a_wait_makes_room():
-    """The first gradient is held until its reduction is waited for."""
+    """The first gradient is alive until its reduction is waited for."""
     g = Products()
     first = g.reduce(g.product(g.x))
     gradient = g.product(g.x)
@@ -133,7 +133,7 @@ def gaps_while_the_reduction_may_not_start():
     "make, most, growth",
     [
         (a_path_with_the_gradient_in_it, 2, 9.0),
-        (a_path_behind_a_gradient_of_no_product, 2, 9.0),
+        (a_path_after_a_gradient_of_no_product, 2, 9.0),
         (a_gap_in_which_the_gradient_is_made, 1, 9.0),
         (a_start_for_which_a_wait_makes_room, 1, 0.625),
         (a_path_while_the_reduction_may_not_start, 1, 0.05),
@@ -149,7 +149,7 @@ def test_nothing_is_run_early_at_the_cost_of_a_reduction(make, most, growth):
 
 @pytest.mark.parametrize("nodes", range(8))
 def test_sums_of_two_reductions_that_read_each_other(nodes):
-    """Waiting for either runs part of what was put off for the other."""
+    """Waiting for either runs a part of what is deferred for the other."""
     g = Products()
     for _ in range(nodes):
         g.call(aten.t.default, g.thin)
@@ -163,7 +163,7 @@ def test_sums_of_two_reductions_that_read_each_other(nodes):
 @pytest.mark.parametrize("seconds", [1e-3, 1e-2, 0.1])
 @pytest.mark.parametrize("products", [1, 2, 5])
 def test_sums_of_reductions_one_of_which_goes_on(products, seconds):
-    """What is put off for one reduction waits for the second of another, and reads the first."""
+    """What is deferred for one reduction waits for the second of another, and reads the first."""
     g = Products()
     mine = g.reduce(g.product(g.x))
     whole = g.call(c10d.all_reduce.default, mine, "sum", g.groups[REPLICATE], **REDUCES)
