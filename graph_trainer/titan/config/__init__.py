@@ -1,5 +1,5 @@
-"""One checked config: flags over the file, over the registry entry of its `base`, over defaults.
+"""Load one checked config: flags over file, over the registry entry of its `base`, over defaults.
 
-Bad input ends here, before any process group exists, as a ConfigError that names the file, the
-key, the value and what to write instead. Nothing here trains or plans.
+Bad input ends here, before any process group exists, as a ConfigError that names the file, the key,
+the value and the remedy. Nothing here trains or plans, and nothing imports the trainer.
 """

@@ -1,4 +1,4 @@
-"""Turn any torchtitan trainer config into graph_trainer's."""
+"""Convert a torchtitan trainer config to graph_trainer's."""
 
 import copy
 import dataclasses
@@ -21,20 +21,23 @@ from graph_trainer.titan.parallelize import parallelize_decoder
 
 
 def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrainerConfig:
-    """A torchtitan trainer config as a graph_trainer config of the same model and run.
+    """Make a graph_trainer config of the same model and run as a torchtitan trainer config.
 
-    The model is sharded by graph_trainer's `parallelize_decoder`, its attention is
-    scaled dot product attention, the loss is the plain cross-entropy, text and
-    tokenizer are the embedded ones, [compile] is graph_trainer's own with its defaults,
-    and what a captured step excludes (CUDA graphs around the step, SPMD back ends
-    other than partial DTensors) is switched off. Everything else stays.
+    The model is sharded by graph_trainer's `parallelize_decoder`, its attention is scaled dot
+    product attention, the loss is the plain cross-entropy, the text is the standard library's
+    with its tokenizer, and [compile] is graph_trainer's with its defaults. CUDA graphs around the
+    step and SPMD back ends other than partial DTensors, which exclude a captured step, are
+    switched off. Everything else stays.
 
-    Arguments:
-        config: the result of a function in a torchtitan `config_registry`. It stays as
-            it is.
-        changes: fields of GraphTrainerConfig to set on top.
+    Args:
+        config: the result of a function in a torchtitan `config_registry`; it is not changed.
+        changes: fields of GraphTrainerConfig that override the result.
 
-    Example:
+    Raises:
+        ValueError: the config has no model.
+
+    Example::
+
         def qwen3_debugmodel():
             return to_graph_trainer_config(config_registry.qwen3_debugmodel())
     """
@@ -61,7 +64,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
 
 
 def _model_spec(spec: ModelSpec) -> ModelSpec:
-    # Copied, because a registry may hand out one object again and again.
+    # A copy, because a registry may return the same object in every call.
     model = copy.deepcopy(spec.model)
     for other in (FlexAttention.Config, VarlenAttention.Config):
         for _, _, parent, attribute in list(model.traverse(other)):

@@ -25,13 +25,13 @@ from graph_trainer.titan.config.fields import (
 from graph_trainer.titan.config.messages import COMMAND_LINE, did_you_mean_key, show
 from graph_trainer.titan.config.run_config import NOT_TORCH_COMPILE
 
-# torchtitan's spelling of a section's type is a bare word, activation-checkpoint:full.
+# torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"(activation[-_]checkpoint):([a-z-]+)")
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line, split by what each part decides."""
+    """The command line, split into parts that are read one after the other."""
 
     module: str | None
     config: str | None
@@ -148,7 +148,7 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
             print(printed.getvalue(), end="")
             raise
         raise ConfigError(_plain_message(printed.getvalue(), args, prog)) from None
-    except Exception as e:  # a config's own check refused the merged values
+    except Exception as e:  # the checks in a config class refused the merged values
         raise ConfigError(
             f"{COMMAND_LINE}: {' '.join(args)}: refused: {e}. Change one of these flags."
         ) from e
@@ -172,7 +172,7 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
     known = list(settable_keys(config))
     siblings = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
     guess = did_you_mean_key(key, siblings, known)
-    for name in known:  # as they are typed
+    for name in known:  # in the spelling of flags
         guess = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.])", f"--{name}", guess)
     section, _, leaf = key.partition(".")
     holder = getattr(config, section, None)
@@ -184,10 +184,10 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
 
 
 def _plain_message(text: str, args: list[str], prog: str) -> str:
-    """Return what tyro's framed message says is wrong, as one line with our spelling of flags."""
+    """Return the problem in tyro's framed message as one line, with underscores in flags."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [line.strip("│| \t") for line in text.splitlines()]
-    # Without UTF-8 the frame is spaces and dashes, and the title a paragraph of its own.
+    # Without UTF-8 the frame is spaces and dashes, and the title a separate paragraph.
     framed = any(line.startswith("╭") for line in lines)
     paragraphs: list[list[str]] = [[]]
     for line in lines:

@@ -34,11 +34,11 @@ def load_config(
     Args:
         argv: the flags, without the program's name. --module and --config default to
             graph_trainer.llama3 and debugmodel; --help prints the help and exits.
-        world_size: the number of ranks that the degrees of parallelism have to multiply to; None
-            takes it from the environment (WORLD_SIZE), and without it leaves that one check out.
+        world_size: the number of ranks that the degrees of parallelism have to multiply to. None
+            takes it from the environment (WORLD_SIZE); without that, this check is left out.
         prog: the command's name in help texts and messages.
-        default: what is read in place of debugmodel where the flags name no --config: what
-            messages call it, and a parsed document.
+        default: the config where the flags name no --config: its name in messages, and a parsed
+            document. None for debugmodel.
 
     Raises:
         ConfigError: anything wrong with names, file, flags or values.

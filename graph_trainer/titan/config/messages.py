@@ -17,7 +17,7 @@ class Origin:
     """Where the keys of a merged config come from."""
 
     file: str = "config"
-    """The file's name, or what else stands for it."""
+    """The file's name, or another name of the config for messages."""
     flags: frozenset[str] = frozenset()
     """The keys that flags set."""
 

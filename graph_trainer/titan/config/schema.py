@@ -40,7 +40,7 @@ _Schema = dict[str, Any]
 def toml_schema(passes: Iterable[str] = ()) -> _Schema:
     """Make the JSON schema (draft 2020-12) of a config file, as plain dictionaries.
 
-    It says what `load_config` takes from a file: sections, keys, types, choices, and our keys
+    It describes what `load_config` takes from a file: sections, keys, types, choices, and our keys
     `base`, `module`, `type` and `unset`, each with its documentation. Checks that need two keys
     or the number of ranks stay with the loader.
 
@@ -80,7 +80,7 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
 
 
 def _entries(module: str) -> _Schema:
-    """`base` is one of the module's entries, where `module` names this one."""
+    """Restrict `base` to the entries of a module, where `module` names this one."""
     named: _Schema = {
         "properties": {"module": {"enum": [module, module.removeprefix("graph_trainer.")]}}
     }

@@ -203,6 +203,7 @@ def test_another_number_of_ranks_is_refused(saved, monkeypatch):
         '[dataloader]\nsources = [[{type = "planted.inner:X"}]]',
         '[override]\nimports = ["torchtitan.overrides.x.y", "planted.inner.f"]',
         '[override]\nimports = [["planted.inner.f", {}]]',
+        '[compile]\npasses = ["default", "planted.inner:f"]',
     ],
 )
 def test_a_plan_names_no_code_to_import(document, tmp_path, monkeypatch, line):
