@@ -150,9 +150,12 @@ def print_passes(argv: Sequence[str]) -> int:
     """
     from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
     from graph_trainer.planner.console import print_table
-    from graph_trainer.titan.config.flags import only_passes
 
-    named = resolve_passes(only_passes(argv, "passes"))
+    named = []
+    if argv:  # the modules of the config import torchtitan, which takes seconds
+        from graph_trainer.titan.config.flags import only_passes
+
+        named = resolve_passes(only_passes(argv, "passes"))
     passes = registered_passes() | {each.name: each for each in named}
     print_table(passes_table(passes.values()))
     return 0

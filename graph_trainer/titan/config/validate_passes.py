@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any
 
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
 from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
@@ -25,10 +25,14 @@ def check_passes(config: GraphCompileConfig, where: Origin) -> None:
     """
     known = list(registered_passes())
     own = [entry for entry in config.passes if ":" in entry]
-    own_names = [each.name for each in resolve_passes(own)] if own else []
+    own_names = [load_pass(entry).name for entry in own]
     for key, names, valid in (
         ("compile.passes", config.passes, [*known, *own, "default"]),
-        ("compile.disable_passes", config.disable_passes, [*known, *own_names]),
+        (
+            "compile.disable_passes",
+            config.disable_passes,
+            [*known, *own_names],
+        ),
     ):
         for name in names:
             if name not in valid:

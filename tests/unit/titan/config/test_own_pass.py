@@ -7,6 +7,7 @@ import pytest
 import tomli
 
 from graph_trainer.cli import main as cli
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import pass_config
@@ -33,6 +34,11 @@ class KeepOptions:
 
 @graph_pass(stage=Stage.TAG, summary="Keep small parameters gathered", options_type=KeepOptions)
 def keep_small_unshards(joint, options, context):
+    pass
+
+
+@graph_pass(stage=Stage.CLEANUP, summary="Run early")
+def early(joint, options, context):
     pass
 
 
@@ -76,6 +82,15 @@ def test_flags_alone_name_it_and_set_its_options():
     config = load_config(flags)
     assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 7
     assert not hasattr(load_config([]).compile, "keep_small_unshards")
+
+
+def test_beside_default_each_joins_the_list_at_its_stage_and_can_be_disabled_by_name():
+    listed = f"default,{NAME},own_passes:early"
+    flags = ["--compile.passes", listed, "--compile.disable_passes", "keep_small_unshards"]
+    config = load_config(flags).compile
+    names = [each.name for each in resolve_passes(config.passes, config.disable_passes)]
+    assert names.index("early") < names.index("rematerialize")
+    assert "keep_small_unshards" not in names
 
 
 def test_help_schema_and_table_show_it(capsys):
