@@ -162,7 +162,7 @@ def _check_stages(selected: Sequence[Pass]) -> None:
     for before, after in zip(selected, selected[1:], strict=False):
         if after.stage < before.stage:
             raise PassError(
-                f"compile.passes: '{after.name}' (stage {after.stage.name}) stands after "
+                f"compile.passes: '{after.name}' (stage {after.stage.name}) is listed after "
                 f"'{before.name}' (stage {before.stage.name}); put it in front, stages run in "
                 "the order CLEANUP, STRUCTURE, TAG, REMATERIALIZE, COMMUNICATION, SCHEDULE"
             )
