@@ -55,13 +55,10 @@ class LedgerRow:
         return sum(self.exposed_seconds.values())
 
 
-Simulate = Callable[[JointGraph], Simulation]
-
-
 def ledger(
     joint: JointGraph,
     passes: PassConfig,
-    simulate: Simulate,
+    simulate: Callable[[JointGraph], Simulation],
     *,
     on_pass: Callable[[str], None] | None = None,
     agree: AllReduceMax = one_rank,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from rich.table import Table
+from torch import nn
 
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -212,7 +213,7 @@ class PlannedRun(ReportedRun):
         due = self._times.steps == WATCHED_STEP - 1 and self._watch.issued is None
         return self._watch.watching() if due else contextlib.nullcontext()
 
-    def gradients_ready(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Measure gradients and the allocator's maxima.
 
         torchtitan resets the allocator's maxima when it logs, so they are read after every
@@ -227,9 +228,7 @@ class PlannedRun(ReportedRun):
             self._reserved = max(reserved, self._reserved or 0)
 
     def finished(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        optimizers: Iterable[torch.optim.Optimizer],
+        self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
         """Print predicted beside measured and write it to the dump folder, on rank 0.
 

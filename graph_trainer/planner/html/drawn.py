@@ -5,12 +5,9 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import Any
 
-from torch import fx
-
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import (
-    Phase,
     module_of,
     phase_of,
 )
@@ -74,14 +71,9 @@ def _nodes(simulation: Simulation, texts: _Texts) -> dict[str, list[Any]]:
     return {
         "name": [n.name for n in nodes],
         "module": [texts.of(module_of(n) or "") for n in nodes],
-        "phase": [texts.of(_phase(n)) for n in nodes],
+        "phase": [texts.of(phase_of(n) or "") for n in nodes],
         "start": [nanoseconds(s) for s in simulation.timeline.starts],
     }
-
-
-def _phase(node: fx.Node) -> str:
-    phase = phase_of(node)
-    return phase.value if isinstance(phase, Phase) else ""
 
 
 def _memory(simulation: Simulation) -> dict[str, list[int]]:

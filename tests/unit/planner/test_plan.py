@@ -95,7 +95,7 @@ def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, h
     assert Budget(PassContext(other_memory=held)).memory(joint).peak_bytes == plan.peak_bytes
 
 
-def test_validation_is_held_to_the_limit_with_the_gradients_of_the_step_before():
+def test_the_limit_of_a_validation_counts_the_gradients_of_the_step_before():
     plan = planned()
     graph, held = copy.copy(plan.simulation.joint), held_by(plan.config, 4, "cuda")
     assert held(graph).accumulated_bytes == 0
