@@ -26,6 +26,7 @@ from rich.text import Text
 from torch.utils import collect_env
 
 from graph_trainer.cli.launcher import usable_cores
+from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.console import plain_table
 
@@ -198,8 +199,10 @@ def _compiler() -> Iterator[Finding]:
     compiler = shutil.which(name)
     header = Path(sysconfig.get_path("include"), "Python.h")
     works = compiler is not None and header.is_file()
-    yield Finding("graph backends", "eager, inductor" if works else "eager")
-    lacks = 'compile.backend = "inductor"'
+    needing = [name for name, b in BACKENDS.items() if b.needs_cpp_compiler]
+    usable = [name for name in BACKENDS if works or name not in needing]
+    yield Finding("graph backends", ", ".join(usable))
+    lacks = ", ".join(f'compile.backend = "{name}"' for name in needing)
     yield _judge(
         compiler is not None,
         "C++ compiler",
