@@ -1,4 +1,4 @@
-"""A pass that asks about the machine finds one named, or nobody starts."""
+"""A pass that decides by simulation needs a hardware profile, and no rank starts without one."""
 
 import pytest
 
