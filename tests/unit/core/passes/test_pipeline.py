@@ -9,20 +9,8 @@ from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import HEADINGS, measure
+from tests.unit.core.passes.test_catalogue import DEFAULT
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, captured_decoder, code, unshards
-
-NAMES = [
-    "normalize_views",
-    "functionalize_index_put",
-    "eliminate_dead_code",
-    "deduplicate_unshards",
-    "eliminate_round_trips",
-    "fuse_chained_all_gathers",
-    "tag_fsdp_unshards",
-    "rematerialize",
-    "tag_buckets",
-    "bucket_collectives",
-]
 
 
 def custom(function, stage=Stage.CLEANUP, name="custom", options_type=NoOptions):
@@ -45,7 +33,9 @@ def refused(*words, **config):
 def test_disabled_passes_do_not_run():
     joint = captured_decoder()
     gt.run_passes(joint, gt.PassConfig(disable_passes=["rematerialize", "eliminate_dead_code"]))
-    assert joint.history == [n for n in NAMES if n not in ("rematerialize", "eliminate_dead_code")]
+    assert joint.history == [
+        n for n in DEFAULT if n not in ("rematerialize", "eliminate_dead_code")
+    ]
 
 
 # --- options -------------------------------------------------------------------------------
@@ -170,7 +160,7 @@ def test_the_report_has_a_row_a_pass_that_says_what_it_did():
     seen = []
     config = gt.PassConfig(reshard_after_forward="always")
     report = gt.run_passes(joint, config, on_pass=seen.append)
-    assert seen == NAMES and [row.name for row in report.rows] == ["capture", *NAMES]
+    assert seen == DEFAULT and [row.name for row in report.rows] == ["capture", *DEFAULT]
     first, last = report.rows[0], report.last
     again = len([n for n in joint.graph.nodes if is_backward(n) and n.target is GATHER])
     assert last.count("all_gather_into_tensor", BACKWARD) == again > 0
