@@ -150,7 +150,9 @@ def test_a_subclass_inside_a_subclass_is_refused_by_name() -> None:
     model = net()
     inner = TwoTensor(torch.ones(4), torch.ones(4))
     model.register_buffer("nested", TwoTensor(inner, inner))
-    with pytest.raises(gt.CaptureError, match="'nested' is a TwoTensor that holds a TwoTensor"):
+    with pytest.raises(
+        gt.CaptureError, match="'nested' is a TwoTensor that holds a TwoTensor in 'a'"
+    ):
         gt.capture(model, squares, batch())
 
 
