@@ -12,7 +12,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -28,7 +28,8 @@ from torch.utils import collect_env
 from graph_trainer.cli.launcher import usable_cores
 from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.units import GIB
-from graph_trainer.planner.console import plain_table
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import plain_table, print_table
 
 LEAST_MEMORY = 4 * GIB
 """Two ranks of the debug model take half of it."""
@@ -59,6 +60,19 @@ class Finding:
     """What does not work for it; empty where all is well."""
     remedy: str = ""
     """What to do about it."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print what this machine has and lacks; 1 where something keeps it from training.
+
+    Raises:
+        ConfigError: there are words, and the command takes none.
+    """
+    if argv:
+        raise ConfigError(f"command line: doctor takes no arguments, found {' '.join(argv)}.")
+    findings = examine()
+    print_table(report(findings))
+    return int(any(each.state is State.BROKEN for each in findings))
 
 
 def examine() -> list[Finding]:

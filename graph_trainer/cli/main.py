@@ -8,15 +8,10 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from pkgutil import resolve_name
 
-from graph_trainer.errors import ConfigError, GraphTrainerError
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from graph_trainer.core.passes.base import Pass
+from graph_trainer.errors import GraphTrainerError
 
 _EXAMPLES = """\
 examples:
@@ -76,8 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        run, _ = _COMMANDS[command]
-        return run(words[1:])
+        function, _ = _COMMANDS[command]
+        code: int = resolve_name(f"graph_trainer.cli.{function}")(words[1:])
+        return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -102,17 +98,6 @@ def train(argv: Sequence[str]) -> int:
     if {"-h", "--help"} & set(argv):
         print(launcher.USAGE, end="", flush=True)
     return launcher.start(launcher.prepare(argv))
-
-
-def plan(argv: Sequence[str]) -> int:
-    """Print what a run will need, from a simulation.
-
-    Raises:
-        GraphTrainerError: bad input, or a step that cannot be captured.
-    """
-    from graph_trainer.cli.plan import main as plan_main
-
-    return plan_main(argv)
 
 
 def print_config(argv: Sequence[str]) -> int:
@@ -148,6 +133,9 @@ def print_passes(argv: Sequence[str]) -> int:
         ConfigError: any other flag.
         PassError: --compile.passes names no pass.
     """
+    from rich.table import Table
+    from rich.text import Text
+
     from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
     from graph_trainer.planner.console import print_table
 
@@ -157,48 +145,12 @@ def print_passes(argv: Sequence[str]) -> int:
 
         named = resolve_passes(only_passes(argv, "passes"))
     passes = registered_passes() | {each.name: each for each in named}
-    print_table(passes_table(passes.values()))
-    return 0
-
-
-def bisect_passes(argv: Sequence[str]) -> int:
-    """Find the pass that changes the numbers, on real CPU ranks.
-
-    Raises:
-        GraphTrainerError: bad input, found before any rank is started.
-    """
-    from graph_trainer.cli.bisect import bisect_passes
-
-    return bisect_passes(argv)
-
-
-def print_doctor(argv: Sequence[str]) -> int:
-    """Print what this machine has and lacks; 1 where something keeps it from training.
-
-    Raises:
-        ConfigError: there are words, and the command takes none.
-    """
-    from graph_trainer.cli import doctor
-    from graph_trainer.planner.console import print_table
-
-    if argv:
-        raise ConfigError(f"command line: doctor takes no arguments, found {' '.join(argv)}.")
-    findings = doctor.examine()
-    print_table(doctor.report(findings))
-    return int(any(each.state is doctor.State.BROKEN for each in findings))
-
-
-def passes_table(passes: "Iterable[Pass]") -> "Table":
-    """Make the table of passes in stage order: name, stage, summary, options, default."""
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(title="Graph passes, in the order of their stages", title_justify="left")
     table.add_column("pass", no_wrap=True)
     table.add_column("stage", no_wrap=True)
     table.add_column("default", justify="center", no_wrap=True)
     table.add_column("what it does, and its options")
-    for each in sorted(passes, key=lambda p: p.stage):
+    for each in sorted(passes.values(), key=lambda p: p.stage):
         defaults = each.options_type()
         options = [
             f"  {field.name} = {json.dumps(getattr(defaults, field.name), default=repr)}"
@@ -208,20 +160,25 @@ def passes_table(passes: "Iterable[Pass]") -> "Table":
         described = Text("\n".join([each.summary, *options]), overflow="fold")
         default = "yes" if each.default else "no"
         table.add_row(each.name, each.stage.name.lower(), default, described)
-    return table
+    print_table(table)
+    return 0
 
 
-_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (train, "train; launches the ranks unless torchrun did"),
-    "plan": (plan, "say what a run will communicate, need and take, without running it"),
-    "config": (print_config, "print the resolved config as TOML, or with --schema its JSON schema"),
-    "passes": (print_passes, "list the graph passes"),
+_COMMANDS = {
+    "train": ("main:train", "train; launches the ranks unless torchrun did"),
+    "plan": ("plan:main", "say what a run will communicate, need and take, without running it"),
+    "config": (
+        "main:print_config",
+        "print the resolved config as TOML, or with --schema its JSON schema",
+    ),
+    "passes": ("main:print_passes", "list the graph passes"),
     "bisect-passes": (
-        bisect_passes,
+        "bisect:bisect_passes",
         "find the pass, and the node, that changes the numbers; --help explains",
     ),
-    "doctor": (print_doctor, "say what this machine has, and what will not work on it"),
+    "doctor": ("doctor:main", "say what this machine has, and what will not work on it"),
 }
+"""By name: the function of this folder that runs the command, and the command's help."""
 
 
 def _parser() -> argparse.ArgumentParser:

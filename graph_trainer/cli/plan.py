@@ -38,8 +38,6 @@ from graph_trainer.titan.config.validate import (
     world_size_from_environment,
 )
 
-PlanOf = Callable[[GraphTrainerConfig], Plan]
-
 _DESCRIPTION = """\
 Say what a run will communicate, need in memory and take in time, without a GPU: the train step of
 the config is captured on fake ranks, the same passes run on it, and it is simulated on the hardware
@@ -101,7 +99,16 @@ def main(argv: Sequence[str]) -> int:
     )
 
     if flags.verify_order:
-        return _verify_order(flags, config, world_size, hardware.device)
+        with progress("order") as say:
+            proof = verify_order(
+                config,
+                world_size,
+                all_ranks=flags.all_ranks,
+                device=hardware.device,
+                on_progress=say,
+            )
+        print(proof)
+        return 0
     if flags.compare:
         return _compare(flags, load, partial(plan_of, every_pass=False), hardware, world_size)
     with progress("plan") as say:
@@ -171,21 +178,10 @@ _WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
 """By flag, the function that writes the plan to the file that the flag names."""
 
 
-def _verify_order(
-    flags: argparse.Namespace, config: GraphTrainerConfig, world_size: int, device: str
-) -> int:
-    with progress("order") as say:
-        proof = verify_order(
-            config, world_size, all_ranks=flags.all_ranks, device=device, on_progress=say
-        )
-    print(proof)
-    return 0
-
-
 def _compare(
     flags: argparse.Namespace,
     load: LoadConfig,
-    plan_of: PlanOf,
+    plan_of: Callable[[GraphTrainerConfig], Plan],
     hardware: Hardware,
     world_size: int,
 ) -> int:
