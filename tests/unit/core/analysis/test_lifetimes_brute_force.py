@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 from graph_trainer.core.graph.ops import is_collective
+from tests.examples import examples
 from tests.unit.core.analysis.run_and_count import RANKS, Allocating, measured, predicted
 from tests.unit.graphs import Builder, aten, c10d
 
@@ -332,9 +333,7 @@ def assert_predicted(joint: JointGraph) -> None:
             assert in_code == expected
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@examples(150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(programs)
 @example(([("neg", 0, 0), ("sort_out", 3, 0), ("take", 0, 1), ("sum", 0, 0)], [0]))
 @example(([("every_other", 0, 0), ("dropout_off", 3, 0)], []))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import InputKind
+from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
 from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
 
@@ -158,7 +159,7 @@ def check(joint, **how):
     return found
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_categories_sum_to_the_total_and_the_peak_is_above_every_node(program):
     check(random_graph(program), optimizer_bytes=11, accumulated_bytes=13)

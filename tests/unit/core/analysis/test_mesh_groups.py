@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,6 +13,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.mesh_groups import Partitions, joined, partitions_of
+from tests.examples import examples
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import mean_square
 
@@ -38,7 +39,7 @@ def along(mesh, *axes):
 
 
 @given(MESHES, st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_group_along_any_axes_in_any_order_determines_its_partition(mesh, data):
     axes = data.draw(st.lists(st.integers(0, mesh.ndim - 1), min_size=1, unique=True))
     expected = along(mesh, *axes)
@@ -47,7 +48,7 @@ def test_a_group_along_any_axes_in_any_order_determines_its_partition(mesh, data
 
 
 @given(MESHES, st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_other_ranks_have_no_partition(mesh, data):
     world = range(mesh.numel())
     ranks = tuple(data.draw(st.lists(st.sampled_from(world), min_size=2, unique=True)))
@@ -57,7 +58,7 @@ def test_other_ranks_have_no_partition(mesh, data):
 
 
 @given(MESHES, st.data())
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_gather_over_the_joined_groups_is_the_two_in_a_row(mesh, data):
     """Each rank starts with its number; the gathers give it the numbers in their order."""
     first, second = (

@@ -4,13 +4,14 @@ import dataclasses
 import graphlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.exchange import digests_of, disagreeing_groups, summary_of
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
+from tests.examples import examples
 from tests.unit.core.ordering.front_ends import (
     GATHER,
     REDUCE,
@@ -183,7 +184,7 @@ def projected(common, rank, draw_wait):
     )
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(st.lists(calls, max_size=12), st.data())
 def test_projections_of_one_program_are_proved_and_a_swap_is_refused(common, data):
     def wait(place, length):
@@ -228,7 +229,7 @@ def has_one_order(sequences):
     return agreed
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.data())
 def test_the_verdict_is_that_of_a_topological_sort_and_of_all_ranks(data):
     """Programs by class on a mesh: alike, or permuted, or with one entry changed."""

@@ -4,7 +4,7 @@ hang, and a peak within what the schedule is allowed."""
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +16,7 @@ from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.overlap.schedule_overlap import ScheduleOverlapOptions
+from tests.examples import examples
 from tests.unit.core.passes.rank_order import OuterFirst, run_world, world_of
 from tests.unit.core.simulation.machines import machine
 
@@ -77,7 +78,7 @@ chosen = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(rows=st.integers(1, 4), layers=st.integers(1, 3), chosen=chosen)
 def test_any_combination(rows, layers, chosen):
     before = world_of((2, 2), lambda: capture(rows, layers))

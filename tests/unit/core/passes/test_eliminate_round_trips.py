@@ -17,6 +17,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.torch_private import clear_sharding_cache, group_ranks
+from tests.examples import examples
 from tests.unit.graphs import (
     assert_same,
     aten,
@@ -227,7 +228,7 @@ LAYOUTS = strategies.sampled_from([(R, R), (S0, R), (R, S0), (S1, R), (S0, S1), 
     strategies.lists(LAYOUTS, min_size=1, max_size=3),
     strategies.lists(strategies.booleans(), min_size=7, max_size=7),
 )
-@hypothesis.settings(max_examples=5, deadline=None, derandomize=True)
+@examples(5, derandomize=True)
 def test_any_walk_keeps_its_numbers_and_every_rank_decides_alike(layouts, reads):
     path = [layouts[0]]
     for layout in layouts[1:]:

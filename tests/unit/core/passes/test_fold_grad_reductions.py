@@ -13,6 +13,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
 from graph_trainer.core.passes.verify import verify_values
+from tests.examples import examples
 from tests.unit.graphs import (
     BACKWARD,
     Builder,
@@ -194,7 +195,7 @@ def scattered_sum(joint):
 @hypothesis.given(
     strategies.integers(2, 5), strategies.sampled_from([torch.float32, torch.bfloat16])
 )
-@hypothesis.settings(max_examples=10, deadline=None, derandomize=True)
+@examples(10, derandomize=True)
 def test_sums_differ_by_their_order_alone(number, dtype):
     b, loss, gradients = started(dtype, number)
     cast = None if dtype is torch.float32 else torch.float32

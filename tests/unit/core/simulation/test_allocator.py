@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.core.analysis.memory import Category, memory_of
@@ -15,10 +15,11 @@ from graph_trainer.core.simulation.allocator import (
     reserved_bytes,
 )
 from graph_trainer.core.units import MIB
+from tests.examples import examples
 from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 64 * MIB)), max_size=60))
 def test_blocks_never_overlap_and_stay_inside(actions):
     segment, alive = Segment(20 * MIB), {}

@@ -5,11 +5,12 @@ from __future__ import annotations
 import graphlib
 
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
 from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible, no_fusion
+from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, captured_decoder
 
@@ -130,7 +131,7 @@ def is_view(node):
     return node.op == "call_function" and is_free(node)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(50, suppress_health_check=list(HealthCheck))
 @example(program=ZIGZAG)
 @example(program=THERE_AND_BACK)
 @given(program=steps)
@@ -144,7 +145,7 @@ def test_kernels_never_wait_for_each_other(program):
     assert len(list(kernels.static_order())) >= 1  # raises CycleError
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(25, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_only_its_kernel_reads_a_storage_that_is_not_allocated(program):
     joint = random_graph(program)

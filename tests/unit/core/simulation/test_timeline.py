@@ -6,7 +6,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.collectives import collectives
@@ -20,6 +20,7 @@ from graph_trainer.core.simulation.timeline import (
     stream_names,
     stretched,
 )
+from tests.examples import examples
 from tests.unit.core.simulation.machines import GROUPS, machine, random_graph, same_seconds, steps
 from tests.unit.graphs import Builder, aten, c10d, collective
 
@@ -179,7 +180,7 @@ def test_groups_with_one_short_name_are_two_streams():
     assert describe_ranks(tuple(range(4096))) == "4096 ranks 0, 1, ... 4095"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(40, suppress_health_check=list(HealthCheck))
 @given(program=steps)
 def test_of_every_step(program):
     joint = random_graph(program)

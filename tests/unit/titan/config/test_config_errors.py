@@ -1,7 +1,7 @@
 """Every kind of bad input: one ConfigError with the place, the key, the value and a remedy."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.core.toml_file import read_toml
@@ -9,6 +9,7 @@ from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.merge import apply_table
 from graph_trainer.titan.config.validate import check_config
+from tests.examples import examples
 from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE
 
 BASE = 'base = "llama3_debugmodel"\n'
@@ -169,7 +170,7 @@ def config():
     return load_config([])
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(data=st.data())
 def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
     """Known sections with known and unknown keys, any value anywhere."""
@@ -194,7 +195,7 @@ def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
 NAMES = st.sampled_from(["llama3", "graph_trainer.llama3", "llama3_8b", "json", "a.b", "..", ""])
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(base=NAMES | TOML, module=NAMES | TOML)
 def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, module):
     import tempfile
@@ -211,7 +212,7 @@ def test_whatever_base_and_module_a_file_names_it_is_loaded_or_refused(base, mod
             assert str(path) in str(e)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(st.text(st.characters(codec="utf-8"), max_size=40) | st.binary(max_size=40))
 def test_whatever_bytes_a_file_has_it_is_read_or_refused(content):
     import tempfile

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import tomli
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
@@ -19,6 +19,7 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_confi
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
 from graph_trainer.titan.config.sources import config_folders, find_config
 from graph_trainer.titan.config.validate import check_config
+from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
@@ -215,9 +216,7 @@ FREE = st.recursive(
 )
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
     from torchtitan.components.optimizer import ParamGroupConfig

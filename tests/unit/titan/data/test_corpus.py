@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
@@ -15,6 +15,7 @@ from graph_trainer.titan.data.corpus import (
     _stable_hash,
     open_corpus,
 )
+from tests.examples import examples
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:
@@ -41,7 +42,7 @@ def test_stdlib_is_real_text_split_by_file():
 
 
 @given(st.lists(st.text(max_size=30), min_size=2, max_size=40))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_equal_records_are_in_the_same_split(texts):
     with tempfile.TemporaryDirectory() as folder:
         corpus = open_or_none(write_jsonl(Path(folder, "a.jsonl"), texts))
@@ -85,7 +86,7 @@ ending = st.sampled_from(["\n", "\r\n"])
 
 
 @given(st.lists(st.tuples(line, ending), max_size=80).map(lambda x: "".join(map("".join, x))))
-@settings(max_examples=100, deadline=None)
+@examples(100)
 def test_a_lone_file_is_cut_at_blank_lines_and_nothing_is_lost(text):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "a.txt")

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.data.loader import TextDataLoader
+from tests.examples import examples
 
 BOS, EOS = 256, 257
 
@@ -128,7 +129,7 @@ shapes = st.tuples(st.integers(1, 5), st.integers(1, 3))
 
 
 @given(shape=shapes, seq_len=st.integers(1, 40), seed=st.integers(0, 2**40), infinite=st.booleans())
-@settings(max_examples=25, deadline=None)
+@examples(25)
 def test_ranks_together_see_what_one_rank_sees(dataset, shape, seq_len, seed, infinite):
     ranks, batch = shape
     options = {"seq_len": seq_len, "seed": seed, "infinite": infinite}
@@ -171,7 +172,7 @@ def test_each_epoch_and_seed_has_another_order(dataset):
     seq_len=st.sampled_from([7, 16, 60]),
     infinite=st.booleans(),
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_resumed_run_continues_at_the_position(dataset, before, after, steps, seq_len, infinite):
     options = {"seq_len": seq_len, "infinite": infinite}
     whole = rows(itertools.islice(make(dataset, **options), 1200))

@@ -7,13 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.data import tokenizer as tokenizer_module
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from tests.examples import examples
 
 REPOSITORY = Path(__file__).resolve().parents[4]
 
@@ -48,7 +49,7 @@ special = st.sampled_from(["<|bos|>", "<|eos|>", "</s>", "\r\n", "\0", "\ufeff",
 
 
 @given(text=st.lists(st.text() | special).map("".join))
-@settings(max_examples=300, deadline=None)
+@examples(300)
 def test_the_round_trip_is_exact_and_no_text_is_special(default, text):
     ids = default.encode(text)
     assert default.decode(ids) == text

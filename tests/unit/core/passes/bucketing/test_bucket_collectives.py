@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,6 +28,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.errors import PassError
+from tests.examples import examples
 from tests.unit.core.passes.bucketing.bucket_graphs import (
     STRATEGIES,
     bucket,
@@ -167,7 +168,7 @@ def three_layers():
     return prepared(layers=3)
 
 
-@settings(max_examples=30, deadline=None)
+@examples(30)
 @given(cap=st.floats(1e-4, 5e-3), span=st.integers(5, 400))
 def test_buckets_are_as_full_as_they_may_be(cap, span):
     joint = copy_graph(three_layers())

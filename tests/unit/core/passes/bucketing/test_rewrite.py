@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
 
@@ -16,6 +16,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.passes.bucketing.assign import members_of
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from tests.examples import examples
 from tests.unit.core.passes.bucketing.bucket_graphs import (
     STRATEGIES,
     bucket,
@@ -70,7 +71,7 @@ def reducing(chains):
     return finish(b, loss, gradients)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     st.lists(
         st.tuples(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -28,6 +28,7 @@ from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
+from tests.examples import examples
 from tests.unit.core.passes.overlap.schedule_graphs import (
     TENSOR,
     late_reductions,
@@ -52,9 +53,7 @@ from tests.unit.graphs import (
 )
 
 GROUPS: dict[tuple[int, ...], str] = {}
-MANY = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+MANY = examples(100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
 
 
 machines = st.fixed_dictionaries(
