@@ -19,7 +19,7 @@ from typing import Any
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
-from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.simulation.simulate import OtherMemory, simulate
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.titan.config.load import load_config
 
@@ -85,9 +85,8 @@ def _planned(flags: tuple[str, ...], ranks: int, hardware: str) -> tuple[Plan, P
     simulation = simulate(
         plan.simulation.joint,
         plan.hardware,
-        optimizer_bytes=state,
-        fused=True,
-        runtime=TORCHTITAN,
+        OtherMemory(optimizer_bytes=state, fused=True),
+        TORCHTITAN,
     )
     needs = simulation.reserved_bytes()
     return plan, replace(plan, simulation=simulation, reserved_bytes=needs)

@@ -20,7 +20,7 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
-from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import describe_ranks
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
@@ -81,7 +81,7 @@ def simulated_variants(
         start = time.process_time()
         joint = variant(case, name, policy, hardware)
         seconds = time.process_time() - start
-        simulation = simulate(joint, hardware, fused=wanted["fused"])
+        simulation = simulate(joint, hardware, OtherMemory(fused=wanted["fused"]))
         yield name, {**row(simulation), "passes_seconds": seconds}
 
 

@@ -151,14 +151,7 @@ def make_plan(
     other = passes.other_memory(joint)
     training = config.training
     repeats = microbatches(config, run.data_parallel_degree)
-    look = partial(
-        simulate,
-        hardware=hardware,
-        optimizer_bytes=other.optimizer_bytes,
-        accumulated_bytes=other.accumulated_bytes,
-        fused=other.fused,
-        runtime=runtime,
-    )
+    look = partial(simulate, hardware=hardware, other=other, runtime=runtime)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     if every_pass:
         simulated = list(ledger(joint, passes, look, on_pass=on_progress, agree=agree))

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.passes.context import OtherMemory, OtherMemoryOf
+from graph_trainer.core.passes.context import OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 # The number of tensors of the parameter's size in the state of each optimizer.

@@ -105,12 +105,7 @@ class Measured:
             if all_given_back:
                 break
         held = held_by(config, self._data_ranks(), "cpu")(joint)
-        memory = simulate(
-            joint,
-            load_hardware("cpu"),
-            optimizer_bytes=held.optimizer_bytes,
-            accumulated_bytes=held.accumulated_bytes,
-        ).memory
+        memory = simulate(joint, load_hardware("cpu"), held).memory
         order = list(joint.graph.nodes)
         return {
             "measured": state + peak,

@@ -5,12 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
-from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.simulation.simulate import (
+    NO_OTHER_MEMORY,
+    OtherMemory,
+    Simulation,
+    simulate,
+)
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import PassError
@@ -22,27 +27,9 @@ _PER_SECOND = 10**9
 ReshardAfterForward = Literal["default", "always", "never"]
 
 
-class OtherMemory(NamedTuple):
-    """What determines the memory of a step on this rank, beside the graph and its inputs."""
-
-    optimizer_bytes: int = 0
-    """Optimizer state, from the second step on."""
-    accumulated_bytes: int = 0
-    """Gradients of earlier microbatches."""
-    fused: bool = False
-    """Whether the backend fuses ops, so that some results are never stored."""
-    device: str = "cuda"
-    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
-
-
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 AllReduceMax = Callable[[int], int]
 """All-reduces (max) an int over all ranks. Every rank must call it equally often."""
-
-
-def no_other_memory(joint: JointGraph) -> OtherMemory:
-    """Return what a run without optimizer and microbatches has."""
-    return OtherMemory()
 
 
 def one_rank(number: int) -> int:
@@ -76,7 +63,7 @@ class RunSettings:
     breaks the limit is rolled back, and a graph that breaks it without them is refused. None for
     no limit."""
 
-    other_memory: OtherMemoryOf = no_other_memory
+    other_memory: OtherMemoryOf = lambda joint: NO_OTHER_MEMORY
     """What counts against the limit beside the graph and its inputs, given the graph."""
 
     def __post_init__(self) -> None:
@@ -122,14 +109,7 @@ class PassContext(RunSettings):
         Raises:
             PassError: as `require_hardware`.
         """
-        other = self.other_memory(joint)
-        return simulate(
-            joint,
-            self.require_hardware(asked_by),
-            optimizer_bytes=other.optimizer_bytes,
-            accumulated_bytes=other.accumulated_bytes,
-            fused=other.fused,
-        )
+        return simulate(joint, self.require_hardware(asked_by), self.other_memory(joint))
 
     def same_on_all_ranks(self, number: int) -> bool:
         """Return whether all ranks call this with the same number. Two all-reduces."""

@@ -43,7 +43,7 @@ class Budget:
 
     def memory(self, joint: JointGraph) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
-        return predicted_memory(joint, **self._context.other_memory(joint)._asdict())
+        return predicted_memory(joint, self._context.other_memory(joint))
 
     def peak(self, joint: JointGraph) -> int:
         """Return the predicted peak, in bytes, of the rank that needs most. The result is kept

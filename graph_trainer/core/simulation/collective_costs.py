@@ -1,4 +1,4 @@
-"""How long a collective takes: latency and bandwidth of the faster of two algorithms."""
+"""What a collective costs: seconds on its links, and scratch memory on a CPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,12 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from graph_trainer.core.analysis.collectives import Collective
+from torch import fx
+
+from graph_trainer.core.analysis.collectives import Collective, collective_inputs
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import collective_kind, is_collective
 from graph_trainer.core.simulation.hardware import Hardware
 
 
@@ -58,3 +63,22 @@ def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, in
     """
     per_node = Counter(rank // devices_per_node for rank in ranks)
     return len(per_node), min(per_node.values()), max(per_node.values())
+
+
+def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
+    """Return the bytes that each collective allocates while it runs, where it does.
+
+    On a CPU gloo runs, and the table of `collective_kinds` says how many. NCCL allocates its
+    buffers once for a group, outside the caching allocator. Linear in nodes.
+
+    Args:
+        joint: the graph.
+        device: "cpu" or "cuda".
+    """
+    found = {}
+    for node in joint.graph.nodes if device == "cpu" else ():
+        kind = collective_kind(node)
+        if kind is not None and is_collective(node):
+            sent = [t.nbytes for t in collective_inputs(node)]
+            found[node] = kind.gloo_bytes(sent, [t.nbytes for t in tensors_of(node)])
+    return {node: scratch for node, scratch in found.items() if scratch}

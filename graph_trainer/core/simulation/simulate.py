@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import fx
 
@@ -10,11 +11,28 @@ from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 from graph_trainer.core.simulation.timeline import Timeline, play
+
+
+class OtherMemory(NamedTuple):
+    """What determines the memory of a step on this rank, beside the graph and its inputs."""
+
+    optimizer_bytes: int = 0
+    """Optimizer state, from the second step on."""
+    accumulated_bytes: int = 0
+    """Gradients of earlier microbatches."""
+    fused: bool = False
+    """Whether the backend fuses ops, so that some results are never stored."""
+    device: str = "cuda"
+    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
+
+
+NO_OTHER_MEMORY = OtherMemory()
+"""What a run without optimizer and microbatches has on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +58,7 @@ class Simulation:
 def simulate(
     joint: JointGraph,
     hardware: Hardware,
-    *,
-    optimizer_bytes: int = 0,
-    accumulated_bytes: int = 0,
-    fused: bool = False,
+    other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
     """Simulate the graph of one rank as it is now. Linear in nodes.
@@ -51,50 +66,29 @@ def simulate(
     Args:
         joint: the graph.
         hardware: the machine.
-        optimizer_bytes: optimizer state that is alive during the step.
-        accumulated_bytes: gradients of earlier microbatches that are alive during the step.
-        fused: whether the backend compiles; elementwise nodes are then fused.
+        other: the memory beside the graph's, and whether the backend fuses; its device counts as
+            that of the machine.
         runtime: the program that runs the step.
 
     Raises:
         VerificationError: a collective cannot be read (see `collectives`).
     """
     issued = collectives(joint)
-    cost = costs(joint, hardware, runtime.fusion(joint, fused))
-    memory = predicted_memory(
-        joint,
-        optimizer_bytes=optimizer_bytes,
-        accumulated_bytes=accumulated_bytes,
-        fused=fused,
-        device=hardware.device,
-        runtime=runtime,
-    )
+    cost = costs(joint, hardware, runtime.fusion(joint, other.fused))
+    memory = predicted_memory(joint, other._replace(device=hardware.device), runtime)
     timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
 
 
 def predicted_memory(
-    joint: JointGraph,
-    *,
-    optimizer_bytes: int = 0,
-    accumulated_bytes: int = 0,
-    fused: bool = False,
-    device: str = "cuda",
-    runtime: Runtime = GRAPH_TRAINER,
+    joint: JointGraph, other: OtherMemory, runtime: Runtime = GRAPH_TRAINER
 ) -> Memory:
-    """Predict the memory of a step, as `simulate` does. Linear in nodes.
-
-    Args:
-        joint: the graph.
-        optimizer_bytes, accumulated_bytes, fused, runtime: as for `simulate`.
-        device: "cpu", where gloo allocates scratch memory; or "cuda".
-    """
+    """Predict the memory of a step, as `simulate` does. Linear in nodes."""
     return memory_of(
         joint,
-        optimizer_bytes=optimizer_bytes,
-        accumulated_bytes=accumulated_bytes,
-        not_allocated=runtime.fusion(joint, fused).kept_inside,
+        optimizer_bytes=other.optimizer_bytes,
+        accumulated_bytes=other.accumulated_bytes,
+        not_allocated=runtime.fusion(joint, other.fused).kept_inside,
         kept_until=runtime.kept_until(joint),
-        # On a CPU gloo runs. NCCL allocates its buffers once, outside the caching allocator.
-        scratch=gloo_scratch(joint) if device == "cpu" else None,
+        scratch=scratch_bytes(joint, other.device),
     )

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner import trace
@@ -49,7 +49,7 @@ def simulated(*passes: str) -> Simulation:
     model = gt.simple_fsdp(Hostile(), mesh, mode="hybrid_shard")
     joint = gt.capture(model, mean_square, (torch.zeros(2, 300, dtype=torch.int64),))
     gt.run_passes(joint, gt.PassConfig(passes=("default", *passes), reshard_after_forward="always"))
-    return simulate(joint, load_hardware("h100-sxm"), optimizer_bytes=1000)
+    return simulate(joint, load_hardware("h100-sxm"), OtherMemory(optimizer_bytes=1000))
 
 
 @pytest.fixture(scope="module", params=[(), ("overlap_fsdp",)], ids=["in place", "overlapped"])

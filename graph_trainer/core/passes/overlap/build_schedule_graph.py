@@ -32,9 +32,8 @@ from graph_trainer.core.passes.overlap.schedule_graph import (
     ScheduleGraph,
     Stored,
 )
-from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.simulation.collective_costs import collective_seconds, scratch_bytes
 from graph_trainer.core.simulation.fusion import fuse, no_fusion
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.op_costs import Kind as CostKind
@@ -265,8 +264,7 @@ class _Builder:
     def _memory(
         self, kept_inside: set[Storage]
     ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[tuple[int, list[int]]]]:
-        scratch = gloo_scratch(self.joint) if self.hardware.device == "cpu" else None
-        lives = lifetimes(self.joint, scratch=scratch)
+        lives = lifetimes(self.joint, scratch=scratch_bytes(self.joint, self.hardware.device))
         stored: dict[Storage, Stored] = {}
         makes: list[list[Stored]] = [[] for _ in self.nodes]
         change = [[0] * (len(self.nodes) + 1) for _ in range(2 if kept_inside else 1)]

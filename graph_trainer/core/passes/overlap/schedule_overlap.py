@@ -16,7 +16,7 @@ from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_state import Limits
 from graph_trainer.core.passes.overlap.scheduler import Scheduler
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import play
 from graph_trainer.core.units import GIB, MIB
@@ -155,8 +155,7 @@ def schedule_overlap(
 
 
 def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
-    scratch = gloo_scratch(joint) if hardware.device == "cpu" else None
-    return lifetimes(joint, scratch=scratch).peak_bytes
+    return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
 
 
 def _fingerprint(graph: ScheduleGraph, order: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from tests.unit.core.analysis.run_and_count import measured, predicted
 from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world
 
@@ -137,7 +137,7 @@ def test_gloo_allocates_what_the_table_says():
         b.call(c10d.all_to_all_single.default, x, [4, 4], [4, 4], "0"): 0,
         b.call(c10d.broadcast.default, x, 0, "0"): 0,
     }
-    found = gloo_scratch(b.joint(b.call(aten.sum.default, x)))
+    found = scratch_bytes(b.joint(b.call(aten.sum.default, x)), "cpu")
     assert found == {node: num for node, num in expected.items() if num}
 
 

@@ -13,8 +13,9 @@ from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.ops import subgraph_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.context import OtherMemory, one_rank
+from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.core.units import GIB
 from tests.unit.graphs import (
     Builder,

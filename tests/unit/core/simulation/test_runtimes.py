@@ -10,7 +10,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
-from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.simulation.simulate import OtherMemory, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE
 from tests.unit.graphs import BACKWARD, Builder, aten, captured_decoder
 
@@ -57,5 +57,5 @@ def test_copies_take_time_on_both_streams_and_only_in_torchtitan():
 
 @pytest.mark.parametrize("runtime", [GRAPH_TRAINER, TORCHTITAN], ids=lambda r: r.name)
 def test_what_a_gpu_needs_is_no_less_than_what_is_alive(runtime):
-    simulation = simulate(captured_decoder(layers=2), H100, runtime=runtime, optimizer_bytes=64)
+    simulation = simulate(captured_decoder(layers=2), H100, OtherMemory(64), runtime)
     assert simulation.reserved_bytes() >= simulation.memory.peak_bytes

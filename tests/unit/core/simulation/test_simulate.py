@@ -8,8 +8,8 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
-from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
+from graph_trainer.core.simulation.simulate import OtherMemory, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE
 from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import captured_decoder
@@ -81,7 +81,9 @@ def test_gathering_across_nodes_takes_longer():
 def test_a_compiler_saves_time_and_memory():
     joint = step()
     hardware = machine(launch_seconds=1e-6)
-    eager, compiled = (simulate(joint, hardware, fused=fused) for fused in (False, True))
+    eager, compiled = (
+        simulate(joint, hardware, OtherMemory(fused=fused)) for fused in (False, True)
+    )
     assert compiled.timeline.step_seconds < eager.timeline.step_seconds
     assert compiled.memory.peak_bytes <= eager.memory.peak_bytes
     assert sum(compiled.memory.total) < sum(eager.memory.total)
@@ -91,14 +93,14 @@ def test_a_compiler_saves_time_and_memory():
 def test_optimizer_state_and_earlier_gradients_are_always_alive():
     joint = step()
     plain = simulate(joint, machine()).memory
-    more = simulate(joint, machine(), optimizer_bytes=1000, accumulated_bytes=200).memory
+    more = simulate(joint, machine(), OtherMemory(1000, 200)).memory
     assert more.total == [live + 1200 for live in plain.total]
 
 
 def test_gloo_allocates_inside_collectives_and_nccl_does_not():
     joint = step()
     memory = {d: simulate(joint, machine(device=d)).memory for d in ("cpu", "cuda")}
-    scratch = gloo_scratch(joint)
+    scratch = scratch_bytes(joint, "cpu")
     places = [p for p, node in enumerate(joint.graph.nodes) if node in scratch]
     assert places
     for place, node in enumerate(joint.graph.nodes):
@@ -130,7 +132,7 @@ def test_work_grows_with_nodes():
 
         sys.setprofile(counting)
         try:
-            simulate(joint, machine(), fused=True)
+            simulate(joint, machine(), OtherMemory(fused=True))
         finally:
             sys.setprofile(None)
         calls[len(joint.graph.nodes)] = count

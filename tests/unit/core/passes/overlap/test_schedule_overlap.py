@@ -25,7 +25,7 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
     schedule_overlap,
 )
 from graph_trainer.core.passes.pipeline import passes_like
-from graph_trainer.core.simulation.gloo_buffers import gloo_scratch
+from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
 from tests.examples import examples
@@ -213,7 +213,7 @@ def some_machine(number):
 
 
 def peak(joint, limits):
-    scratch = gloo_scratch(joint) if limits["machine"]["device"] == "cpu" else None
+    scratch = scratch_bytes(joint, limits["machine"]["device"])
     return lifetimes(joint, scratch=scratch).peak_bytes
 
 
