@@ -26,13 +26,12 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     its group shares no two ranks with a data-parallel group: its members then compute on the
     same batch.
     """
-    of_role = {Role.UNSHARD: Traffic.UNSHARD, Role.REDUCE_GRAD: Traffic.REDUCE_GRAD}
     data_parallel = data_parallel_groups(issued)
     known: dict[tuple[int, ...], Traffic] = {}
     found = {}
     for c in issued:
         if c.role is not None:
-            found[c.node] = of_role[c.role]
+            found[c.node] = Traffic(c.role)
             continue
         if c.ranks not in known:
             apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)

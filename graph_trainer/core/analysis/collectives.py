@@ -145,11 +145,6 @@ def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
     return [t for n in argument_nodes(named) for t in tensors_of(n)]
 
 
-def num_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a (fake) tensor's elements."""
-    return tensor.numel() * tensor.dtype.itemsize
-
-
 def collectives(
     joint: JointGraph, ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks
 ) -> list[Collective]:
@@ -194,8 +189,8 @@ def collective_of(
         kind=collective_name(node),
         ranks=ranks,
         inputs=inputs,
-        input_bytes=sum(map(num_bytes, sources)),
-        output_bytes=sum(map(num_bytes, tensors_of(node))),
+        input_bytes=sum(t.nbytes for t in sources),
+        output_bytes=sum(t.nbytes for t in tensors_of(node)),
         reduction=None if reduction is None else str(reduction),
         role=role_of(node),
         phase=phase_of(node),

@@ -55,7 +55,7 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
 
     Args:
         joint: the graph.
-        scratch: bytes of scratch memory by node, as `gloo_scratch` returns them: the storage
+        scratch: bytes of scratch memory by node, as `scratch_bytes` returns them: the storage
             `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
             wait.
     """
@@ -122,8 +122,8 @@ def _made_by(node: fx.Node, storages: ValueStorages) -> Iterator[tuple[Storage, 
             # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
             # of another op come from an input, which the op really copies without them.
             gaps = "strided" in str(node.target)
-            spans, dense = storage_bytes(value), value.numel() * value.dtype.itemsize
-            yield results, spans if gaps else min(spans, dense)
+            spans = storage_bytes(value)
+            yield results, spans if gaps else min(spans, value.nbytes)
 
     return made(storages, value_of(node))
 

@@ -37,7 +37,7 @@ _LAYOUT_OPS = {
 }
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class UnshardChain:
     """The nodes by which forward gathers one parameter."""
 
@@ -76,15 +76,13 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
         chains.append(chain)
         for placeholder in placeholders:
             owner[placeholder] = chain
-    placeholders_seen = set(owner)
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
         inputs = node.all_input_nodes
-        found = {id(owner[n]): owner[n] for n in inputs if n in owner}
-        if not found:
+        owners = list(dict.fromkeys(owner[n] for n in inputs if n in owner))
+        if not owners:
             continue
-        owners = list(found.values())
         if (
             len(owners) == 1
             and not is_backward(node)
@@ -95,7 +93,7 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
             owners[0].nodes.append(node)
             continue
         for chain in owners:
-            if all(n in placeholders_seen for n in inputs if owner.get(n) is chain):
+            if all(n.op == "placeholder" for n in inputs if owner.get(n) is chain):
                 continue  # reads the shard: no gathered tensor stays alive for it
             (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
     gathered = [c for c in chains if any(role_of(n) is Role.UNSHARD for n in c.nodes)]

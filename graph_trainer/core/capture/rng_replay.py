@@ -182,7 +182,7 @@ def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> fx.Node:
     values = tensors_of(draw)
     if len(values) != 1:
         return draw  # dropout with its mask, attention: no op writes into their results
-    if writes.after(draw, draw) is None and not written_arguments(draw):
+    if writes.between(draw, None, draw) is None and not written_arguments(draw):
         return draw
     with graph.inserting_after(draw):
         clone = graph.call_function(torch.ops.aten.clone.default, (draw,))

@@ -115,7 +115,7 @@ def phase_of(node: fx.Node) -> Phase | None:
 
 def is_backward(node: fx.Node) -> bool:
     """Tell whether a node belongs to backward."""
-    return _custom(node, _PHASE) == Phase.BACKWARD.value
+    return phase_of(node) is Phase.BACKWARD
 
 
 def module_of(node: fx.Node) -> str | None:
@@ -142,7 +142,7 @@ def parameter_of(node: fx.Node) -> str | None:
 
 def parameters_of(node: fx.Node) -> tuple[str, ...]:
     """List the FQNs of the parameters that a node with an FSDP role serves."""
-    joined = _custom(node, _PARAMETER)
+    joined = parameter_of(node)
     return () if joined is None else tuple(joined.split(SEPARATOR))
 
 
@@ -223,12 +223,17 @@ def tensor_of(node: fx.Node) -> torch.Tensor:
     return value
 
 
-def infer_value(node: fx.Node) -> None:
-    """Set a node's (fake) value by running its op on the values of its inputs."""
+def inferred_value(node: fx.Node) -> Any:
+    """Run a node's op on the (fake) values of its inputs, and return the result."""
     mode = detect_fake_mode([value_of(n) for n in node.all_input_nodes])
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     with mode or contextlib.nullcontext():
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+
+def infer_value(node: fx.Node) -> None:
+    """Set a node's (fake) value by running its op on the values of its inputs."""
+    node.meta["val"] = inferred_value(node)
 
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:

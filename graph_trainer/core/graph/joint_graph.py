@@ -229,16 +229,11 @@ def _check_outputs(joint: JointGraph) -> None:
             f"the signature has a gradient for '{min(accounted)}', or says that it has none, and "
             "the graph was captured without backward; its one output is the loss"
         )
-    for spec in signature.inputs:
-        is_parameter = spec.kind is InputKind.PARAMETER
-        if (
-            is_parameter
-            and signature.backward
-            and spec.requires_grad
-            and spec.name not in accounted
-        ):
+    parameters = {}
+    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
+        parameters[spec.name] = nodes
+        if signature.backward and spec.requires_grad and spec.name not in accounted:
             raise VerificationError(f"the graph returns no gradient for parameter '{spec.name}'")
-    parameters = {spec.name: nodes for spec, nodes in joint.inputs_of(InputKind.PARAMETER)}
     for output, nodes in with_parts(signature.outputs, values):
         if output.kind is OutputKind.GRADIENT:
             _check_gradient(output.name, nodes, parameters)

@@ -21,10 +21,6 @@ class LastWrites:
             for target in written_arguments(node):
                 self._writers.setdefault(self._roots[target], []).append(node)
 
-    def after(self, node: fx.Node, source: fx.Node) -> fx.Node | None:
-        """Return the last node after `node` that writes the storage of `source`, if any does."""
-        return self.between(node, None, source)
-
     def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
         """Return the last node that writes a storage within a part of the graph.
 

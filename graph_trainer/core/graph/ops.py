@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import operator
 from collections.abc import Iterator
@@ -17,7 +16,8 @@ from graph_trainer.core.analysis.collective_kinds import (
     Effect,
     kind_of_op,
 )
-from graph_trainer.core.torch_private import detect_fake_mode, storage_id
+from graph_trainer.core.graph.annotations import inferred_value, value_of
+from graph_trainer.core.torch_private import storage_id
 
 aten = torch.ops.aten
 
@@ -263,18 +263,8 @@ def _shared_argument(node: fx.Node, schema: torch.FunctionSchema, result: Any) -
 
 def _copies(node: fx.Node, source: fx.Node) -> bool:
     """Tell whether a node of `_MAY_COPY` copies, by running it on its inputs' fake tensors."""
-    value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return False
-
-    def value_of_input(entry: fx.Node) -> Any:
-        return entry.meta.get("val")
-
-    with detect_fake_mode([value]) or contextlib.nullcontext():
-        result = node.target(  # type: ignore[operator]
-            *fx.map_arg(node.args, value_of_input), **fx.map_arg(node.kwargs, value_of_input)
-        )
-    return storage_id(result) != storage_id(value)
+    value = value_of(source)
+    return isinstance(value, torch.Tensor) and storage_id(inferred_value(node)) != storage_id(value)
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -363,4 +353,4 @@ def _new_storages(node: fx.Node) -> ValueStorages:
             return [number(part) for part in value]
         return (node, next(place))
 
-    return number(node.meta.get("val"))
+    return number(value_of(node))

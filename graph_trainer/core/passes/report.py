@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from graph_trainer.core.analysis.collective_kinds import KINDS, Result
-from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
+from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -64,7 +64,7 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
         if is_collective(node):
             phase = phase_of(node)
             counts[(collective_name(node), phase.value if phase else "")] += 1
-            total += sum(map(num_bytes, collective_inputs(node)))
+            total += sum(t.nbytes for t in collective_inputs(node))
     return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
 
 

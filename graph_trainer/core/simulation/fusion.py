@@ -15,10 +15,10 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
+    OpOverload,
     Storage,
     aliased_input,
     argument,
-    aten,
     is_collective,
     is_getitem,
     is_random,
@@ -78,9 +78,8 @@ class Fusion:
     """Storages that only nodes of their group read: they are never allocated."""
 
 
-def no_fusion() -> Fusion:
-    """Return no groups: an eager backend runs every node as a separate kernel."""
-    return Fusion({}, set())
+NO_FUSION = Fusion({}, set())
+"""An eager backend runs every node as a separate kernel."""
 
 
 def fuse(
@@ -213,5 +212,5 @@ def is_fusible(node: fx.Node) -> bool:
         return False
     if _reduces_outer(node):
         return False
-    assert isinstance(node.target, type(aten.add.Tensor))
+    assert isinstance(node.target, OpOverload)
     return schema.name in _FUSIBLE or torch.Tag.pointwise in node.target.tags

@@ -104,29 +104,14 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         ConfigError: there is no such profile, or it has an unknown or missing key or a wrong
             value.
     """
-    known = known_hardware()
-    if name in known:
-        return read_hardware(known[name], key)
-    path = Path(name)
-    if path.suffix == ".toml" or path.is_file():
-        return read_hardware(path, key)
-    hint = did_you_mean(name, known, "did you mean '{}'? ")
-    raise ConfigError(
-        f"{key} {name}: there is no such profile; {hint}Known profiles: {', '.join(known)}; "
-        "a file of your own is named by a path that ends in .toml"
-    )
-
-
-def read_hardware(path: Path, key: str = "--hardware") -> Hardware:
-    """Read and check a profile.
-
-    Args:
-        path: the TOML file.
-        key: the flag or key that names the profile, for messages.
-
-    Raises:
-        ConfigError: an unknown or missing key or a wrong value; names file, key and value.
-    """
+    profiles = known_hardware()
+    path = profiles.get(name, Path(name))
+    if path.suffix != ".toml" and not path.is_file():
+        hint = did_you_mean(name, profiles, "did you mean '{}'? ")
+        raise ConfigError(
+            f"{key} {name}: there is no such profile; {hint}Known profiles: "
+            f"{', '.join(profiles)}; a file of your own is named by a path that ends in .toml"
+        )
     table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
     for entry in table:

@@ -16,8 +16,15 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument, aten, is_collective, schema_of, storage_roots
-from graph_trainer.core.simulation.fusion import Fusion, is_free, no_fusion
+from graph_trainer.core.graph.ops import (
+    OpOverload,
+    argument,
+    aten,
+    is_collective,
+    schema_of,
+    storage_roots,
+)
+from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, is_free
 from graph_trainer.core.simulation.hardware import Hardware
 
 
@@ -81,9 +88,7 @@ _READ_NOT_SELF = {
 _WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
 
 
-def costs(
-    joint: JointGraph, hardware: Hardware, fusion: Fusion | None = None
-) -> dict[fx.Node, Cost]:
+def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> dict[fx.Node, Cost]:
     """Return the cost of every node on one rank; collectives cost nothing. Linear in nodes.
 
     A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
@@ -93,9 +98,8 @@ def costs(
     Args:
         joint: the graph.
         hardware: the machine.
-        fusion: the groups that the backend fuses; None: none, as the eager backend.
+        fusion: the groups that the backend fuses.
     """
-    fusion = fusion or no_fusion()
     traffic = _Traffic(joint.graph, fusion)
     found = {}
     for node in joint.graph.nodes:
@@ -152,7 +156,8 @@ class _Traffic:
 
 
 def _size(node: fx.Node) -> int:
-    return sum(map(_bytes, tensors_of(node)))
+    # an expanded dimension counts once
+    return sum(min(t.nbytes, storage_bytes(t)) for t in tensors_of(node))
 
 
 def _written(node: fx.Node) -> int:
@@ -165,11 +170,6 @@ def _written(node: fx.Node) -> int:
     return size
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor, those of an expanded dimension once."""
-    return min(tensor.numel() * tensor.dtype.itemsize, storage_bytes(tensor))
-
-
 def flops_of(node: fx.Node) -> tuple[int, Kind]:
     """Return the FLOPs of a node by torch's flop counter, 0 for an op that it does not know.
 
@@ -178,7 +178,7 @@ def flops_of(node: fx.Node) -> tuple[int, Kind]:
     schema = schema_of(node)
     if schema is None:
         return 0, Kind.MEMORY
-    assert isinstance(node.target, type(aten.add.Tensor))
+    assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if count is None:

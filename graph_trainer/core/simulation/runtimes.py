@@ -22,18 +22,8 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, aten, storage_roots
 from graph_trainer.core.simulation.allocator import Pool, one_pool, pool_per_stream
-from graph_trainer.core.simulation.fusion import Fusion, fuse, no_fusion
+from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, fuse
 from graph_trainer.core.simulation.hardware import Hardware
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Seconds that the copies of a bucket take, by collective."""
-
-    on_compute: dict[fx.Node, float]
-    """After the wait, on the compute stream."""
-    on_stream: dict[fx.Node, float]
-    """Before the collective, on its communication stream."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,20 +45,15 @@ class Runtime:
 
     def fusion(self, joint: JointGraph, compiles: bool) -> Fusion:
         """Return the groups of nodes that become one kernel."""
-        return fuse(joint, self.compiled) if compiles else no_fusion()
+        return fuse(joint, self.compiled) if compiles else NO_FUSION
 
-    def copies(self, issued: list[Collective], hardware: Hardware) -> Copies:
-        """Return the seconds of the copies of all buckets. Linear in collectives."""
-        found = Copies({}, {})
-        if not self.copies_buckets:
-            return found
-        rate = hardware.memory_bytes_per_second * hardware.memory_efficiency
-        for c in issued:
-            if c.role is Role.UNSHARD:
-                found.on_compute[c.node] = 2 * c.output_bytes / rate
-            elif c.role is Role.REDUCE_GRAD:
-                found.on_stream[c.node] = 2 * c.input_bytes / rate
-        return found
+    def copy_seconds(self, collective: Collective, hardware: Hardware) -> float:
+        """Return the seconds in which a collective's bucket is copied, 0 where none is."""
+        if not self.copies_buckets or collective.role is None:
+            return 0.0
+        gathers = collective.role is Role.UNSHARD
+        size = collective.output_bytes if gathers else collective.input_bytes
+        return 2 * size / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
 
     def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
         """Return the storages that stay alive after their last reader, with the last position."""

@@ -9,7 +9,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import role_of
+from graph_trainer.core.graph.annotations import Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
@@ -109,7 +109,7 @@ def play(
     traffic = traffic_of(issued)
     names = stream_names(issued)
     roots = storage_roots(joint.graph)
-    copies = runtime.copies(issued, hardware)
+    copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     free: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
     ends: dict[object, tuple[float, Collective]] = {}
@@ -123,7 +123,9 @@ def play(
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
-            seconds = collective_seconds(collective, hardware) + copies.on_stream.get(node, 0.0)
+            seconds = collective_seconds(collective, hardware)
+            if collective.role is Role.REDUCE_GRAD:  # into the bucket, before it is reduced
+                seconds += copies.pop(node)
             start = max(now, free[stream])
             free[stream] = start + seconds
             busy[stream] += seconds
@@ -137,7 +139,7 @@ def play(
             if end > now:
                 exposed.append(ExposedWait(node, waited, traffic[waited.node], end - now))
                 now = end
-            if copying := copies.on_compute.pop(waited.node, 0.0):
+            if copying := copies.pop(waited.node, 0.0):
                 events.append(Event(node, COMPUTE, now, copying))
                 busy[COMPUTE] += copying
                 now += copying

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
+from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.unshard_chains import is_layout_only
 from graph_trainer.core.graph.annotations import (
     bucket_tag,
@@ -93,7 +93,7 @@ def members_of(joint: JointGraph) -> list[Member]:
             0,
         )
         taken = hops[(parameter, first)] = hops.get((parameter, first), -1) + 1
-        size = max(sum(map(num_bytes, sent)), sum(map(num_bytes, tensors_of(node))))
+        size = max(sum(t.nbytes for t in each) for each in (sent, tensors_of(node)))
         route = first._replace(hops=taken)
         members.append(Member(node, parameter, position, shared, size, route))
     return members

@@ -33,7 +33,7 @@ from graph_trainer.core.passes.overlap.schedule_graph import (
     Stored,
 )
 from graph_trainer.core.simulation.collective_costs import collective_seconds, scratch_bytes
-from graph_trainer.core.simulation.fusion import fuse, no_fusion
+from graph_trainer.core.simulation.fusion import NO_FUSION, fuse
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.op_costs import Kind as CostKind
@@ -77,7 +77,7 @@ class _Builder:
         kind = [self._kind(node) for node in self.nodes]
         reductions = self._reductions(kind)
         # ranks with fewer rows have other FSDP nodes, which must not change what fuses
-        whole = fuse(self.joint, looks_through=_is_fsdp) if self.fused else no_fusion()
+        whole = fuse(self.joint, looks_through=_is_fsdp) if self.fused else NO_FUSION
         cost = costs(self.joint, self.hardware, whole)
         stored, makes, left = self._memory(whole.kept_inside)
         return ScheduleGraph(

@@ -140,12 +140,12 @@ def test_last_writes_follow_views_and_places():
     end = g.f(aten.sum.default, middle)
     g.f(aten.add_.Tensor, g.x, 1)
     writes = LastWrites(g.graph)
-    assert writes.after(made, view) is writes.after(view, made) is second
+    assert writes.between(made, None, view) is writes.between(view, None, made) is second
     assert writes.between(made, middle, made) is first
     assert writes.between(first, middle, made) is None
     assert writes.between(first, second, made) is None  # not before itself
     assert writes.between(middle, end, view) is second
-    assert writes.after(second, made) is None
+    assert writes.between(second, None, made) is None
     assert writes.is_written(made) and not writes.is_written(middle)
     assert writes.written_inputs() == {g.x}
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given
 
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
-from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible, no_fusion
+from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, captured_decoder
@@ -92,7 +92,6 @@ def test_phases_and_far_nodes_are_apart(monkeypatch):
 def test_only_what_the_compiler_sees():
     joint = captured_decoder()
     assert fuse(joint).group and not fuse(joint, lambda node: False).group
-    assert no_fusion().group == {} and no_fusion().kept_inside == set()
 
 
 def test_random_numbers_and_views_are_no_part_of_a_kernel():
