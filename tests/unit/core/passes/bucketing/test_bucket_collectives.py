@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.collectives import collective_inputs, num_bytes
+from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.graph.annotations import (
     Role,
     bucket_tag,
@@ -158,7 +158,7 @@ def test_blocks_by_name(fqn, block):
 
 def sizes(joint, role, backward):
     return [
-        max(sum(map(num_bytes, collective_inputs(n))), sum(map(num_bytes, tensors_of(n))))
+        max(sum(t.nbytes for t in each) for each in (collective_inputs(n), tensors_of(n)))
         for n in collectives_of(joint, role, backward)
     ]
 

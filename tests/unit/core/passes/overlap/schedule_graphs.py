@@ -16,11 +16,12 @@ from graph_trainer.core.graph.annotations import SEPARATOR, Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.context import OtherMemory, PassContext
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
 )
+from graph_trainer.core.simulation.simulate import OtherMemory
 from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
 
