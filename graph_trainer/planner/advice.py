@@ -8,12 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    layer_of,
-    module_of,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.errors import GraphTrainerError

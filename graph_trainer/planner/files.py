@@ -12,6 +12,14 @@ from typing import IO
 from graph_trainer.errors import ConfigError
 
 
+class Texts(dict[str, int]):
+    """The texts of a file, each written once; a text that is asked for gets the next position."""
+
+    def __missing__(self, text: str) -> int:
+        self[text] = len(self)
+        return self[text]
+
+
 def check_outputs(outputs: Mapping[str, Path]) -> None:
     """Check before the work that its results can be written.
 
@@ -23,26 +31,20 @@ def check_outputs(outputs: Mapping[str, Path]) -> None:
     """
     flags: dict[Path, str] = {}
     for flag, path in outputs.items():
-        _check_writable(path)
+        if problem := _problem_of(path):
+            raise ConfigError(f"{path}: {problem}")
         other = flags.setdefault(path.resolve(), flag)
         if other != flag:
             raise ConfigError(f"{other} and {flag} both write {path}: name two files")
 
 
-def _check_writable(path: Path) -> None:
+def _problem_of(path: Path) -> str:
+    """Try to write; return why that is impossible, or an empty text."""
     folder = path.resolve().parent
     if path.is_dir():
-        problem = "is a folder: name a file"
-    elif not folder.is_dir():
-        problem = f"there is no folder {folder}: make it, or name another"
-    else:
-        problem = _cannot_write(path, folder)
-    if problem:
-        raise ConfigError(f"{path}: {problem}")
-
-
-def _cannot_write(path: Path, folder: Path) -> str:
-    """Try to write; return why that is impossible, or an empty text."""
+        return "is a folder: name a file"
+    if not folder.is_dir():
+        return f"there is no folder {folder}: make it, or name another"
     try:
         if _is_special(path):
             path.open("a").close()
@@ -64,28 +66,22 @@ def published(path: Path) -> Iterator[IO[str]]:
         ConfigError: it cannot be written, for example because the disk is full.
     """
     try:
-        with _opened(path) as file:
-            yield file
+        if _is_special(path):
+            with path.open("w", encoding="utf-8") as file:
+                yield file
+            return
+        target = path.resolve()
+        unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                yield file
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be written ({error.strerror}): make room, or name another file"
         ) from error
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[str]]:
-    if _is_special(path):
-        with path.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    target = path.resolve()
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}.unfinished")
-    try:
-        with unfinished.open("w", encoding="utf-8") as file:
-            yield file
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _is_special(path: Path) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from itertools import zip_longest
 
 import torch
@@ -12,10 +13,7 @@ import torch
 from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.mesh_groups import RankClasses
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    tensors_of,
-)
+from graph_trainer.core.graph.annotations import module_of, tensors_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, compute_nodes
 from graph_trainer.core.ordering.sequences import Issued, issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
@@ -66,19 +64,22 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
     Raises:
         VerificationError: a collective of an unknown kind (see `collectives`).
     """
-    named: dict[Ranks, str] = {}
 
+    @cache
     def group(ranks: Ranks) -> str:
-        if ranks not in named:
-            named[ranks] = _group_name(ranks, rank, classes)
-        return named[ranks]
+        """Name a group alike for all parallel groups through the ranks of a class."""
+        axes = classes.axes_of_group(ranks, rank) if rank in ranks else None
+        if axes is None:
+            return f"ranks {list(ranks)}"
+        along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
+        return " and ".join(along) or "self"
+
+    def issue(each: Issued) -> Entry:
+        text = entry_text(each.entry, group(each.entry[1]), each.splits)
+        return Entry(f"{text}, {waited_text(each)}", each.where)
 
     issued = issued_by(joint, classes.num_ranks)
-    return Fingerprint(
-        tuple(_inputs(joint)),
-        tuple(_computes(joint)),
-        tuple(Entry(_issue(each, group(each.entry[1])), each.where) for each in issued),
-    )
+    return Fingerprint(tuple(_inputs(joint)), tuple(_computes(joint)), tuple(map(issue, issued)))
 
 
 def first_difference(planned: Fingerprint, captured: Fingerprint) -> str | None:
@@ -119,15 +120,3 @@ def _computes(joint: JointGraph) -> Iterator[Entry]:
 
 def _tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-
-
-def _issue(each: Issued, group: str) -> str:
-    return f"{entry_text(each.entry, group, each.splits)}, {waited_text(each)}"
-
-
-def _group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
-    """Name a group alike for all parallel groups through the ranks of a class."""
-    axes = classes.axes_of_group(ranks, rank) if rank in ranks else None
-    if axes is None:
-        return f"ranks {list(ranks)}"
-    return " and ".join(f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes) or "self"

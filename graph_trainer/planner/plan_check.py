@@ -139,8 +139,7 @@ def load_config_and_plan(
         _check_imports(path, document, rest)
     default = (f"{FLAG} {path}", document)
     config = load_config(rest, world_size=plan.world_size, default=default)
-    _check_mode(path, config)
-    _check_passes(path, plan, config)
+    _check_compile(path, plan, config)
     return config, PlanCheck.of(plan, path, config)
 
 
@@ -239,15 +238,12 @@ def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
             yield key, value
 
 
-def _check_mode(path: Path, config: GraphTrainerConfig) -> None:
+def _check_compile(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:
     if config.compile.mode != "aot_fx_trace":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
             'could be compared with a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
         )
-
-
-def _check_passes(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:
     names = pass_names(config)
     if names != list(plan.passes):
         raise ConfigError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table, report_table
@@ -26,9 +27,9 @@ from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.run_metrics import (
     WARM_UP,
     WATCHED_STEP,
+    IssuedCollectives,
     Measured,
     StepTimes,
-    Watch,
     local_bytes,
     optimizer_state_bytes,
 )
@@ -190,7 +191,10 @@ class PlannedRun(ReportedRun):
         self._folder = trainer.config.dump_folder
         self._device = trainer.device
         self._times = StepTimes(trainer.device)
-        self._watch = Watch(find_backend(trainer.config.compile.backend).dispatches_ops)
+        # Inductor's code does not allocate op by op.
+        self._sees_memory = find_backend(trainer.config.compile.backend).dispatches_ops
+        self._issued: dict[str, int] | None = None
+        self._made_bytes: int | None = None
         self._gradient_bytes: int | None = None
         self._peak: int | None = None
         self._reserved: int | None = None
@@ -208,10 +212,18 @@ class PlannedRun(ReportedRun):
         """Return a context that times the step."""
         return self._times.timing()
 
-    def microbatch(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that counts collectives and bytes, once, in step WATCHED_STEP."""
-        due = self._times.steps == WATCHED_STEP - 1 and self._watch.issued is None
-        return self._watch.watching() if due else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """While entered: count collectives and bytes, once, in step WATCHED_STEP."""
+        if self._times.steps != WATCHED_STEP - 1 or self._issued is not None:
+            yield
+            return
+        live = LiveStorages()
+        with live if self._sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
+            yield
+        self._issued = issued.count
+        if self._sees_memory:
+            self._made_bytes = live.peak_bytes
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Measure gradients and the allocator's maxima.
@@ -240,14 +252,14 @@ class PlannedRun(ReportedRun):
         now = Measured(
             peak_bytes=self._peak,
             reserved_bytes=self._reserved,
-            made_bytes=self._watch.made_bytes,
-            sees_memory=self._watch.sees_memory,
+            made_bytes=self._made_bytes,
+            sees_memory=self._sees_memory,
             parameter_bytes=local_bytes(parameters),
             gradient_bytes=self._gradient_bytes,
             optimizer_bytes=optimizer_state_bytes(optimizers),
             step_seconds=self._times.median(),
             steps_timed=self._times.timed,
-            issued=self._watch.issued,
+            issued=self._issued,
         )
         rows = comparison(self._check.plan, self._rank, now)
         print_table(comparison_table(self._check.plan, self._rank, rows))

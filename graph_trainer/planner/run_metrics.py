@@ -12,13 +12,8 @@ from typing import Any
 
 import torch
 
-from graph_trainer.core.analysis.collective_kinds import (
-    FUNCTIONAL_NAMESPACES,
-    Effect,
-    kind_named,
-)
+from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
 from graph_trainer.core.capture.subclasses import unwrap
-from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 
 WARM_UP = 3
@@ -64,30 +59,6 @@ class IssuedCollectives(TorchDispatchMode):
             kind = name.removesuffix("_out").removesuffix("_")  # Inductor's names of the same op
             self.count[kind] = self.count.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
-
-
-class Watch:
-    """Counts, in one microbatch, the collectives that are issued and the bytes that are alive.
-
-    Args:
-        sees_memory: whether the backend allocates op by op. Inductor's code does not.
-    """
-
-    def __init__(self, sees_memory: bool) -> None:
-        self.sees_memory = sees_memory
-        self.issued: dict[str, int] | None = None
-        """Collectives by kind."""
-        self.made_bytes: int | None = None
-        """The most bytes alive at once in tensors that the step made."""
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """While entered: count."""
-        live = LiveStorages()
-        with live if self.sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
-            yield
-        self.issued = issued.count
-        self.made_bytes = live.peak_bytes if self.sees_memory else None
 
 
 class StepTimes:

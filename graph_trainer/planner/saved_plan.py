@@ -24,6 +24,7 @@ from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.files import Texts
 from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
@@ -232,10 +233,7 @@ def plan_every_class(
     classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
     sizes = classes.representatives()
     ranks = list(sizes)
-    positions: dict[str, int] = {}
-
-    def place(text: str) -> int:
-        return positions.setdefault(text, len(positions))
+    texts = Texts()
 
     def run(rank: int, agree: AllReduceMax) -> tuple[tuple[Predicted, Fingerprint], Passes]:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
@@ -250,7 +248,7 @@ def plan_every_class(
             fingerprint=fingerprint.digest,
             predicted=predicted,
             **{
-                name: tuple((place(e.what), place(e.where)) for e in entries)
+                name: tuple((texts[e.what], texts[e.where]) for e in entries)
                 for name, entries in fingerprint.parts().items()
             },
         )
@@ -267,7 +265,7 @@ def plan_every_class(
         microbatches=plan.microbatches,
         axes=tuple(zip(classes.names, classes.labels, strict=True)),
         classes=tuple(planned),
-        texts=tuple(positions),
+        texts=tuple(texts),
     )
 
 

@@ -48,6 +48,11 @@ class Browser:
         """What a script returns, run in the page."""
         return self.driver.execute_script(script, *arguments)
 
+    def texts(self, selector: str) -> list[str]:
+        """Return the text of each element that a selector finds."""
+        script = "return [...document.querySelectorAll(arguments[0])].map(e => e.textContent)"
+        return self.js(script, selector)
+
     def window(self, width: int, height: int, *, dark: bool = False) -> None:
         """A phone, for one, is 375 by 812 pixels."""
         self.cdp(
@@ -95,6 +100,24 @@ class Browser:
         element = self.driver.find_element("css selector", selector)
         self.js("arguments[0].scrollIntoView({block: 'center'})", element)
         return element.screenshot_as_png
+
+    def contrast(self, selector: str) -> float:
+        """Return the contrast of an element's text to the page, as WCAG counts it."""
+        script = """
+            const channels = (c) => c.match(/[\\d.]+/g).slice(0, 3).map(Number);
+            return [getComputedStyle(document.querySelector(arguments[0])).color,
+                    getComputedStyle(document.body).backgroundColor].map(channels)
+        """
+
+        def luminance(channels: list[float]) -> float:
+            linear = [
+                c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
+                for c in channels
+            ]
+            return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+        high, low = sorted(map(luminance, self.js(script, selector)), reverse=True)
+        return (high + 0.05) / (low + 0.05)
 
     def close(self) -> None:
         """End the browser and its driver."""

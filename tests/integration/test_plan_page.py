@@ -18,11 +18,7 @@ from typing import Any
 
 import pytest
 
-from graph_trainer.core.graph.annotations import (
-    annotate_node,
-    annotation,
-    parameter_of,
-)
+from graph_trainer.core.graph.annotations import annotate_node, annotation, parameter_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
@@ -115,16 +111,13 @@ def test_it_loads_offline_and_without_a_word_on_the_console(browser, page):
 
 
 def test_headings_state_the_result(browser, plan):
-    title = browser.js("return document.querySelector('h1').textContent")
+    (title,) = browser.texts("h1")
     assert title.startswith("Fits: ") and title.endswith(" GiB")
     text = browser.js("return document.body.innerText")
     assert f"{plan.mfu:.1%}" in text and f"{plan.tokens_per_second_per_gpu:,.0f}" in text
     exposed = sum(plan.simulation.timeline.exposed_seconds().values())
     assert f"{exposed / plan.simulation.timeline.step_seconds:.1%} of forward" in text
-    passes = browser.js(
-        "return [...document.querySelectorAll('.ledger tbody th')].map(e => e.textContent)"
-    )
-    assert passes == [row.name for row in plan.rows]
+    assert browser.texts(".ledger tbody th") == [row.name for row in plan.rows]
     nodes = browser.js(
         "return [...document.querySelectorAll('.ledger tbody tr')].map("
         "e => e.querySelector('td').firstChild.textContent)"
@@ -162,22 +155,20 @@ def test_memory_is_drawn_as_it_was_simulated(browser, plan):
         assert memory.total[place] == max(
             memory.total[p] for p in range(place, following) if starts[p] == starts[place]
         )
-    paths = browser.js("return document.querySelectorAll('#memory .scatterlayer .js-fill').length")
-    assert paths == len(alive)
+    assert len(browser.texts("#memory .scatterlayer .js-fill")) == len(alive)
 
 
 def test_every_slice_is_in_one_bar(browser, plan):
     lanes = by_lane(plan)
     drawn_bars = bars(browser)
     assert len(drawn_bars) == len(lanes) == 4
-    for found, lane in zip((drawn_bars[i] for i in range(4)), lanes.values(), strict=True):
-        ends = [-1, *(last for _, last in found)]
-        assert [first for first, _ in found] == [end + 1 for end in ends[:-1]]
-        assert ends[-1] == len(lane) - 1
     # Only neighbours that are hardly to be seen are merged, and not into wide blocks.
     width = browser.js("return document.getElementById('streams').clientWidth")
     pixel = plan.simulation.timeline.step_seconds * 1e9 / width
     for found, lane in zip((drawn_bars[i] for i in range(4)), lanes.values(), strict=True):
+        ends = [-1, *(last for _, last in found)]
+        assert [first for first, _ in found] == [end + 1 for end in ends[:-1]]
+        assert ends[-1] == len(lane) - 1
         for first, last in found:
             if first < last:
                 assert lane[last].end - lane[first].start <= 4.01 * pixel
@@ -185,12 +176,10 @@ def test_every_slice_is_in_one_bar(browser, plan):
     count = sum(map(len, drawn_bars.values()))
     total = sum(map(len, lanes.values()))
     assert count < total, "so few slices that none had to be merged"
-    note = browser.js("return document.getElementById('merged').textContent")
+    (note,) = browser.texts("#merged")
     assert note.startswith(f"{total:,} slices are drawn as {count:,} bars")
-    assert browser.js("return document.querySelectorAll('#streams .bars .point').length") == count
-    names = browser.js(
-        "return [...document.querySelectorAll('#streams .annotation-text')].map(e => e.textContent)"
-    )
+    assert len(browser.texts("#streams .bars .point")) == count
+    names = browser.texts("#streams .annotation-text")
     assert names == [name if name in ("compute", WAITS) else f"group of {name}" for name in lanes]
 
 
@@ -250,11 +239,9 @@ def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[A
     )
     browser.point_at(selector, right)
     browser.until("return window.pointed !== undefined")
-    label = browser.until(
-        f"return [...document.querySelectorAll('#{plot} .hoverlayer .hovertext')]"
-        ".map(e => e.textContent).join(' ')"
-    )
-    return browser.js("return window.pointed"), label
+    labels = f"#{plot} .hoverlayer .hovertext"
+    browser.until(f"return document.querySelector('{labels}')?.textContent")
+    return browser.js("return window.pointed"), " ".join(browser.texts(labels))
 
 
 @pytest.mark.parametrize(("zoom", "right"), [("all", -300), ("all", 300), ("peak", 10)])
@@ -333,32 +320,13 @@ def test_nothing_is_wider_than_a_phone_but_tables_in_their_own_frame(browser):
     assert browser.log() == []
 
 
-def contrast(browser: Browser, selector: str) -> float:
-    """Of an element's text to the page, as WCAG counts it."""
-    script = """
-        const channels = (c) => c.match(/[\\d.]+/g).slice(0, 3).map(Number);
-        return [getComputedStyle(document.querySelector(arguments[0])).color,
-                getComputedStyle(document.body).backgroundColor].map(channels)
-    """
-
-    def luminance(channels: list[float]) -> float:
-        linear = [
-            c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
-            for c in channels
-        ]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    high, low = sorted(map(luminance, browser.js(script, selector)), reverse=True)
-    return (high + 0.05) / (low + 0.05)
-
-
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_in_either_scheme(browser, dark):
     browser.window(1280, 900, dark=dark)
     light = "return getComputedStyle(document.body).backgroundColor"
     assert browser.js(light) == ("rgb(20, 23, 26)" if dark else "rgb(255, 255, 255)")
     for selector in ("h2", ".note", "h1", ".figures dt", "td"):
-        assert contrast(browser, selector) >= 4.5, selector
+        assert browser.contrast(selector) >= 4.5, selector
     # The plots follow without a reload.
     ink = browser.js("return getComputedStyle(document.body).color")
     browser.until(
@@ -389,20 +357,16 @@ def test_names_are_text_and_never_code(opened, plan, tmp_path):
     opened.window(1280, 900)
     opened.open(path)
     assert opened.log() == []
-    assert opened.js("return document.querySelectorAll('img, main b').length") == 0
-    assert opened.js("return document.querySelectorAll('.ledger tbody .name').length") == len(
-        plan.rows
-    )
-    owners = "return [...document.querySelectorAll('th.name')].map(e => e.textContent)"
-    names = opened.js(owners)
+    assert opened.texts("img, main b") == []
+    assert len(opened.texts(".ledger tbody .name")) == len(plan.rows)
+    names = opened.texts("th.name")
     assert HOSTILE in names and f"layers.{HOSTILE}" in names
-    toml = opened.js("return document.querySelector('pre').textContent")
-    assert tomllib.loads(toml)["dump_folder"] == HOSTILE
+    assert tomllib.loads(opened.texts("pre")[0])["dump_folder"] == HOSTILE
     press(opened, "peak")
     position, label = hover(opened, "memory", "#memory")
     assert "<b>&amp;</script>" in label
     assert largest.owner not in label
-    assert opened.js("return document.querySelectorAll('img, main b').length") == 0
+    assert opened.texts("img, main b") == []
     assert "harmed" not in opened.driver.title
     assert opened.log() == []
 

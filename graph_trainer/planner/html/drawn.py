@@ -7,12 +7,10 @@ from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import Kind
 from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.planner.files import Texts
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.report import CATEGORIES
 from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
@@ -35,23 +33,13 @@ KINDS = {
 """The names of the kinds of slices on the page."""
 
 
-class _Texts:
-    """A table that has every text once; a text is named by its position."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, int] = {}
-
-    def of(self, text: str) -> int:
-        return self.texts.setdefault(text, len(self.texts))
-
-
 def drawn(plan: Plan) -> dict[str, Any]:
     """Make plain columns of the simulation. Times are nanoseconds, sizes bytes. Linear in nodes.
 
     A node is its position in the graph, a text its position in `texts`.
     """
     simulation = plan.simulation
-    texts = _Texts()
+    texts = Texts()
     return {
         "usable_bytes": plan.hardware.usable_bytes,
         "step_ns": nanoseconds(simulation.timeline.step_seconds),
@@ -62,16 +50,16 @@ def drawn(plan: Plan) -> dict[str, Any]:
         "memory": _memory(simulation),
         "storages": _storages(simulation, texts),
         **_slices(simulation, texts),
-        "texts": list(texts.texts),  # Last, because the columns before add to it.
+        "texts": list(texts),  # Last, because the columns before add to it.
     }
 
 
-def _nodes(simulation: Simulation, texts: _Texts) -> dict[str, list[Any]]:
+def _nodes(simulation: Simulation, texts: Texts) -> dict[str, list[Any]]:
     nodes = list(simulation.joint.graph.nodes)
     return {
         "name": [n.name for n in nodes],
-        "module": [texts.of(module_of(n) or "") for n in nodes],
-        "phase": [texts.of(phase_of(n) or "") for n in nodes],
+        "module": [texts[module_of(n) or ""] for n in nodes],
+        "phase": [texts[phase_of(n) or ""] for n in nodes],
         "start": [nanoseconds(s) for s in simulation.timeline.starts],
     }
 
@@ -84,7 +72,7 @@ def _memory(simulation: Simulation) -> dict[str, list[int]]:
     }
 
 
-def _storages(simulation: Simulation, texts: _Texts) -> dict[str, list[int]]:
+def _storages(simulation: Simulation, texts: Texts) -> dict[str, list[int]]:
     number = {category: place for place, category in enumerate(Category)}
     largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
     alive = [s for s in largest_first if s.bytes]
@@ -93,11 +81,11 @@ def _storages(simulation: Simulation, texts: _Texts) -> dict[str, list[int]]:
         "last": [s.last for s in alive],
         "bytes": [s.bytes for s in alive],
         "category": [number[s.category] for s in alive],
-        "owner": [texts.of(s.owner) for s in alive],
+        "owner": [texts[s.owner] for s in alive],
     }
 
 
-def _slices(simulation: Simulation, texts: _Texts) -> dict[str, Any]:
+def _slices(simulation: Simulation, texts: Texts) -> dict[str, Any]:
     """List the lanes, each with columns of its slices in the order of time."""
     position = {node: place for place, node in enumerate(simulation.joint.graph.nodes)}
     kinds = {key: place for place, key in enumerate(KINDS)}
@@ -114,7 +102,7 @@ def _slices(simulation: Simulation, texts: _Texts) -> dict[str, Any]:
                 kinds[each.kind],
                 each.bytes,
                 each.cost.flops if each.cost else 0,
-                texts.of((collective.parameter if collective else "") or ""),
+                texts[(collective.parameter if collective else "") or ""],
                 position[collective.node] if collective else -1,
                 position[each.delayed] if each.delayed else -1,
             ]

@@ -36,7 +36,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
     environment.filters |= {
         "size": format_bytes,
         "duration": duration,
-        "count": count,
+        "count": "{:,.0f}".format,
         "category": CATEGORIES.__getitem__,
         "purpose": PURPOSES.__getitem__,
         "kind": shown_name,
@@ -69,7 +69,7 @@ def verdict(report: dict[str, Any]) -> str:
 
 def ledger_cells(ledger: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
     """Make the columns of the table of passes: the heading, and of each row value and change."""
-    written = {"count": count, "bytes": format_bytes, "seconds": duration}
+    written = {"count": "{:,.0f}".format, "bytes": format_bytes, "seconds": duration}
 
     def cells(unit: str, values: Sequence[float]) -> list[tuple[str, str]]:
         write = written[unit]
@@ -79,11 +79,6 @@ def ledger_cells(ledger: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str
         return list(zip(map(write, values), shown, strict=True))
 
     return [(name, cells(unit, values)) for name, unit, values in ledger_columns(ledger)]
-
-
-def count(value: float) -> str:
-    """Format a whole number."""
-    return f"{value:,.0f}"
 
 
 def duration(seconds: float) -> str:

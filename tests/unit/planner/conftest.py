@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
+from rich.console import Console
 
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
+from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 
 RANKS = 2
@@ -22,6 +26,13 @@ def config_of(*flags, world_size=RANKS):
     )
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     return config
+
+
+def shown(plan):
+    """The tables of a plan as text."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(report_text(plan_report(plan)))
+    return console.export_text()
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 import graph_trainer as gt
 from graph_trainer.cli.plan import main
@@ -32,10 +31,10 @@ from graph_trainer.planner.files import published
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.report import plan_report
-from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.training_state_memory import held_by, optimizer_bytes, trained_bytes
 from tests.unit.graphs import captured_decoder
+from tests.unit.planner.conftest import shown
 
 FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
 
@@ -50,12 +49,6 @@ def small(*more: str, ranks: int = 4):
 @cache
 def planned(*more: str, ranks: int = 4, hardware: str = "h100-sxm", rank: int = 0) -> Plan:
     return make_plan(small(*more, ranks=ranks), ranks, load_hardware(hardware), rank=rank)
-
-
-def shown(plan: Plan) -> str:
-    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report_text(plan_report(plan)))
-    return console.export_text()
 
 
 def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():

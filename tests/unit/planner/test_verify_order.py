@@ -1,11 +1,9 @@
 """Which ranks can differ is known without a capture, and one rank of each class proves the rest."""
 
 import dataclasses
-import io
 
 import pytest
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -15,34 +13,25 @@ from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report_text
 from graph_trainer.planner.verify_order import (
     MOST_CLASSES,
     check_shapes,
     rank_classes,
     verify_order,
 )
-from graph_trainer.titan.config.load import load_config
+from tests.unit.planner import conftest
+from tests.unit.planner.conftest import shown
 
-DEGREES = {
-    "data_parallel_replicate_degree": 1,
-    "data_parallel_shard_degree": 1,
-    "tensor_parallel_degree": 1,
-}
+DEGREES = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
 
 
 def config_of(replicate=1, shard=1, tensor=1, *more, on_rank=None):
     """The debug model with one layer; `on_rank` may change what a rank's model does."""
     degrees = zip(DEGREES, (replicate, shard, tensor), strict=True)
-    flags = [word for key, n in degrees for word in (f"--parallelism.{key}", str(n))]
-    words = ["--module", "graph_trainer.llama3", "--config", "debugmodel", *flags]
-    config = load_config(
-        [*words, "--training.seq_len", "32", *more], world_size=replicate * shard * tensor
-    )
+    flags = [word for key, n in degrees for word in (f"--parallelism.{key}_degree", str(n))]
+    config = conftest.config_of(*flags, *more, world_size=replicate * shard * tensor)
     spec = config.model_spec
-    spec.model.layers = spec.model.layers[:1]
     if on_rank is not None:
 
         def parallelize(model, **kwargs):
@@ -205,6 +194,4 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     for rank in (0, 2):
         # as without the pass, which all ranks roll back
         assert saved.of_rank(rank).fingerprint == without.of_rank(rank).fingerprint
-    console = Console(width=100, record=True, file=io.StringIO())
-    console.print(report_text(plan_report(plan)))
-    assert "rank that needs most decides" in " ".join(console.export_text().split())
+    assert "rank that needs most decides" in " ".join(shown(plan).split())
