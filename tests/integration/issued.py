@@ -40,7 +40,7 @@ def count_issued(step: Callable[..., T], *args: Any, **kwargs: Any) -> tuple[T, 
 def expected_events(kinds: Mapping[str, int]) -> Issued:
     """What `count_issued` finds on this launch's backend if a graph's collectives all run.
 
-    Arguments:
+    Args:
         kinds: how many collectives of each kind the graph has.
     """
     events = _EVENTS[_backend()]

@@ -54,7 +54,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `script` on `ranks` ranks of this machine and wait for all of them.
 
-    Arguments:
+    Args:
         script: what each rank runs; it must call `report`.
         args: the script's command line.
         timeout: seconds until every process of the launch is killed.

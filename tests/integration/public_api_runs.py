@@ -20,22 +20,12 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward
 from graph_trainer.core.graph.ops import is_random
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.public_api_cases import (
-    ANY_WORLD,
-    DEVICE,
-    FOUR_RANKS,
-    Batch,
-    Case,
-    fully_sharded,
-)
+from tests.integration.public_api_cases import CASES, DEVICE, Batch, Case, fully_sharded
 
 STEPS = 3
 LEARNING_RATE = 0.1
@@ -230,7 +220,7 @@ def run_case(case: Case) -> dict[str, Any]:
 def resumed_dropout() -> dict[str, Any]:
     """A model with dropout, stopped after one step of three and gone on with in a new process's
     stead: another model, another capture, its state and a seed."""
-    case = ANY_WORLD["checkpointed_dropout"]
+    case = CASES["checkpointed_dropout"]
     first, *rest = batches(case)
 
     def captured(run: Run) -> gt.Step:
@@ -276,4 +266,4 @@ OTHER: dict[str, Callable[[], dict[str, Any]]] = {
 
 def run(folder: Path, name: str) -> dict[str, Any]:
     """One case by its name."""
-    return OTHER[name]() if name in OTHER else run_case((ANY_WORLD | FOUR_RANKS)[name])
+    return OTHER[name]() if name in OTHER else run_case(CASES[name])

@@ -10,28 +10,10 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
+from tests.integration.public_api_cases import CASES, POLICIES
 
-EVERY = ("always", "never", "default")
-
-# case: (ranks, policies)
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {
-    "llama": (3, EVERY),
-    "gpt2_tied": (3, EVERY),
-    "gpt2_dropout": (3, ("always",)),
-    "cnn": (3, EVERY),
-    "odd": (3, EVERY),
-    "replicate": (3, ("always",)),
-    "mixed_precision": (3, EVERY),
-    "checkpointed": (3, EVERY),
-    "checkpointed_dropout": (3, EVERY),
-    "hybrid": (4, ("always", "never")),
-    "tensor_parallel": (4, EVERY),
-    "odd_four": (4, ("always",)),
-    "hybrid_odd": (4, ("always",)),
-    "inductor": (2, ("always",)),
-}
-BITWISE = [(c, p) for c, (_, policies) in CASES.items() for p in policies if c != "inductor"]
-ALL = [(c, p) for c, (_, policies) in CASES.items() for p in policies]
+ALL = [(name, policy) for name, case in CASES.items() for policy in case.policies]
+BITWISE = [each for each in ALL if each[0] != "inductor"]
 
 # Sums over ranks and over rows of a batch happen in another order than on one rank: a handful
 # of roundings of 2^-24 each, on sums of a few hundred terms.
@@ -42,7 +24,7 @@ INDUCTOR_TOLERANCE = 1e-4
 
 
 def job(case: str, ranks: int = 0) -> Job:
-    return Job(ranks or CASES[case][0], f"public_api_runs:run:{case}")
+    return Job(ranks or CASES[case].ranks, f"public_api_runs:run:{case}")
 
 
 def jobs(params: dict[str, Any]) -> list[Job]:
@@ -73,7 +55,7 @@ def test_collectives_that_run_are_those_of_the_graph(
         assert sum(result["expected"].values()) > 0
 
 
-@pytest.mark.parametrize("case", [c for c, (_, policies) in CASES.items() if "never" in policies])
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if "never" in case.policies])
 def test_never_gathers_nothing_in_backward(launches: Launches, case: str) -> None:
     for result in of_policy(launches, case, "never"):
         assert result["backward_gathers"] == []
@@ -81,12 +63,14 @@ def test_never_gathers_nothing_in_backward(launches: Launches, case: str) -> Non
 
 @pytest.mark.parametrize("case", [c for c in CASES if c != "replicate"])
 def test_forward_gathers_every_parameter_it_reads_once(launches: Launches, case: str) -> None:
-    for result in of_policy(launches, case, CASES[case][1][0]):
+    for result in of_policy(launches, case, CASES[case].policies[0]):
         gathered = result["forward_gathers"]
         assert len(gathered) == len(set(gathered)) > 0
 
 
-@pytest.mark.parametrize("case", [c for c, (_, policies) in CASES.items() if policies == EVERY])
+@pytest.mark.parametrize(
+    "case", [name for name, case in CASES.items() if case.policies == POLICIES]
+)
 def test_default_keeps_the_last_bucket_and_always_nothing(launches: Launches, case: str) -> None:
     for always, default in zip(
         of_policy(launches, case, "always"), of_policy(launches, case, "default"), strict=True
@@ -117,9 +101,7 @@ def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient(
         assert result["without_gradient"] == ["unused"]
 
 
-@pytest.mark.parametrize(
-    "case", ["llama", "gpt2_tied", "replicate", "checkpointed", "hybrid", "tensor_parallel"]
-)
+@pytest.mark.parametrize("case", [name for name, case in CASES.items() if case.global_batch])
 def test_ranks_together_compute_what_one_rank_does_on_the_global_batch(
     launches: Launches, case: str
 ) -> None:
@@ -133,12 +115,7 @@ def test_inductor_computes_the_same_within_tolerance(launches: Launches, case: s
     for result in of_policy(launches, case, "always"):
         assert result["gradients"] > 0
         assert result["relative_error"] < INDUCTOR_TOLERANCE
-
-
-@pytest.mark.parametrize("case", ["inductor"])
-def test_inductor_gathers_again_in_backward(launches: Launches, case: str) -> None:
-    """Else the count of what ran would say nothing about duplicates."""
-    for result in of_policy(launches, case, "always"):
+        # or the count of what ran would say nothing about duplicates
         assert result["backward_gathers"]
         assert set(result["backward_gathers"]) <= set(result["forward_gathers"])
 
@@ -154,7 +131,7 @@ def test_random_initialisation_is_that_of_one_rank(
 @pytest.mark.parametrize(
     ("case", "policy", "draws"),
     # GPT-2: after the embedding, and in both layers in the attention and after two projections
-    [("gpt2_dropout", "always", 7), *(("checkpointed_dropout", policy, 3) for policy in EVERY)],
+    [("gpt2_dropout", "always", 7), *(("checkpointed_dropout", policy, 3) for policy in POLICIES)],
 )
 def test_dropout_is_drawn_once(launches: Launches, case: str, policy: str, draws: int) -> None:
     """Though what follows it is computed again in backward."""

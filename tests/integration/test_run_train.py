@@ -64,23 +64,3 @@ def test_the_command_line_of_the_readme_of_torchtitan_users(tmp_path: Path) -> N
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "dp_shard=4, cp=1, tp=2" in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--parallelism.tensor_parallel_degree", "3"], "training.seq_len"),
-        (["--dataloader.dataset", "nowhere"], "stdlib"),
-        (["--compile.passes", "default,rematerialise"], "rematerialize"),
-        (["--config", "debugmodle"], "debugmodel"),
-    ],
-)
-def test_bad_input_is_one_message_and_no_rank(
-    tmp_path: Path, flags: list[str], message: str
-) -> None:
-    done = run_train(tmp_path, *flags)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr + done.stdout
-    assert "torch.distributed" not in done.stderr
-    assert not (tmp_path / "outputs").exists()

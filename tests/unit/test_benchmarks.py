@@ -43,36 +43,34 @@ def benchmark(module: str, *flags: str, timeout: float = 280) -> tuple[list[str]
 CAPTURE = ["--config", "debugmodel", "--fsdp", "2", "--tp", "2", "--sequence", "64"]
 
 
-def test_capture_measures_every_layer_count(tmp_path: Path) -> None:
+def test_capture_measures_every_layer_count_and_policy(tmp_path: Path) -> None:
     path = tmp_path / "results.json"
-    flags = [*CAPTURE, "--layers", "1", "2", "--policies", "always", "--sides", "overlap"]
-    _, results = benchmark("benchmarks.capture", *flags, "--json", str(path))
+    flags = [*CAPTURE, "--layers", "1", "4", "--sides", "ours", "--json", str(path)]
+    _, results = benchmark("benchmarks.capture", *flags)
     assert json.loads(path.read_text()) == results
-    one, two = results["rows"]
-    assert [one["layers"], two["layers"]] == [1, 2]
-    assert one["captured_nodes"] < two["captured_nodes"]
-    assert one["collectives"] < two["collectives"]
-    for row in (one, two):
+    rows = {(row["layers"], row["policy"]): row for row in results["rows"]}
+    assert len(rows) == len(results["rows"]) == 4
+    for policy in ("always", "never"):
+        one, four = rows[1, policy], rows[4, policy]
+        assert one["captured_nodes"] < four["captured_nodes"]
+        assert one["collectives"] < four["collectives"]
+    always, never = rows[4, "always"], rows[4, "never"]
+    assert always["peak_bytes"] < never["peak_bytes"]
+    assert always["collectives"] > never["collectives"]
+    for row in rows.values():
         assert row["capture_seconds"] > 0 and row["passes_seconds"] > 0 and row["peak_bytes"] > 0
 
 
 def test_the_peer_is_captured_beside_ours() -> None:
-    flags = [*CAPTURE, "--layers", "1", "--policies", "always", "--sides", "ours", "peer"]
-    table, results = benchmark("benchmarks.capture", *flags)
-    ours, peer = results["rows"]
-    assert [ours["side"], peer["side"]] == ["ours", "peer"]
+    flags = [*CAPTURE, "--layers", "1", "--policies", "always"]
+    table, results = benchmark("benchmarks.capture", *flags, "--sides", "ours", "overlap", "peer")
+    ours, overlap, peer = results["rows"]
+    assert [row["side"] for row in results["rows"]] == ["ours", "overlap", "peer"]
+    assert 0 < overlap["collectives"] < ours["collectives"]
     # the same model: as many weights to gather, and the peer's in fewer, larger buckets
     assert 0 < peer["collectives"] < ours["collectives"]
     assert 0.5 < peer["captured_nodes"] / ours["captured_nodes"] < 2
     assert "x as fast" in table[-1]
-
-
-def test_always_holds_less_than_never() -> None:
-    _, results = benchmark("benchmarks.capture", *CAPTURE, "--layers", "4", "--sides", "ours")
-    always, never = results["rows"]
-    assert [always["policy"], never["policy"]] == ["always", "never"]
-    assert always["peak_bytes"] < never["peak_bytes"]
-    assert always["collectives"] > never["collectives"]
 
 
 def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
