@@ -5,14 +5,13 @@ Every fenced block has a rule here, and one without a rule fails.
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.launch import ROOT, user_environment
+
 DRAWINGS = ("architecture.md",)
 """Pages whose `text` blocks are the output of nothing."""
 
@@ -129,27 +128,8 @@ def starts_ranks(command: str) -> bool:
 
 
 def environment() -> dict[str, str]:
-    """A user's environment in which the one that runs these tests is active."""
-    left_out = (
-        "RANK",
-        "WORLD_SIZE",
-        "LOCAL_RANK",
-        "NGPU",
-        "MODULE",
-        "CONFIG",
-        "NNODES",
-        "LOG_RANK",
-    )
-    kept = {k: v for k, v in os.environ.items() if k not in left_out}
-    folder = Path(sys.executable).parent
-    return kept | {
-        "PATH": os.pathsep.join([str(folder), os.environ["PATH"]]),
-        "VIRTUAL_ENV": str(folder.parent),
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "COLUMNS": "100",
-    }
+    """A user's environment for the commands of the pages, whose output is 100 columns wide."""
+    return user_environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", COLUMNS="100")
 
 
 def workplace(folder: Path) -> Path:

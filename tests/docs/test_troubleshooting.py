@@ -53,16 +53,3 @@ def test_the_source_is_read_as_it_is_written():
     assert len(own_letters(rules.message)) < FEW_LETTERS
     assert any(each.message.startswith(f"loss.num_chunks is {HOLE};") for each in ALL)
     assert any(each.message == "not settable from a file" for each in ALL)  # by bad_value
-
-
-def test_every_flag_file_and_link_on_the_page_exists():
-    from graph_trainer.titan.config.fields import settable_keys
-    from graph_trainer.titan.config.load import load_config
-
-    keys = set(settable_keys(load_config(["--loss.type", "chunked_cross_entropy"])))
-    keys |= {f"{k.rpartition('.')[0]}.type" for k in keys if "." in k}
-    sections = {key.split(".")[0] for key in keys}
-    for code in re.findall(r"`([a-z_]+\.[a-z_]+)(?: = [^`]*)?`", PAGE):
-        assert code.split(".")[0] not in sections or code in keys, code
-    for link in re.findall(r"\]\(([^)]+)\)", PAGE):
-        assert (Path(__file__).resolve().parents[2] / "docs" / link).exists(), link

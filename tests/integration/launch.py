@@ -1,6 +1,6 @@
 """Start real ranks with torchrun, once, and collect what each of them reports.
 
-A test calls `run_ranks`; the script it names calls `finish` on every rank when its cases are
+A test calls `run_ranks`; the script it names calls `report` on every rank when its cases are
 done. Starting processes and importing torch costs far more than a tiny case, so a script runs
 all its cases in one launch.
 """
@@ -15,16 +15,34 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
-
-from graph_trainer.train import leave
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDER = "GRAPH_TRAINER_TEST_RESULTS"
 _LINES_SHOWN = 60
+
+
+def user_environment(**more: str) -> dict[str, str]:
+    """Return the environment of a user who calls from a shell where this Python is active.
+
+    Args:
+        more: variables beside those of this process, from which those of a launch are left out.
+    """
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NNODES", "OMP_NUM_THREADS")
+    left_out += ("NGPU", "MODULE", "CONFIG", "LOG_RANK")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    programs = Path(sys.executable).parent
+    return (
+        kept
+        | {
+            "PATH": os.pathsep.join([str(programs), os.environ["PATH"]]),
+            "VIRTUAL_ENV": str(programs.parent),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", str(ROOT))]),
+        }
+        | more
+    )
 
 
 class RanksFailed(AssertionError):
@@ -35,14 +53,6 @@ def report(results: Any) -> None:
     """Hand this rank's results to the test that launched it. Called by scripts, once."""
     path = Path(os.environ[_FOLDER]) / f"{os.environ['RANK']}.json"
     path.write_text(json.dumps(results))
-
-
-def finish(results: Any) -> NoReturn:
-    """Report, wait for the other ranks and leave. The end of a script that trained."""
-    report(results)
-    dist.barrier()
-    dist.destroy_process_group()
-    leave(0)
 
 
 def run_ranks(
@@ -73,11 +83,7 @@ def run_ranks(
         )
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        environment = os.environ | {
-            _FOLDER: name,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        }
+        environment = user_environment(OMP_NUM_THREADS="1", **{_FOLDER: name})
         if device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(ranks)]

@@ -17,7 +17,7 @@ tested is in the graph and not in the length.
 Tested elsewhere (public_api_cases.py: on three and four ranks):
 
     odd, odd_four, hybrid_odd: 10, 3 and 1 rows over three and four ranks, tied, frozen and unread
-        parameters, a scalar, a buffer that forward replaces; 3 rows over eight: PUBLIC below
+        parameters, a scalar, a buffer that forward replaces; 3 rows over eight: test_matrix.py
     cnn: the buffers of batch norm; gpt2_tied: tied weights of another library's model
     gpt2_dropout, checkpointed_dropout, resumed_dropout: drawn once, and again from the seed
     checkpoint_cases.py: checkpoints of other meshes and of plain torchtitan, on four ranks
@@ -203,9 +203,6 @@ MATRIX = (
 
 QUICK = ("fsdp2_tp2_fp32",)
 """Cases that ./run_tests.sh runs without --full: sharded and tensor parallel, every policy."""
-
-# Cases of the public API (public_api_cases.py) that are run on eight ranks as well.
-PUBLIC = ("odd",)
 
 
 def holding(what: Holds) -> list[Case]:

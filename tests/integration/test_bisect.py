@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any, NamedTuple
@@ -12,7 +11,7 @@ import pytest
 
 from graph_trainer.core.bisect.search import Verdict
 from tests.integration.bisect_worker import FACTOR, MODULE, RESULTS
-from tests.integration.launch import ROOT
+from tests.integration.launch import ROOT, user_environment
 from tests.integration.matrix import COMMON, FP32, arguments, rows, shard
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,15 +37,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     passes = "normalize_views,tests.integration.bisect_worker:WRONG,eliminate_dead_code"
     flags = COMMON | FP32 | shard(RANKS) | rows(1)
     flags |= {"dump_folder": folder, "compile.passes": passes}
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("RANK", "WORLD_SIZE", "NGPU", "NNODES")
-    } | {
-        RESULTS: str(folder),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = user_environment(OMP_NUM_THREADS="1", **{RESULTS: str(folder)})
     command = [sys.executable, "-c", COMMAND, *arguments(flags)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False

@@ -19,7 +19,7 @@ import pytest
 
 from graph_trainer.titan.checkpoint_files import METADATA, damage, sums_of
 from tests.integration.faults_worker import FLAGS
-from tests.integration.launch import ROOT, _descendants, run_ranks
+from tests.integration.launch import ROOT, _descendants, run_ranks, user_environment
 
 HERE = Path(__file__).parent
 
@@ -134,15 +134,12 @@ class Run:
     """A launcher, the processes that it starts and what they print."""
 
     def __init__(self, command: list[str], folder: Path, log: str, **environment: str) -> None:
-        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         self.folder, self.log = folder, folder / log
         with self.log.open("w") as output:
             self.launcher = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ
-                | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "NGPU": "2"}
-                | environment,
+                env=user_environment(OMP_NUM_THREADS="1", NGPU="2", **environment),
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -12,13 +12,12 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import ROOT, _kill
+from tests.integration.launch import ROOT, _kill, user_environment
 
 SECONDS = 240
 UNSHARE = ["unshare", "--net", "--mount", "--uts"]
@@ -85,13 +84,7 @@ def with_namespaces(
 @pytest.mark.timeout(300)
 def test_two_machines_train_together(tmp_path: Path) -> None:
     flags = ["--training.steps", "2", "--training.seq_len", "64", "--metrics.log_freq", "1"]
-    kept = {k: v for k, v in os.environ.items() if k not in ("NGPU", "OMP_NUM_THREADS")}
-    environment = kept | {
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
-        "PYTHONPATH": str(ROOT),
-        "CUDA_VISIBLE_DEVICES": "",
-        "NGPU": "2",
-    }
+    environment = user_environment(CUDA_VISIBLE_DEVICES="", NGPU="2")
     command = [str(ROOT / "run_train.sh"), *flags]
     unshare = namespaces()
     if unshare is None:

@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.integration.launch import ROOT, user_environment
+
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _STEP = re.compile(r"step:\s*(\d+)\s+loss:\s*([\d.]+)")
 
 
 def run_train(folder: Path, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Call the script from another folder, in the environment that runs the tests."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    inherited = {k: v for k, v in os.environ.items() if k not in ("NGPU", "OMP_NUM_THREADS")}
     return subprocess.run(
         [str(ROOT / "run_train.sh"), *flags],
         cwd=folder,
-        env=inherited | {"PATH": path, "PYTHONPATH": str(ROOT)} | environment,
+        env=user_environment(**environment),
         capture_output=True,
         text=True,
         timeout=280,

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integration.launch import finish
+from graph_trainer.train import leave
+from tests.integration.launch import report
 
 
 def run(job: str, folder: Path) -> Any:
@@ -42,7 +43,10 @@ def main() -> None:
             results[job] = {"error": traceback.format_exc()}
         results[job]["seconds"] = round(time.perf_counter() - start, 1)
         gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
-    finish(results)
+    report(results)
+    dist.barrier()
+    dist.destroy_process_group()
+    leave(0)
 
 
 if __name__ == "__main__":
