@@ -314,6 +314,23 @@ programs = st.tuples(
 )
 
 
+# Programs by hand; the first result of a step is value 3, as there are three inputs.
+INPUTS_ARE_NOT_COUNTED = [("flat_view", 0, 0), ("sum", 3, 0)], [4]
+A_VIEW_KEEPS_THE_WHOLE_STORAGE = [("neg", 0, 0), ("half", 3, 0), ("sum", 4, 0), ("sum", 4, 0)], [6]
+UNUSED_RESULTS_LIVE_AS_LONG_AS_THEIR_TUPLE = (
+    [("sort", 0, 0), ("neg", 0, 0), ("take", 0, 0), ("sum", 4, 0)],
+    [5],
+)
+A_COLLECTIVE_KEEPS_ITS_INPUT_UNTIL_THE_WAIT = (
+    [("neg", 0, 0), ("gather", 3, 0), ("neg", 0, 0), ("wait", 0, 0), ("sum", 5, 0)],
+    [6],
+)
+WITHOUT_A_WAIT_A_COLLECTIVE_IS_ALIVE_TO_THE_END = (
+    [("neg", 0, 0), ("all_reduce_coalesced", 3, 0), ("neg", 0, 0)],
+    [4],
+)
+
+
 def build(program) -> JointGraph:
     steps, returned = program
     built = Program()
@@ -337,5 +354,10 @@ def assert_predicted(joint: JointGraph) -> None:
 @given(programs)
 @example(([("neg", 0, 0), ("sort_out", 3, 0), ("take", 0, 1), ("sum", 0, 0)], [0]))
 @example(([("every_other", 0, 0), ("dropout_off", 3, 0)], []))
+@example(INPUTS_ARE_NOT_COUNTED)
+@example(A_VIEW_KEEPS_THE_WHOLE_STORAGE)
+@example(UNUSED_RESULTS_LIVE_AS_LONG_AS_THEIR_TUPLE)
+@example(A_COLLECTIVE_KEEPS_ITS_INPUT_UNTIL_THE_WAIT)
+@example(WITHOUT_A_WAIT_A_COLLECTIVE_IS_ALIVE_TO_THE_END)
 def test_predicted_memory_is_what_a_run_allocates(program):
     assert_predicted(build(program))

@@ -25,28 +25,18 @@ def fsdp_step():
     b = Builder()
     shard, x = b.parameter("w", 8), b.input("x", 16)
     running = b.buffer("running", 8)
-    named = {"parameter": "w", "module": "layers.0"}
-    cast = b.call(aten._to_copy.default, shard, dtype=torch.bfloat16, role=Role.UNSHARD, **named)
-    gathered = b.call(c10d.all_gather_into_tensor.default, cast, 2, "0", role=Role.UNSHARD, **named)
-    weight = b.call(c10d.wait_tensor.default, gathered, role=Role.UNSHARD, **named)
+    gathers = {"role": Role.UNSHARD, "parameter": "w", "module": "layers.0"}
+    reduces = gathers | {"role": Role.REDUCE_GRAD, "phase": BACKWARD}
+    cast = b.call(aten._to_copy.default, shard, dtype=torch.bfloat16, **gathers)
+    gathered = b.call(c10d.all_gather_into_tensor.default, cast, 2, "0", **gathers)
+    weight = b.call(c10d.wait_tensor.default, gathered, **gathers)
     kept = b.call(aten.mul.Tensor, x, weight, module="layers.0")
     passing = b.call(aten.exp.default, kept)
     loss = b.call(aten.sum.default, passing)
     back = b.call(aten.mul.Tensor, kept, weight, phase=BACKWARD)
     sent = b.call(aten.neg.default, back, phase=BACKWARD)
-    reduced = b.call(
-        c10d.reduce_scatter_tensor.default,
-        sent,
-        "sum",
-        2,
-        "0",
-        phase=BACKWARD,
-        role=Role.REDUCE_GRAD,
-        **named,
-    )
-    waited = b.call(
-        c10d.wait_tensor.default, reduced, phase=BACKWARD, role=Role.REDUCE_GRAD, **named
-    )
+    reduced = b.call(c10d.reduce_scatter_tensor.default, sent, "sum", 2, "0", **reduces)
+    waited = b.call(c10d.wait_tensor.default, reduced, **reduces)
     gradient = b.call(aten.div.Tensor, waited, 2, phase=BACKWARD)
     nodes = {
         "running": running,
@@ -92,15 +82,6 @@ def test_the_owner_of_a_storage():
     assert owner[nodes["kept"]] == "layers.0" and owner[nodes["passing"]] == ""
 
 
-def test_the_storages_alive_at_a_node_add_up_to_its_total():
-    joint, _ = fsdp_step()
-    found = memory_of(joint, optimizer_bytes=100)
-    for place, total in enumerate(found.total):
-        alive = found.live_at(place)
-        assert sum(s.bytes for s in alive) + ROW + 100 + 3 * ROW == total
-        assert [s.bytes for s in alive] == sorted((s.bytes for s in alive), reverse=True)
-
-
 def test_storages_inside_a_kernel_are_not_counted():
     joint, nodes = fsdp_step()
     full = memory_of(joint)
@@ -122,23 +103,11 @@ def test_scratch_is_communication_until_the_wait():
     joint, nodes = fsdp_step()
     plain = memory_of(joint)
     found = memory_of(joint, scratch={nodes["gathered"]: 1000})
-    rise = [
-        a - b
-        for a, b in zip(
-            found.by_category[Category.COMMUNICATION],
-            plain.by_category[Category.COMMUNICATION],
-            strict=True,
-        )
-    ]
+    buffers = (m.by_category[Category.COMMUNICATION] for m in (found, plain))
+    rise = [a - b for a, b in zip(*buffers, strict=True)]
     place = list(joint.graph.nodes).index(nodes["gathered"])
     assert [i for i, more in enumerate(rise) if more == 1000] == [place, place + 1]
     assert set(rise) == {0, 1000}
-
-
-def test_given_bytes_are_those_of_this_rank():
-    joint, _ = fsdp_step()
-    kinds = (InputKind.PARAMETER, InputKind.BATCH, InputKind.BUFFER)
-    assert [given_bytes(joint, kind) for kind in kinds] == [ROW, 2 * ROW, ROW]
 
 
 def check(joint, **how):
@@ -154,6 +123,9 @@ def check(joint, **how):
     for category in GIVEN:
         assert len(set(found.by_category[category])) == 1
     made = lifetimes(joint).live_bytes
+    for place, live in enumerate(made):
+        sizes = [s.bytes for s in found.live_at(place)]
+        assert sum(sizes) == live and sizes == sorted(sizes, reverse=True)
     caller = how.get("accumulated_bytes", 0) + sum(found.by_category[c][0] for c in GIVEN)
     assert found.total == [caller + live for live in made]
     return found

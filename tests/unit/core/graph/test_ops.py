@@ -207,7 +207,7 @@ def test_a_collective_in_place_on_a_list_gives_each_storage_back():
     assert written_arguments(reduced) == [one, two]
 
 
-def test_reshape_and_contiguous_copy_only_where_they_must():
+def test_reshape_contiguous_and_to_copy_only_where_they_must():
     g = Graph()
     made = g.f(aten.exp.default, g.input("square", 2, 3))
     turned = g.f(aten.t.default, made)
@@ -217,6 +217,9 @@ def test_reshape_and_contiguous_copy_only_where_they_must():
         g.f(aten.reshape.default, turned, [3, 2, 1]): turned,
         g.f(aten.contiguous.default, made): made,
         g.f(aten.contiguous.default, turned): None,
+        g.f(aten.to.dtype, made, torch.float32): made,
+        g.f(aten.to.dtype, made, torch.float64): None,
+        g.f(aten.to.dtype, made, torch.float32, False, True): None,
     }
     assert {n: aliased_input(n) for n in cases} == cases
 
@@ -261,10 +264,3 @@ def test_each_out_buffer_is_the_storage_of_its_own_result():
     roots, held = g.roots(), value_storages(g.graph)
     assert [roots[t] for t in taken] == [(values, 0), (indices, 0), (indices, 0)]
     assert list(storages_in(held[result])) == [(values, 0), (indices, 0)]
-
-
-def test_to_copies_only_where_it_must():
-    g = Graph()
-    same, wider = (g.f(aten.to.dtype, g.x, d) for d in (torch.float32, torch.float64))
-    forced = g.f(aten.to.dtype, g.x, torch.float32, False, True)
-    assert [aliased_input(n) for n in (same, wider, forced)] == [g.x, None, None]

@@ -60,9 +60,7 @@ _OPS = ("add", "mul", "relu", "transpose", "mm", "sum", "start", "wait")
 
 _numbers = st.integers(0, 99)
 steps = st.lists(
-    st.tuples(
-        st.sampled_from(_OPS), st.integers(0, 99), st.integers(0, 99), st.sampled_from(Phase)
-    ),
+    st.tuples(st.sampled_from(_OPS), _numbers, _numbers, st.sampled_from(Phase)),
     min_size=1,
     max_size=25,
 )
