@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,7 +249,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             scale = (scale / divisor).to(dtype)
         hidden_gradients = []
         weight_gradient: torch.Tensor | None = None
-        for part, targets in _chunks(hidden, labels, num_chunks):
+        parts = zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 1), strict=True)
+        for part, targets in parts:  # [batch, chunk, dim], [batch, chunk]
             tokens = part.reshape(-1, part.shape[-1])
             softmax = _Softmax(tokens, weight, targets.reshape(-1), dtype, shard)
             total = total + softmax.loss()
@@ -281,13 +281,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         # not in place: with retain_graph backward may run again
         gradients = (g if g is None else g * grad for g in ctx.saved_tensors)
         return (*gradients, None, None, None, None, None)
-
-
-def _chunks(
-    hidden: torch.Tensor, labels: torch.Tensor, num_chunks: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Split along the sequence as torch.chunk does: [batch, chunk, dim], [batch, chunk]."""
-    return zip(hidden.chunk(num_chunks, 1), labels.chunk(num_chunks, 1), strict=True)
 
 
 class _Softmax:

@@ -30,7 +30,7 @@ class LossGuard:
 
     def see(self, step: int, loss: torch.Tensor) -> None:
         """Record this rank's loss of a step or of a microbatch, a scalar."""
-        local = _local(loss).detach().to(torch.float64)
+        local = local_tensor(loss).detach().to(torch.float64)
         if self._first is None:
             self._first = torch.full((2,), math.inf, dtype=torch.float64, device=local.device)
         is_first = torch.isinf(self._first[0]) & ~torch.isfinite(local)
@@ -49,7 +49,7 @@ class LossGuard:
             NotFiniteError: on every rank alike, with the step and the ranks.
         """
         assert self._first is not None, "nothing was seen"
-        finite = [torch.isfinite(_local(gradient)).all() for gradient in gradients]
+        finite = [torch.isfinite(local_tensor(gradient)).all() for gradient in gradients]
         good = torch.stack(finite).all() if finite else torch.ones_like(self._first[0])
         local = torch.cat([self._first, good.to(self._first)[None]])
         by_rank = [torch.empty_like(local) for _ in range(dist.get_world_size())]
@@ -95,5 +95,6 @@ def _listed(items: Iterable[object], unit: str = "") -> str:
     return ", ".join(shown[:_SHOWN]) + more
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local part of a DTensor, and any other tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

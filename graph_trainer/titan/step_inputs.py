@@ -11,7 +11,7 @@ from torch import nn
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
-from graph_trainer.titan.training_state_memory import held_by
+from graph_trainer.titan.training_state_memory import other_memory_of
 
 if TYPE_CHECKING:
     from torchtitan.distributed import ParallelDims
@@ -63,5 +63,5 @@ def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: s
         config.compile,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         pipeline_parallel=parallel_dims.pp_enabled,
-        other_memory=held_by(config, batches, device),
+        other_memory=other_memory_of(config, batches, device),
     )

@@ -6,12 +6,11 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
@@ -26,7 +25,7 @@ from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_chec
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.device import process_group_timeouts
-from graph_trainer.titan.nonfinite_guard import LossGuard
+from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 from graph_trainer.titan.validator import with_captured_forward
@@ -160,18 +159,13 @@ class GraphTrainer(Trainer):
         """Turn a collective that fails inside into a TrainingError."""
         try:
             yield
-        except CollectiveError as error:
-            self._say_who_is_missing(error, error)
-        except RuntimeError as error:
-            failed = failed_outside_graph(error)
+        except (CollectiveError, RuntimeError) as error:
+            failed = error if isinstance(error, CollectiveError) else failed_outside_graph(error)
             if failed is None:
                 raise
-            self._say_who_is_missing(failed, error)
-
-    def _say_who_is_missing(self, failed: CollectiveError, error: Exception) -> NoReturn:
-        # Log first, because the launcher may end this rank while it still asks the others.
-        logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
-        raise with_missing_ranks(failed, self.step) from error
+            # Log first, because the launcher may end this rank while it still asks the others.
+            logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
+            raise with_missing_ranks(failed, self.step) from error
 
     def train(self) -> None:
         """Run torchtitan's loop and finish an asynchronous save.
@@ -202,9 +196,5 @@ def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -
         if parameter.grad is None:
             parameter.grad = gradient
         else:
-            _local(parameter.grad).add_(_local(gradient))
+            local_tensor(parameter.grad).add_(local_tensor(gradient))
     assert not left, f"gradients of parameters that the model does not have: {sorted(left)}"
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

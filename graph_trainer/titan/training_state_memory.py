@@ -17,8 +17,10 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
-def held_by(config: GraphTrainerConfig, data_parallel_degree: int, device: str) -> OtherMemoryOf:
-    """What this run holds during a step, as a function of the captured graph.
+def other_memory_of(
+    config: GraphTrainerConfig, data_parallel_degree: int, device: str
+) -> OtherMemoryOf:
+    """Make the function that predicts, from the captured graph, the other memory during a step.
 
     Args:
         data_parallel_degree: how many different batches a step has.
@@ -54,11 +56,10 @@ def optimizer_bytes(joint: JointGraph, config: GraphTrainerConfig) -> int:
         (re.compile(g.pattern), _STATES[g.optimizer_name] + bool(g.optimizer_kwargs.get("amsgrad")))
         for g in config.optimizer.param_groups
     ]
-    total = 0
-    for name, num in _trained(joint):
-        states = next((count for pattern, count in groups if pattern.search(name)), 0)
-        total += states * num
-    return total
+    return sum(
+        num * next((states for pattern, states in groups if pattern.search(name)), 0)
+        for name, num in _trained(joint)
+    )
 
 
 def trained_bytes(joint: JointGraph) -> int:

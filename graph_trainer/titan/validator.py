@@ -12,11 +12,9 @@ from torch import nn
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
+from graph_trainer.core.capture.capture import LossFn
 from graph_trainer.core.runtime.step_cache import TrainStep
 
-Loss = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""`loss(model, inputs, labels, **extra)`: inputs and labels are int64 [local batch, sequence],
-`extra` goes to the model."""
 Within = Callable[[], AbstractContextManager[None]]
 
 
@@ -29,17 +27,27 @@ class CapturedValidator(BaseValidator):
 
     Args:
         validator: torchtitan's; its loss function is replaced.
-        make_step: makes the step without backward for a loss of one batch.
+        make_step: makes the step without backward for `loss(model, inputs, labels, **extra)`,
+            the sum over the tokens of one batch: inputs and labels are int64
+            [local batch, sequence], `extra` goes to the model.
         within: makes the context that a validation runs in.
     """
 
     def __init__(
-        self, validator: Validator, make_step: Callable[[Loss], TrainStep], within: Within
+        self, validator: Validator, make_step: Callable[[LossFn], TrainStep], within: Within
     ) -> None:
         super().__init__(validator.config)
         self._validator = validator
         self._within = within
-        self.step = make_step(_loss_of_validation(validator.loss_fn))
+        loss_fn = validator.loss_fn
+
+        def loss(
+            model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **extra: Any
+        ) -> torch.Tensor:
+            value, _ = loss_fn(model(inputs, **extra), labels)
+            return value
+
+        self.step = make_step(loss)
         validator.loss_fn = self._run
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:
@@ -57,7 +65,7 @@ class CapturedValidator(BaseValidator):
 
 
 def with_captured_forward(
-    validator: BaseValidator, make_step: Callable[[Loss], TrainStep], *, within: Within
+    validator: BaseValidator, make_step: Callable[[LossFn], TrainStep], *, within: Within
 ) -> BaseValidator:
     """Let torchtitan's own validator run a captured graph.
 
@@ -71,18 +79,6 @@ def with_captured_forward(
         "validates with the model itself, without a captured graph"
     )
     return validator
-
-
-def _loss_of_validation(loss_fn: Callable[..., Any]) -> Loss:
-    """Make the loss that torchtitan's Validator computes of one batch: a sum over tokens."""
-
-    def loss(
-        model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **extra: Any
-    ) -> torch.Tensor:
-        value, _ = loss_fn(model(inputs, **extra), labels)
-        return value
-
-    return loss
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.step_inputs import loss_of_batch, passes_of
 from graph_trainer.titan.trainer import GraphTrainer
-from graph_trainer.titan.training_state_memory import held_by
+from graph_trainer.titan.training_state_memory import other_memory_of
 from tests.integration.matrix import Flags, arguments
 
 COMMON: Flags = {"debug.seed": 42, "metrics.log_freq": 100}
@@ -104,8 +104,8 @@ class Measured:
             dist.all_reduce(all_given_back, dist.ReduceOp.MIN)
             if all_given_back:
                 break
-        held = held_by(config, self._data_ranks(), "cpu")(joint)
-        memory = simulate(joint, load_hardware("cpu"), held).memory
+        other = other_memory_of(config, self._data_ranks(), "cpu")(joint)
+        memory = simulate(joint, load_hardware("cpu"), other).memory
         order = list(joint.graph.nodes)
         return {
             "measured": state + peak,

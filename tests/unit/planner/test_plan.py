@@ -32,7 +32,11 @@ from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.report import plan_report
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.training_state_memory import held_by, optimizer_bytes, trained_bytes
+from graph_trainer.titan.training_state_memory import (
+    optimizer_bytes,
+    other_memory_of,
+    trained_bytes,
+)
 from tests.unit.graphs import captured_decoder
 from tests.unit.planner.conftest import shown
 
@@ -84,16 +88,16 @@ def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
 def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, hardware):
     plan = planned("--compile.backend", backend, hardware=hardware)
     joint = plan.simulation.joint
-    held = held_by(plan.config, 4, plan.hardware.device)
-    assert Budget(PassContext(other_memory=held)).memory(joint).peak_bytes == plan.peak_bytes
+    other = other_memory_of(plan.config, 4, plan.hardware.device)
+    assert Budget(PassContext(other_memory=other)).memory(joint).peak_bytes == plan.peak_bytes
 
 
 def test_the_limit_of_a_validation_counts_the_gradients_of_the_step_before():
     plan = planned()
-    graph, held = copy.copy(plan.simulation.joint), held_by(plan.config, 4, "cuda")
-    assert held(graph).accumulated_bytes == 0
+    graph, other = copy.copy(plan.simulation.joint), other_memory_of(plan.config, 4, "cuda")
+    assert other(graph).accumulated_bytes == 0
     graph.signature = dataclasses.replace(graph.signature, backward=False)
-    assert held(graph).accumulated_bytes == trained_bytes(graph) > 0
+    assert other(graph).accumulated_bytes == trained_bytes(graph) > 0
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
