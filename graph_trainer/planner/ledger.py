@@ -45,10 +45,6 @@ class LedgerRow:
     remarks: tuple[str, ...] = ()
     """What the pass says of its work, a summary first."""
 
-    def of_kind(self, kind: str) -> Volume:
-        """Sum the collectives of one kind."""
-        return sum((v for (k, _, _), v in self.collectives.items() if k == kind), Volume())
-
     @property
     def exposed(self) -> float:
         """The seconds that compute waits for communication, in all."""

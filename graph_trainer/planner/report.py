@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from typing import Any
 
 from graph_trainer.core.analysis.collective_kinds import mergeable_kinds
@@ -44,6 +45,7 @@ CATEGORIES = {
 def plan_report(plan: Plan) -> dict[str, Any]:
     """Make the report of a plan."""
     simulation = plan.simulation
+    longest = nlargest(LARGEST_SHOWN, simulation.timeline.exposed, key=lambda w: w.seconds)
     return {
         "schema": SCHEMA,
         "versions": versions(),
@@ -68,7 +70,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "outside_seconds": plan.outside_seconds,
         "step_seconds": plan.step_seconds,
         "busy_seconds": simulation.timeline.busy,
-        "exposed_waits": [_wait(w) for w in _longest(simulation.timeline.exposed)],
+        "exposed_waits": [_wait(w) for w in longest],
         "exposed_by_module": _exposed_by_module(simulation.timeline.exposed),
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "mfu": plan.mfu,
@@ -160,10 +162,6 @@ def _peak(plan: Plan) -> dict[str, Any]:
             for s in live[:LARGEST_SHOWN]
         ],
     }
-
-
-def _longest(waits: list[ExposedWait]) -> list[ExposedWait]:
-    return sorted(waits, key=lambda w: -w.seconds)[:LARGEST_SHOWN]
 
 
 def _wait(w: ExposedWait) -> dict[str, Any]:

@@ -118,7 +118,9 @@ def rank_classes(run: FakeRank) -> RankClasses:
     axis have classes of their own, because models ask for these ranks, while there are at most
     MOST_CLASSES classes.
     """
-    axes = _axes(run)
+    # Ranks are counted along the last axis first.
+    dims = run.parallel_dims
+    axes = {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
     sizes = tuple(axes.values())
     layouts = {_layout_of(p, tuple(axes)) for p in run.model.parameters()}
     known: dict[tuple[Shape, ...], int] = {}
@@ -141,12 +143,6 @@ def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int
     seen: dict[object, int] = {}
     keys = [(kind, place if place in alone else None) for place, kind in enumerate(kinds)]
     return tuple(seen.setdefault(key, len(seen)) for key in keys)
-
-
-def _axes(run: FakeRank) -> dict[str, int]:
-    """Return the size of each mesh axis by name; ranks are counted along the last axis first."""
-    dims = run.parallel_dims
-    return {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
 
 
 def _layout_of(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Layout:

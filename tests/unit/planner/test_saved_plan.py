@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,10 @@ def test_what_is_saved_is_what_the_tables_say(full, plan):
     assert predicted.peak_bytes == full.peak_bytes
     assert predicted.reserved_bytes == full.reserved_bytes
     assert predicted.step_seconds == full.step_seconds
-    for kind, count in predicted.counts().items():
-        assert count == full.rows[-1].of_kind(kind).count > 0
+    shown = Counter()
+    for (kind, _, _), volume in full.rows[-1].collectives.items():
+        shown[kind] += volume.count
+    assert predicted.counts() == shown and all(shown.values())
 
 
 class Opens:
@@ -104,22 +107,17 @@ INTEGER, TEXT = "Input should be a valid integer", "Input should be a valid stri
     [
         (["world_sise"], 3, "world_sise = 3: unknown key. Did you mean world_size?"),
         (["world_size"], "2", f'world_size = "2": {INTEGER}'),
-        (["world_size"], True, f"world_size = true: {INTEGER}"),
         (["world_size"], float("nan"), f"world_size = nan: {INTEGER}"),
         (["world_size"], 3, "they multiply to 2 ranks, and world_size is 3"),
         (["world_size"], 0, "world_size is 0"),
-        (["versions"], [], "versions = []: "),
         (["versions", "torch"], 2.13, f"versions.torch = 2.13: {TEXT}"),
         (["passes"], "default", 'passes = "default": '),
-        (["passes", 0], 1, f"passes[0] = 1: {TEXT}"),
         (["config"], "a = = b", "not TOML"),
         (["config"], "a = " + "[" * 5000, "not TOML"),
         (["microbatches"], -1, "microbatches = -1: "),
-        (["axes", 0], ["dp_replicate"], "axes[0]"),
         (["axes", 0, 1], [], "axes[0][1] = []: Tuple should have at least 1 item"),
         (["axes", 1, 1], [0, 0], "not one for each class of the axes"),
         (["classes"], [], "not one for each class of the axes"),
-        (["classes", 0], None, "classes[0]"),
         (["classes", 0, "rank"], 5, "not one for each class of the axes"),
         (["classes", 0, "extra"], 5, "classes[0].extra = 5: unknown key"),
         (["classes", 0, "op", 0], [0, 10**6], "classes[0].op[0] = [0, 1000000]: not two positions"),
@@ -128,10 +126,8 @@ INTEGER, TEXT = "Input should be a valid integer", "Input should be a valid stri
         (["classes", 0, "collective"], [], "classes[0].fingerprint = "),
         (["classes", 0, "fingerprint"], "0", "changed by hand"),
         (["texts", 0], "parameter 'other' float32[1]", "changed by hand"),
-        (["texts"], {}, "texts = {}: "),
         (["classes", 0, "predicted", "peak_bytes"], 1.5, f"predicted.peak_bytes = 1.5: {INTEGER}"),
         (["classes", 0, "predicted", "peak_bytes"], 10**400, "less than 9223372036854775808"),
-        (["classes", 0, "predicted", "step_seconds"], "1", "predicted.step_seconds"),
         (["classes", 0, "predicted", "step_seconds"], 1e999, "predicted.step_seconds = inf"),
         (["classes", 0, "predicted", "collectives"], {"a": {"b": 1}}, "collectives.a.b = 1"),
         (["classes", 0, "predicted", "collectives"], {"a": {"b": {}}}, "count is missing"),
