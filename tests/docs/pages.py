@@ -112,9 +112,14 @@ INLINE = [code for page in PAGES.values() for code in page.inline]
 
 
 def commands(*, start_ranks: bool) -> list[tuple[Block, str]]:
-    """Every command that does, or does not, start ranks, with the block it is first in."""
-    found = {c: b for b in reversed(BLOCKS) if b.kind == "bash" for c in reversed(b.commands)}
-    return [(b, c) for c, b in found.items() if starts_ranks(c) == start_ranks]
+    """Every command that does, or does not, start ranks, with a block it is in: one that shows an
+    output, if there is one."""
+    found: dict[str, Block] = {}
+    for block in (b for b in BLOCKS if b.kind == "bash"):
+        for command in block.commands:
+            if command not in found or block.output:
+                found[command] = block
+    return [(block, c) for c, block in found.items() if starts_ranks(c) == start_ranks]
 
 
 def starts_ranks(command: str) -> bool:

@@ -39,7 +39,7 @@ def of_kind(kind: str) -> list[pytest.param]:
 
 def run(words: list[str], folder: Path) -> list[str]:
     done = subprocess.run(
-        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=200
+        words, cwd=folder, env=environment(), capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}\n{done.stderr}"
     return [line.rstrip() for line in done.stdout.splitlines()]

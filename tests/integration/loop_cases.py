@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
@@ -40,6 +41,7 @@ def train(folder: Path, *flags: str) -> dict[str, Any]:
         "validated": validated,
         "parameters": {name: p.to_local().clone() for name, p in parameters},
         "rates": trainer.lr_schedulers.schedulers[0].get_last_lr(),
+        "folder": folder,
     }
 
 
@@ -49,16 +51,24 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
 
 
 def run(folder: Path, _: str) -> dict[str, Any]:
-    """A run of four steps captured, and the same eagerly."""
+    """A run of four steps captured, the same eagerly, and one resumed after step 2."""
     folder /= "loop"
     whole = train(folder / "whole", "--training.steps", "4")
     eager = train(folder / "eager", "--training.steps", "4", "--compile.mode", "eager")
+    # as if the run had been ended after step 2: the schedule is that of four steps
+    stopped = folder / "stopped"
+    if dist.get_rank() == 0:
+        (stopped / "checkpoint").mkdir(parents=True)
+        (folder / "whole" / "checkpoint" / "step-2").rename(stopped / "checkpoint" / "step-2")
+    dist.barrier()
+    resumed = train(stopped, "--training.steps", "4")
     written = folder / "whole"
     return {
-        "steps": [whole["step"], eager["step"]],
-        "validated": [whole["validated"], eager["validated"]],
-        "rates": [whole["rates"], eager["rates"]],
+        "steps": [whole["step"], eager["step"], resumed["step"]],
+        "validated": [whole["validated"], eager["validated"], resumed["validated"]],
+        "rates": [whole["rates"], resumed["rates"]],
         "eager_differs": differing(whole, eager),
+        "resumed_differs": differing(whole, resumed),
         "tensorboard": len(list(written.rglob("events.out.tfevents.*"))),
         "checkpoints": sorted(p.name for p in (written / "checkpoint").iterdir()),
         "config": (written / "config.toml").read_text(),
