@@ -60,7 +60,7 @@ class Variant:
             from benchmarks.peer import config_of_peer
 
             config = config_of_peer(config)
-        self.trainer = GraphTrainer(config)
+        self.trainer = config.build() if self._of_peer else GraphTrainer(config)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._parts: Counter[str] = Counter()
         self._around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()

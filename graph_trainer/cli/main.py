@@ -158,7 +158,7 @@ def print_passes(argv: Sequence[str]) -> int:
         ]
         # Text and not markup, which would take "x[0]" in a summary for a style.
         described = Text("\n".join([each.summary, *options]), overflow="fold")
-        default = "yes" if each.default else "no"
+        default = "yes" if each.default and each.name in registered_passes() else "no"
         table.add_row(each.name, each.stage.name.lower(), default, described)
     print_table(table)
     return 0

@@ -66,6 +66,7 @@ def blocks_of(text: str, page: str) -> list[Block]:
     runnable: Block | None = None
     for block in found:
         if block.kind == "text":
+            assert block.text.strip(), f"line {block.line}: an empty output"
             if page not in DRAWINGS:
                 assert runnable is not None, f"line {block.line}: output of no block"
                 runnable.output += [line.rstrip() for line in block.text.splitlines()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import IntEnum
 from typing import Any
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.errors import PassError
 
 
 class Stage(IntEnum):
@@ -45,7 +46,7 @@ class Pass:
     options_type: type = NoOptions
     """A frozen dataclass of what a user may set; the docstrings of its fields are the help."""
     default: bool = True
-    """Whether the pass list "default" includes it."""
+    """Whether the pass list "default" includes it. Read of built-in passes only."""
     optional: bool = False
     """Whether a step needs it only to be faster: it is rolled back where it would need more
     memory than `compile.memory_limit_gib`. For prefetching, bucketing, overlap."""
@@ -61,6 +62,14 @@ class Pass:
     """Whether it decides by simulation with these options, and so needs `compile.hardware`."""
 
     def __post_init__(self) -> None:
+        kind = self.options_type
+        if not (isinstance(kind, type) and is_dataclass(kind)) or any(
+            f.default is MISSING and f.default_factory is MISSING for f in fields(kind)
+        ):
+            raise PassError(
+                f"the options of the pass '{self.name}' are {kind!r}: a dataclass is needed whose "
+                "fields all have defaults"
+            )
         if not self.section:
             object.__setattr__(self, "section", self.name)
 

@@ -61,6 +61,8 @@ def load_pass(text: str) -> Pass:
     """
     module_name, _, name = text.partition(":")
     entry = f"compile.passes: '{text}'"
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
+        raise PassError(f"{entry}: write package.module:name, without spaces")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

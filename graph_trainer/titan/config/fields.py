@@ -127,6 +127,8 @@ def canonical(value: Any, hint: Any = None) -> Any:
             return {k: canonical(v, args[1]) for k, v in value.items()}
         if origin is list and isinstance(value, list | tuple):
             return [canonical(v, args[0]) for v in value]
+        if origin is tuple and args[1:] == (Ellipsis,) and isinstance(value, list | tuple):
+            return tuple(canonical(v, args[0]) for v in value)
         if origin is tuple and isinstance(value, list | tuple) and len(args) == len(value):
             return tuple(canonical(v, a) for v, a in zip(value, args, strict=True))
     return value

@@ -10,6 +10,7 @@ from typing import Any
 
 import tyro
 from torchtitan.config import ConfigManager
+from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.fields import (
@@ -126,6 +127,7 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
     """
     registry = tyro.constructors.ConstructorRegistry()
     ConfigManager.register_tyro_rules(registry)
+    registry.primitive_rule(_texts)
     printed = io.StringIO()
     try:
         with contextlib.ExitStack() as redirected:
@@ -155,6 +157,19 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
     if unknown:
         raise _unknown_flag(unknown, config, prog)
     return parsed
+
+
+def _texts(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
+    """Write tuples of texts as torchtitan's rule writes lists: a,b,c."""
+    if kind.type != tuple[str, ...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=lambda words: tuple(words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(value)],
+    )
 
 
 def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:

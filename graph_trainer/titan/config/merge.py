@@ -96,6 +96,8 @@ class _Merge:
         if key not in hints:
             here = [prefix + k for k, h in hints.items() if not is_suppressed(h)]
             guess = did_you_mean_key(path, here, self.all_keys)
+            if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
+                guess += "A pass of your own has its section where compile.passes names it. "
             section = f"[{prefix[:-1]}]" if prefix else "the top level"
             listed = ", ".join(k[len(prefix) :] for k in here)
             problem, remedy = "unknown key", f"{guess}Keys of {section}: {listed}."

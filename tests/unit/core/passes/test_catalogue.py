@@ -1,12 +1,14 @@
 """How names become passes: built-in ones, the default list, and those of a user's own."""
 
 import sys
+from dataclasses import dataclass
 
 import pytest
 
 import graph_trainer as gt
-from graph_trainer.core.passes.base import Stage
+from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
+from graph_trainer.errors import PassError
 from tests.unit.graphs import Builder, aten, targets
 
 DEFAULT = [
@@ -156,3 +158,19 @@ def test_the_decorator_names_a_pass_after_its_function():
 
     declared = (my_pass.name, my_pass.stage, my_pass.summary, my_pass.section)
     assert declared == ("my_pass", Stage.TAG, "says what it does", "my_pass")
+
+
+@pytest.mark.parametrize("text", [":x", ".a:x", "m:", "a. b:x", "a:b c"])
+def test_an_entry_that_is_not_two_names_is_refused(text):
+    with pytest.raises(PassError, match="without spaces"):
+        load_pass(text)
+
+
+def test_options_that_cannot_be_made_are_refused():
+    @dataclass(frozen=True)
+    class Needs:
+        value: int
+
+    for kind in (Needs, int):
+        with pytest.raises(PassError, match="fields all have defaults"):
+            graph_pass(stage=Stage.TAG, summary="no", options_type=kind)(lambda *_: None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ SHIPPED = sorted(known_hardware())
 
 
 def test_the_profiles_that_come_along():
-    assert SHIPPED == ["a100-80g", "b200", "cpu", "h100-grand-teton", "h100-sxm", "h200-sxm"]
+    page = (Path(__file__).resolve().parents[4] / "docs/reading_a_plan.md").read_text()
+    assert SHIPPED and not [name for name in SHIPPED if f"`{name}`" not in page]
 
 
 @pytest.mark.parametrize("name", SHIPPED)

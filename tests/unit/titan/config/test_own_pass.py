@@ -27,6 +27,9 @@ class KeepOptions:
     max_kib: int = 64
     """The largest parameter that stays gathered, in KiB."""
 
+    names: tuple[str, ...] = ()
+    """Parameters that stay gathered, whatever their size."""
+
     def __post_init__(self):
         if self.max_kib < 0:
             raise ValueError("max_kib is below 0")
@@ -72,9 +75,25 @@ def test_a_file_lists_it_and_sets_its_options_and_flags_override_them(tmp_path):
     config = load(tmp_path, LISTED + OPTIONS, "--compile.keep_small_unshards.max_kib", "9")
     assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 9
     document = config_to_toml(config)
-    assert tomli.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9}
+    assert tomli.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9, "names": []}
     again = load(tmp_path, document.removeprefix(BASE).replace(BASE, "", 1))
     assert config_to_toml(again) == document and again.compile == config.compile
+
+
+@pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c"]])
+def test_a_tuple_is_a_list_in_a_file_and_commas_in_a_flag(names, tmp_path):
+    def names_of(config):
+        return config.compile.keep_small_unshards.names
+
+    (tmp_path / "a.toml").write_text(f"{BASE}{LISTED}{OPTIONS}names = {names}\n")
+    config = load_config(["--config", str(tmp_path / "a.toml")])
+    assert names_of(config) == tuple(names)
+    (tmp_path / "b.toml").write_text(config_to_toml(config))
+    assert names_of(load_config(["--config", str(tmp_path / "b.toml")])) == tuple(names)
+    if names:
+        flags = ["--compile.passes", f"default,{NAME}"]
+        flags += ["--compile.keep_small_unshards.names", ",".join(names)]
+        assert names_of(load_config(flags)) == tuple(names)
 
 
 def test_flags_alone_name_it_and_set_its_options():
@@ -121,7 +140,7 @@ def test_help_schema_and_table_show_it(capsys):
         (LISTED + OPTIONS.replace("8", "'8'"), ["keep_small_unshards.max_kib", '"8"', "= 1"]),
         (LISTED + OPTIONS.replace("8", "-8"), ["max_kib = -8", "max_kib is below 0"]),
         (LISTED + OPTIONS.replace("kib", "mib"), ["max_mib", "= 8", "keep_small_unshards.max_kib"]),
-        (OPTIONS, ["compile.keep_small_unshards", "unknown key"]),
+        (OPTIONS, ["compile.keep_small_unshards", "unknown key", "where compile.passes names it"]),
         (
             LISTED + 'disable_passes = ["keep_small_unshards"]\n' + OPTIONS,
             ["keep_small_unshards.max_kib", "= 8: has no effect", "compile.disable_passes"],
