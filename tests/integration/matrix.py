@@ -115,15 +115,15 @@ class Case:
 
 # How far the gradient of one parameter may be from one rank's, as a relative L2 norm. Both sum the
 # same products in another order, and each of OPERATORS in a row rounds its result: n independent
-# roundings of unit u add up to sqrt(n) u of relative error on either side. In a layer 5 operators
-# have a rounding of their own, and outside the layers embedding, norm, head and loss; each forward
-# and backward.
+# roundings of unit u add up to sqrt(n) u of relative error on either side. In a layer 13 round:
+# norm, projection, rotation, scores, softmax, values, projection, sum; norm, projection, gate,
+# projection, sum. Outside the layers embedding, norm, head and loss. Each forward and backward.
 # Microbatches are other ranks' rows under another name: accumulating them sums the products of
 # one batch in another order too, and the same bound holds.
 #
 # AdamW's first steps are sign(gradient) * lr, so a gradient element whose sign differs moves
 # its weight the other way: losses of later steps are held to the gradients' relative error.
-OPERATORS = 2 * (5 * LAYERS + 4)
+OPERATORS = 2 * (13 * LAYERS + 4)
 TOLERANCE = {
     dtype: math.sqrt(2 * OPERATORS) * unit
     for dtype, unit in {"float32": 2**-24, "bfloat16": 2**-9}.items()
