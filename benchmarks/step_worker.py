@@ -120,9 +120,9 @@ class Variant:
     def _graph(self) -> JointGraph | None:
         if self._of_peer:
             return JointGraph(self.trainer._traced_step.gm, Signature((), ()))
-        if self.trainer._captured_step is None:
+        if self.trainer.captured_step is None:
             return None
-        return self.trainer._captured_step.joint_graphs()[-1]
+        return self.trainer.captured_step.joint_graphs()[-1]
 
     def _clocked(self, owner: Any, method: str, part: str) -> None:
         original = getattr(owner, method)

@@ -1,5 +1,6 @@
 """graph_trainer: one train step as one graph, and passes that decide how it communicates."""
 
+from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -41,6 +42,7 @@ __all__ = [
     "TrainingError",
     "VerificationError",
     "capture",
+    "check_capture",
     "compile",
     "graph_pass",
     "run_passes",

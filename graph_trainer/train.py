@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = GraphTrainer(config)
-    trainer.observe(observer_of(trainer, plan))
+    trainer.observer = observer_of(trainer, plan)
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)
@@ -61,10 +61,6 @@ def run(
     SIGINT ends the process at once, as SIGTERM does. Python's KeyboardInterrupt would wait for
     a collective to return, and the other ranks are ending as well; a checkpoint is safe, since
     it gets its name only when it is complete.
-
-    Args:
-        argv: the config's flags; None takes those of the process.
-        work: what the rank does with them.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

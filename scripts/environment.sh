@@ -72,7 +72,7 @@ install() {
     has_modules "$venv/bin/python" pip || "$venv/bin/python" -m ensurepip >/dev/null
     if [[ $kind == dev ]]; then target="${root}[dev]"; fi
     echo "graph_trainer: installing the package and its pinned dependencies, once; this takes minutes" >&2
-    "$venv/bin/python" -m pip install --disable-pip-version-check --quiet \
+    "$venv/bin/python" -m pip install --disable-pip-version-check \
         -c "$root/constraints.txt" -e "$target" >&2
     # Last, so that an interrupted installation is taken up again.
     fingerprint "$venv" >"$venv/graph_trainer-$kind.stamp"

@@ -30,6 +30,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the variables of a launch that the tests' own shell may have."""
+    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def no_process_group_left() -> Iterator[None]:
     """Ends a process group that a test left behind, or the next test would run in it."""
     yield

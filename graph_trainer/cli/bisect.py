@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from pydantic import TypeAdapter
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -61,10 +61,6 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
 
     This process and its ranks see no GPU from here on.
 
-    Args:
-        argv: the config's flags.
-        worker: the module that each rank runs.
-
     Returns:
         The exit code, as HELP says.
 
@@ -90,7 +86,7 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
         launcher.start(launcher.prepare(argv, module=worker))
         if not file.exists():  # the ranks have printed why
             return 2
-        verdict = Verdict.from_dict(json.loads(file.read_text()))
+        verdict = TypeAdapter(Verdict).validate_json(file.read_text())
     print_table(verdict_table(verdict))
     return 0 if verdict.culprit is None else 1
 

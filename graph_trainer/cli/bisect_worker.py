@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -17,11 +18,7 @@ VERDICT_FILE = "GRAPH_TRAINER_VERDICT_FILE"
 
 
 class _Examined(Exception):
-    """Ends the step in which the verdict was found, before the optimizer changes a parameter."""
-
-    def __init__(self, verdict: Verdict) -> None:
-        super().__init__()
-        self.verdict = verdict
+    """Ends the step with its verdict, before the optimizer changes a parameter."""
 
 
 def examine(argv: Sequence[str]) -> Verdict:
@@ -55,13 +52,14 @@ def examine(argv: Sequence[str]) -> Verdict:
             )
         )
 
-    trainer.take_step_with(step)
+    trainer.captured_step = step
     try:
         trainer.checkpointer.load(step=config.checkpoint.load_step)
         trainer.step += 1
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
     except _Examined as end:
-        return end.verdict
+        verdict: Verdict = end.args[0]
+        return verdict
     finally:
         trainer.close()
     raise AssertionError("a train step has run without its captured step")
@@ -70,15 +68,12 @@ def examine(argv: Sequence[str]) -> Verdict:
 def main(argv: Sequence[str] | None = None) -> None:
     """Examine, and write the verdict to the file of VERDICT_FILE on the first rank of a machine.
 
-    Args:
-        argv: the config's flags; None takes those of the process.
-
     Raises:
         GraphTrainerError: as `examine` raises it.
     """
     verdict = examine(sys.argv[1:] if argv is None else argv)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        Path(os.environ[VERDICT_FILE]).write_text(json.dumps(verdict.to_dict()))
+        Path(os.environ[VERDICT_FILE]).write_text(json.dumps(asdict(verdict)))
 
 
 if __name__ == "__main__":

@@ -55,9 +55,6 @@ class Launch:
 def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     """Decide from flags and environment what to start, and check the configuration for it.
 
-    Args:
-        argv: the config's flags, which every rank gets.
-        module: what each rank runs.
     Raises:
         ConfigError: the config, or a variable of USAGE, cannot be used.
     """
@@ -161,12 +158,9 @@ def _number(name: str, default: int, *, least: int, meaning: str) -> int:
 
 
 def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrainerConfig, int]:
-    """Load the config and check it for its ranks.
+    """Load the config and check it for the ranks of each machine; return both.
 
-    Args:
-        ranks: of each machine; 0 leaves the number to the degrees of parallelism.
-    Returns:
-        The config, and the ranks of each machine.
+    0 ranks leave the number to the degrees of parallelism.
     """
     from graph_trainer.planner.plan_check import load_config_and_plan
     from graph_trainer.titan.config.validate import check_config, wanted_ranks

@@ -31,10 +31,8 @@ examples:
       what that run will communicate, need in memory and take in time, simulated without a GPU
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm --save plan.json
       the same, and a file with which a run is compared: graph-trainer train --plan plan.json
-  graph-trainer passes
-      the graph passes, in the order of their stages
   graph-trainer passes --compile.passes default,my_package.passes:my_pass
-      the same with a pass of your own, my_pass in my_package/passes.py
+      the graph passes and one of your own, my_pass in my_package/passes.py
   graph-trainer bisect-passes --training.seq_len 32
       which pass makes loss or gradients differ from the model's own, if any does
   graph-trainer doctor
@@ -84,8 +82,6 @@ def train(argv: Sequence[str]) -> int:
 
     A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
 
-    Args:
-        argv: the config's flags.
     Raises:
         GraphTrainerError: bad input, found before any rank is started.
     """
@@ -103,23 +99,22 @@ def train(argv: Sequence[str]) -> int:
 def print_config(argv: Sequence[str]) -> int:
     """Print the resolved config of the flags as TOML, on any machine.
 
-    With --schema print the JSON schema of the config files instead, with the options of those
-    passes of a user's own that --compile.passes names.
+    With --schema, print the JSON schema of config files instead. It includes the options of the
+    user's own passes that the flags, or the file that they name, list.
 
     Raises:
         ConfigError: bad input.
-        PassError: --compile.passes names no pass.
     """
-    from graph_trainer.titan.config.flags import only_passes
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.config.schema import toml_schema
     from graph_trainer.titan.config.serialize import config_to_toml
 
+    rest = [word for word in argv if word != SCHEMA]
+    config = load_config(rest, prog="graph-trainer config")
     if SCHEMA in argv:
-        rest = [word for word in argv if word != SCHEMA]
-        print(json.dumps(toml_schema(only_passes(rest, f"config {SCHEMA}")), indent=2))
+        print(json.dumps(toml_schema(config.compile.passes), indent=2))
     else:
-        sys.stdout.write(config_to_toml(load_config(argv, prog="graph-trainer config")))
+        sys.stdout.write(config_to_toml(config))
     return 0
 
 
@@ -127,11 +122,10 @@ def print_passes(argv: Sequence[str]) -> int:
     """Print the table of all passes, at most 100 columns wide.
 
     Args:
-        argv: nothing, or --compile.passes, whose passes of a user's own are shown as well.
+        argv: nothing, or a config's flags; the user's own passes in its list are shown as well.
 
     Raises:
-        ConfigError: any other flag.
-        PassError: --compile.passes names no pass.
+        ConfigError: bad input.
     """
     from rich.table import Table
     from rich.text import Text
@@ -141,9 +135,9 @@ def print_passes(argv: Sequence[str]) -> int:
 
     named = []
     if argv:  # the modules of the config import torchtitan, which takes seconds
-        from graph_trainer.titan.config.flags import only_passes
+        from graph_trainer.titan.config.load import load_config
 
-        named = resolve_passes(only_passes(argv, "passes"))
+        named = resolve_passes(load_config(argv, prog="graph-trainer passes").compile.passes)
     passes = registered_passes() | {each.name: each for each in named}
     table = Table(title="Graph passes, in the order of their stages", title_justify="left")
     table.add_column("pass", no_wrap=True)

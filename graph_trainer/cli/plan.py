@@ -17,13 +17,12 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.advice import LoadConfig, advise
-from graph_trainer.planner.compare import compare, comparison_document, comparison_table, settings
-from graph_trainer.planner.console import print_table
+from graph_trainer.planner.advice import advise
+from graph_trainer.planner.compare import SCHEMA, compare, comparison_table, settings
+from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.plan import Plan, make_plan
-from graph_trainer.planner.progress import progress
+from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report_text
@@ -58,13 +57,7 @@ examples:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `graph-trainer plan`.
-
-    Args:
-        argv: the words after `plan`.
-
-    Returns:
-        The exit code.
+    """Run `graph-trainer plan`; return its exit code.
 
     Raises:
         GraphTrainerError: bad input, found before the capture where that is possible.
@@ -118,8 +111,9 @@ def main(argv: Sequence[str]) -> int:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))
     _print(report_text(plan_report(plan)), files.values())
     for flag, path in files.items():
+        write, _ = _WRITERS[flag.removeprefix("--")]
         with published(path) as file:
-            _WRITERS[flag.removeprefix("--")](plan, file)
+            write(plan, file)
         print(f"wrote {path}", file=sys.stderr)
     return 0
 
@@ -142,13 +136,9 @@ def _check_together(flags: argparse.Namespace) -> None:
 
 
 def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
-    """Refuse a word that resembles a flag of `plan`, and name that flag.
+    """Refuse a word, unknown to argparse, that resembles a flag of `plan`, and name that flag.
 
     All other words belong to the config, whose own check knows no flag of `plan`.
-
-    Args:
-        words: what argparse has not recognized.
-        names: the flags of `plan`, as Python names.
     """
     known = [f"--{name.replace('_', '-')}" for name in names]
     for word in words:
@@ -169,13 +159,20 @@ def _write_saved(plan: Plan, file: IO[str]) -> None:
     file.write(saved.to_json())
 
 
-_WRITERS: dict[str, Callable[[Plan, IO[str]], None]] = {
-    "json": _write_json,
-    "trace": write_trace,
-    "html": write_page,
-    "save": _write_saved,
+_WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
+    "json": (_write_json, "write the plan as JSON"),
+    "trace": (
+        write_trace,
+        "write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
+    ),
+    "html": (write_page, "write a page with tables and plots, which opens offline"),
+    "save": (
+        _write_saved,
+        "write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
+        "captures one rank of each class that differs",
+    ),
 }
-"""By flag, the function that writes the plan to the file that the flag names."""
+"""By flag, the function that writes the plan to the file that the flag names, and its help."""
 
 
 def _compare(
@@ -197,15 +194,18 @@ def _compare(
     table = comparison_table(rows, hardware.usable_bytes)
     _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
     if flags.json:
-        about = {
+        document = {
+            "schema": SCHEMA,
+            "versions": versions(),
             "config": config_to_toml(load(())),
             "hardware": asdict(hardware),
             "runtime": flags.like,
             "world_size": world_size,
             "rank": flags.rank,
+            "rows": [asdict(row) for row in rows],
         }
         with published(flags.json) as file:
-            file.write(json.dumps(comparison_document(rows, about), indent=2) + "\n")
+            file.write(json.dumps(document, indent=2) + "\n")
         print(f"wrote {flags.json}", file=sys.stderr)
     return 0
 
@@ -265,26 +265,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
     )
-    parser.add_argument(
-        "--save",
-        type=Path,
-        metavar="FILE",
-        help="write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
-        "captures one rank of each class that differs",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the plan as JSON")
-    parser.add_argument(
-        "--trace",
-        type=Path,
-        metavar="FILE",
-        help="write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
-    )
-    parser.add_argument(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="write a page with tables and plots, which opens offline",
-    )
+    for name, (_, help_text) in _WRITERS.items():
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=help_text)
     return parser
 
 

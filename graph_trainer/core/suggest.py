@@ -12,8 +12,6 @@ def nearest(
     """Find the known names that look like `name`; case, "-" and "_" make no difference.
 
     Args:
-        name: what was written.
-        known: the names that exist.
         count: how many names to return at most.
         cutoff: how alike two names must be, from 0 to 1; None for a default by length.
 
@@ -39,8 +37,6 @@ def did_you_mean(
     """Format the one known name nearest to `name` for a message.
 
     Args:
-        name: what was written.
-        known: the names that exist.
         text: the message's part, with "{}" for the name.
         otherwise: what to return where no known name is like `name`.
         cutoff: as for `nearest`.

@@ -15,11 +15,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
     """Read and parse a TOML file.
 
     Args:
-        path: the file.
         key: the flag or config key that names the file, for messages.
-
-    Returns:
-        The table.
 
     Raises:
         ConfigError: the file cannot be read, or is not TOML; then with line and column.

@@ -19,6 +19,9 @@ from torch import fx, nn
 # The fake mode that a set of fake tensors belongs to. torch 2.11 to 2.15.
 from torch._guards import detect_fake_mode as detect_fake_mode
 
+# The class of ops that run subgraphs; only the ops themselves are public. torch 2.11 to 2.15.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
 # home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -171,32 +174,31 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter without attribute access, which a property of the class may answer.
+
+    `_parameters` exists since the first release of torch.nn; get_parameter uses getattr.
+    """
+    return module._parameters[name]
+
+
+_TENSORS = ("_parameters", "_buffers", "_modules")
+
+
 @contextlib.contextmanager
 def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
-    """Inside, replace the tensors of `model`; restore the model at the end, on errors too.
+    """Inside, replace the tensors of `model`; restore them at the end, on errors too.
 
-    Attributes that are assigned meanwhile are restored too, with the contents of dicts, lists and
-    sets that are attributes: caches, counters, the list of weights in an LSTM. The dictionaries
-    `_parameters` and `_buffers` exist since the first release of torch.nn;
+    The dictionaries `_parameters` and `_buffers` exist since the first release of torch.nn;
     torch.nn.utils.stateless does the same but allows no call other than forward.
 
     Args:
         model: the module to change.
         replacement: from id(tensor) to the new tensor, so that tied parameters stay tied.
     """
-    kinds = ("_parameters", "_buffers", "_modules")
-    saved = [
-        (module, dict(vars(module)), [dict(vars(module)[kind]) for kind in kinds])
-        for module in model.modules()
-    ]
-    containers = [
-        (value, copy.copy(value))
-        for module, attributes, _ in saved
-        for value in attributes.values()
-        if type(value) in (dict, list, set)
-    ]
+    saved = [(m, [dict(vars(m)[kind]) for kind in _TENSORS]) for m in model.modules()]
     try:
-        for module, _, (parameters, buffers, _) in saved:
+        for module, (parameters, buffers, _) in saved:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     module._parameters[name] = replacement[id(parameter)]  # type: ignore[assignment]
@@ -205,15 +207,66 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
                     module._buffers[name] = replacement[id(buffer)]
         yield
     finally:
-        for module, attributes, contents in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-            for kind, content in zip(kinds, contents, strict=True):
+        for module, contents in saved:
+            for kind, content in zip(_TENSORS, contents, strict=True):
                 vars(module)[kind].clear()
                 vars(module)[kind].update(content)
-        for container, content in containers:
+
+
+@contextlib.contextmanager
+def attributes_restored(
+    model: nn.Module,
+) -> Iterator[Callable[[], dict[str, tuple[object, object]]]]:
+    """Restore the attributes of a model's modules at the end, on errors too.
+
+    The contents of dicts, lists and sets that are attributes are restored as well: caches,
+    counters, the list of weights in an LSTM.
+
+    Yields:
+        A function that returns what differs by now, before and after, by "module.attribute" or
+        "module.attribute[key]".
+    """
+    saved = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
+    containers = [
+        (f"{module}.{name}".strip("."), value, copy.copy(value))
+        for module, _, attributes in saved
+        for name, value in attributes.items()
+        if type(value) in (dict, list, set) and name not in _TENSORS
+    ]
+
+    def changes() -> dict[str, tuple[object, object]]:
+        found = {}
+        for name, module, attributes in saved:
+            for key, pair in _changes(attributes, vars(module)):
+                found[f"{name}.{key}".strip(".")] = pair
+        for name, now, before in containers:
+            for key, pair in _changes(_by_key(before), _by_key(now)):
+                found[f"{name}[{key!r}]"] = pair
+        return found
+
+    try:
+        yield changes
+    finally:
+        for _, module, attributes in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for _, container, content in containers:
             container.clear()
             (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _by_key(container: Any) -> dict[Any, Any]:
+    if isinstance(container, dict):
+        return container
+    return dict(enumerate(container)) if isinstance(container, list) else dict.fromkeys(container)
+
+
+def _changes(
+    before: dict[Any, Any], now: dict[Any, Any]
+) -> Iterator[tuple[Any, tuple[object, object]]]:
+    for key in before.keys() | now.keys():
+        if (key in before) != (key in now) or before.get(key) is not now.get(key):
+            yield key, (before.get(key), now.get(key))
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -225,6 +278,28 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[C
     on_gradient = getattr(tensor, "_backward_hooks", None) or {}
     after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
     return list(on_gradient.values()), list(after.values())
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
+    """Return the hooks of a model's modules and parameters that a step runs, in order.
+
+    torch.nn has no public list of them. Read in every step, so that each empty dict costs one
+    look-up. torch 2.11 to 2.15.
+    """
+    found: list[Callable[..., Any]] = []
+    for module in model.modules():
+        for kind in _HOOKS:
+            if hooks := vars(module)[kind]:
+                found += hooks.values()
+        for parameter in module._parameters.values():
+            if parameter is not None and (
+                parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+            ):
+                found += [hook for hooks in tensor_hooks(parameter) for hook in hooks]
+    return tuple(found)
 
 
 def compile_with_inductor(

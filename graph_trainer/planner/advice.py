@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.errors import GraphTrainerError
-from graph_trainer.planner.plan import Advice, OnProgress, Plan, make_plan
+from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.plan import Advice, LoadConfig, Plan, make_plan
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-
-LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
-
-
-@dataclass(frozen=True, slots=True)
-class _Estimate:
-    """What a config needs, and how fast it is."""
-
-    peak_bytes: float
-    tokens_per_second_per_gpu: float
 
 
 def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
@@ -35,7 +25,7 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
     Args:
         plan: the plan of a run that does not fit.
-        load: loads the checked config of the same command line with more flags after it.
+        load: loads the config of the same command line.
         on_progress: called before each change.
 
     Returns:
@@ -43,19 +33,18 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         the config excludes.
     """
     on_progress("estimating from a few layers")
-    before = estimate(load(()), plan)
+    peak, speed = estimate(load(()), plan)
     found = []
     for flags in changes(plan.config, plan.world_size):
         on_progress(f"trying {' '.join(flags)}")
         try:
-            after = estimate(load(flags), plan)
+            new_peak, new_speed = estimate(load(flags), plan)
         except GraphTrainerError:  # this config excludes the change
             continue
-        needs = int(plan.reserved_bytes * after.peak_bytes / before.peak_bytes)
+        needs = int(plan.reserved_bytes * new_peak / peak)
         if needs < (1 - _LEAST) * plan.reserved_bytes:
-            faster = after.tokens_per_second_per_gpu / before.tokens_per_second_per_gpu
-            speed = plan.tokens_per_second_per_gpu * faster
-            found.append(Advice(flags, needs, speed, needs <= plan.hardware.usable_bytes))
+            tokens = plan.tokens_per_second_per_gpu * new_speed / speed
+            found.append(Advice(flags, needs, tokens, needs <= plan.hardware.usable_bytes))
     return sorted(found, key=lambda a: a.reserved_bytes)
 
 
@@ -67,8 +56,8 @@ _Place = tuple[Phase | None, str, str, str, int]
 """Phase, which layer, module, op and the number of such nodes before: one node at any depth."""
 
 
-def estimate(config: GraphTrainerConfig, plan: Plan) -> _Estimate:
-    """Estimate memory and speed of a config from lines through two depths of its model.
+def estimate(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float]:
+    """Estimate a config's peak bytes and tokens/s/GPU from lines through two depths of its model.
 
     What is alive at a node of the first or the last layer, or outside the layers, grows
     linearly with the number of layers, and between the first and the last layer it changes
@@ -85,10 +74,8 @@ def estimate(config: GraphTrainerConfig, plan: Plan) -> _Estimate:
 
     low, high = _memory_by_place(few), _memory_by_place(more)
     seconds = line(few.step_seconds, more.step_seconds)
-    return _Estimate(
-        max(line(low[place], high[place]) for place in low.keys() & high.keys()),
-        more.tokens_per_step / more.ranks_per_batch / seconds,
-    )
+    peak = max(line(low[place], high[place]) for place in low.keys() & high.keys())
+    return peak, more.tokens_per_step / more.ranks_per_batch / seconds
 
 
 def _memory_by_place(plan: Plan) -> dict[_Place, int]:

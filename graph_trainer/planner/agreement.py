@@ -8,6 +8,7 @@ from typing import TypeVar
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.context import AllReduceMax, fingerprint
+from graph_trainer.planner.console import OnProgress
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
@@ -27,7 +28,7 @@ def decided_by(joint: JointGraph) -> Passes:
 def as_agreed(
     ranks: Sequence[int],
     run: Callable[[int, AllReduceMax], tuple[T, Passes]],
-    on_progress: Callable[[str], None],
+    on_progress: OnProgress,
 ) -> dict[int, T]:
     """Return what each rank gives when all run the same passes, as they do in training.
 

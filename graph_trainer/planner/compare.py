@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
+from rich.table import Table
 from rich.text import Text
 
 from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError, GraphTrainerError
-from graph_trainer.planner.console import plain_table
-from graph_trainer.planner.plan import OnProgress, Plan, versions
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.planner.console import OnProgress, plain_table
+from graph_trainer.planner.plan import LoadConfig, Plan
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 SCHEMA = "graph_trainer.plan.comparison/1"
+"""Of the JSON document: bytes and seconds."""
 
-Setting = tuple[str, tuple[str, ...]]
-"""A key and the values to try."""
-Values = tuple[tuple[str, str], ...]
-"""One value for every key."""
+Settings = Mapping[str, tuple[str, ...]]
+"""By key, the values to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +39,7 @@ class Compared:
     """Why it cannot be run; None where it can."""
 
 
-def settings(texts: Sequence[str]) -> list[Setting]:
+def settings(texts: Sequence[str]) -> Settings:
     """Parse the settings that `--compare` names; a semicolon separates values that are lists.
 
     Raises:
@@ -65,20 +60,18 @@ def settings(texts: Sequence[str]) -> list[Setting]:
         if key in found:
             raise ConfigError(f"--compare {key} is given twice: write all its values in one")
         found[key] = tuple(dict.fromkeys(each))
-    return list(found.items())
+    return found
 
 
-def combinations(wanted: Sequence[Setting]) -> list[Values]:
+def combinations(wanted: Settings) -> list[dict[str, str]]:
     """List all combinations, in the order in which the values are given."""
-    keys = [key for key, _ in wanted]
-    product = itertools.product(*(values for _, values in wanted))
-    return [tuple(zip(keys, values, strict=True)) for values in product]
+    return [dict(zip(wanted, each, strict=True)) for each in itertools.product(*wanted.values())]
 
 
-def flags_of(values: Values) -> tuple[str, ...]:
+def flags_of(values: Mapping[str, str]) -> tuple[str, ...]:
     """Return the flags that set one combination."""
     flags: list[str] = []
-    for key, value in values:
+    for key, value in values.items():
         section, _, name = key.rpartition(".")
         switch = {"true": f"--{key}", "false": f"--{section}.no_{name}"}.get(value.lower())
         flags += [switch] if switch else [f"--{key}", value]
@@ -86,8 +79,8 @@ def flags_of(values: Values) -> tuple[str, ...]:
 
 
 def compare(
-    wanted: Sequence[Setting],
-    load: Callable[[Sequence[str]], GraphTrainerConfig],
+    wanted: Settings,
+    load: LoadConfig,
     plan: Callable[[GraphTrainerConfig], Plan],
     on_progress: OnProgress,
 ) -> list[Compared]:
@@ -95,31 +88,26 @@ def compare(
 
     Every config is loaded before the first is planned.
 
-    Args:
-        wanted: the settings, each with its values.
-        load: loads the checked config of the command line with more flags after it.
-        plan: plans a config.
-        on_progress: called before each plan.
-
     Raises:
         ConfigError: a key or a value that no combination can have.
     """
-    configs: list[tuple[Values, GraphTrainerConfig | ConfigError]] = []
+    configs: list[tuple[dict[str, str], GraphTrainerConfig | ConfigError]] = []
     for values in combinations(wanted):
         try:
             configs.append((values, load(flags_of(values))))
         except ConfigError as error:
             configs.append((values, error))
-    for key, options in wanted:
+    for key, options in wanted.items():
         for option in options:
-            errors = [c for values, c in configs if (key, option) in values]
-            if errors and all(isinstance(e, ConfigError) for e in errors):
-                raise next(e for e in errors if isinstance(e, ConfigError))
+            loaded = [config for values, config in configs if values[key] == option]
+            errors = [each for each in loaded if isinstance(each, ConfigError)]
+            if len(errors) == len(loaded):
+                raise errors[0]
     rows = []
     for number, (values, config) in enumerate(configs, 1):
-        words = ", ".join(f"{key} = {value}" for key, value in values)
+        words = ", ".join(f"{key} = {value}" for key, value in values.items())
         on_progress(f"{number} of {len(configs)}: {words}")
-        rows.append(_row(dict(values), config, plan))
+        rows.append(_row(values, config, plan))
     return sorted(rows, key=lambda r: (bool(r.error), not r.fits, -r.tokens_per_second_per_gpu))
 
 
@@ -171,13 +159,3 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
             style="" if row.fits else "dim",
         )
     return table
-
-
-def comparison_document(rows: Sequence[Compared], about: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the JSON document of a comparison: bytes and seconds.
-
-    Args:
-        rows: the combinations.
-        about: what all rows have in common.
-    """
-    return {"schema": SCHEMA, "versions": versions(), **about, "rows": [asdict(r) for r in rows]}

@@ -1,6 +1,11 @@
-"""Tables for people, printed at most 100 columns wide."""
+"""Tables for people, at most 100 columns wide, and the progress of a long command."""
 
 from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
 
 from rich.box import SIMPLE
 from rich.console import Console, RenderableType
@@ -9,6 +14,9 @@ from rich.table import Table
 from graph_trainer.core.passes.report import HEADINGS, Report
 
 WIDTH = 100
+
+OnProgress = Callable[[str], None]
+"""Prints one line."""
 
 
 def plain_table(title: str, title_style: str = "bold") -> Table:
@@ -42,3 +50,22 @@ def report_table(report: Report) -> Table:
         table.caption = "\n".join(report.notes())
         table.caption_justify = "left"
     return table
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Iterator[OnProgress]:
+    """Yield a function that prints a line: in place on a terminal, else one after the other.
+
+    It prints on stderr, because stdout is for the result.
+    """
+    console = Console(stderr=True)
+    start = time.perf_counter()
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield lambda line: status.update(f"{what}: {line}")
+        return
+
+    def say(line: str) -> None:
+        print(f"{what} [{time.perf_counter() - start:5.1f} s] {line}", file=sys.stderr, flush=True)
+
+    yield say

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,14 +15,12 @@ from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.torch_private import clear_sharding_cache
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 
 from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
 from torchtitan.distributed import ParallelDims, utils as dist_utils  # isort: skip
 from torchtitan.tools import utils  # isort: skip
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 class FakeRank:
@@ -106,17 +105,15 @@ class FakeRank:
             CaptureError: the step cannot be captured.
         """
         args, kwargs = self.batch()
-        context: Any = contextlib.nullcontext()
-        if self.device != "cpu":
-            context = flash_attention_as_on_gpu()
+        on_cpu = self.device == "cpu"
         spmd = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
-        with spmd(), context:
+        with spmd(), contextlib.nullcontext() if on_cpu else flash_attention_as_on_gpu():
             return capture(
                 self.model,
                 loss_of_batch(self.loss_fn),
                 args,
                 kwargs,
-                meta_as="cpu" if self.device == "cpu" else "meta",
+                meta_as="cpu" if on_cpu else "meta",
             )
 
 
@@ -139,24 +136,16 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
         attn_mask: torch.Tensor | None = None,
         dropout_p: float = 0.0,
         is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        **options: Any,
     ) -> torch.Tensor:
         # The kernel's limits: half precision, no mask, heads of at most 256.
         half = query.dtype in (torch.float16, torch.bfloat16)
         if half and attn_mask is None and query.shape[-1] <= 256:
             # The kernel reads fewer keys than queries as they are, so enable_gqa changes nothing.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
+            scale = options.get("scale")
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-        return original(
-            *(query, key, value, attn_mask, dropout_p, is_causal),
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 
-    F.scaled_dot_product_attention = attention  # type: ignore[assignment]
-    try:
+    with patch.object(F, "scaled_dot_product_attention", attention):
         yield
-    finally:
-        F.scaled_dot_product_attention = original

@@ -21,10 +21,7 @@ class Texts(dict[str, int]):
 
 
 def check_outputs(outputs: Mapping[str, Path]) -> None:
-    """Check before the work that its results can be written.
-
-    Args:
-        outputs: file by the flag that names it.
+    """Check before the work that its results, each by the flag that names it, can be written.
 
     Raises:
         ConfigError: a folder does not exist or is read-only, or two flags name one file.

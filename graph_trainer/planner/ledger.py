@@ -9,7 +9,6 @@ from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.passes.context import AllReduceMax, one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
-from graph_trainer.core.passes.report import state_of
 from graph_trainer.core.simulation.simulate import Simulation
 
 
@@ -65,12 +64,9 @@ def ledger(
         an iterator of rows with what was simulated, first the graph as captured.
     """
     simulation: Simulation | None = None
-    before: list[object] = []
     for report in pass_by_pass(joint, passes, on_pass=on_pass, all_reduce_max=agree):
-        after = state_of(joint)
-        if simulation is None or after != before:
+        if simulation is None or report.changed:
             simulation = simulate(joint)
-        before = after
         row = row_of(simulation, report.name, report.seconds)
         row = replace(row, rolled_back=report.rolled_back, remarks=report.remarks)
         yield row, simulation

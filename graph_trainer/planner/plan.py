@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import platform
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,14 +20,14 @@ from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
-
-OnProgress = Callable[[str], None]
+LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
+"""Loads the checked config of a command line with more flags after it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import tomli
+from typing import Any
 
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
+from graph_trainer.titan.config.flags import flag_keys, take_flags
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.messages import show
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.validate import world_size_from_environment
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 FLAG = "--plan"
 _CAUSES_SHOWN = 8
@@ -36,6 +34,7 @@ _MAKE_GRAPHS = (
     "loss",
 )
 _NEVER = ("dump_folder",)
+_LOADED = "checkpoint.initial_load_path"
 _OURS = ("graph_trainer", "torchtitan")
 # An entry is a name, or a name and its arguments.
 _OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
@@ -50,27 +49,17 @@ class PlanCheck:
     config_differs: tuple[str, ...]
     """ "key: planned value, now value"; keys that change graphs come first."""
     versions_differ: tuple[str, ...]
-    """ "package planned version, now version"."""
+    """ "package: planned version, now version"."""
 
     @classmethod
     def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
-        """Compare the config and the versions of this run with the plan's.
-
-        Args:
-            plan: the content of the file.
-            path: the file, for messages.
-            config: of this run.
-        """
-        now = tomli.loads(config_to_toml(config))
-        differences = config_differences(plan.config_table(), now)
-        return cls(plan, path, tuple(differences), tuple(_other_versions(plan)))
+        """Compare the config and the versions of this run with those of the plan in a file."""
+        now = tomllib.loads(config_to_toml(config))
+        config_differs = differences(plan.config_table(), now)
+        return cls(plan, path, config_differs, differences(plan.versions, versions()))
 
     def check(self, captured: Fingerprint, rank: int) -> None:
-        """Refuse a step that is not the planned one.
-
-        Args:
-            captured: of the rank's graph after its passes.
-            rank: the global rank.
+        """Refuse a step that is not the one planned for this global rank.
 
         Raises:
             VerificationError: with the first difference and its likely cause.
@@ -96,14 +85,11 @@ class PlanCheck:
 
     def remarks(self) -> list[str]:
         """Return a warning for versions and one for a config that differ from the plan's."""
-        warnings = []
-        if self.versions_differ:
-            versions = _some(self.versions_differ)
-            warnings.append(f"{self.path} was made by other versions: {versions}")
-        if self.config_differs:
-            keys = _some(self.config_differs)
-            warnings.append(f"the config is not the one of {self.path}: {keys}")
-        return warnings
+        found = {
+            f"{self.path} was made by other versions": self.versions_differ,
+            f"the config is not the one of {self.path}": self.config_differs,
+        }
+        return [f"{what}: {_some(each)}" for what, each in found.items() if each]
 
 
 def load_config_and_plan(
@@ -124,9 +110,10 @@ def load_config_and_plan(
         ConfigError: bad input; or, before any process group is created, a plan for another
             number of ranks, another list of passes, or a run that captures nothing.
     """
-    rest, path = take_flag(words)
-    if path is None:
+    values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
+    if FLAG not in values:
         return load_config(rest, world_size=world_size), None
+    path = Path(values[FLAG])
     plan = read_plan(path)
     ranks = world_size_from_environment() if world_size is None else world_size
     if ranks not in (None, plan.world_size):
@@ -135,46 +122,23 @@ def load_config_and_plan(
             f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
         )
     document = plan.config_table()
-    if not _names_a_config(rest):
-        _check_imports(path, document, rest)
+    keys = flag_keys(rest)
+    if "config" not in keys:
+        _check_is_data(path, document, keys)
     default = (f"{FLAG} {path}", document)
     config = load_config(rest, world_size=plan.world_size, default=default)
     _check_compile(path, plan, config)
     return config, PlanCheck.of(plan, path, config)
 
 
-def take_flag(words: Sequence[str]) -> tuple[list[str], Path | None]:
-    """Take --plan FILE out of a command line.
-
-    Raises:
-        ConfigError: it has no value.
-    """
-    rest: list[str] = []
-    path: Path | None = None
-    given = iter(words)
-    for word in given:
-        flag, equals, value = word.partition("=")
-        if flag != FLAG:
-            rest.append(word)
-            continue
-        value = value if equals else next(given, "")
-        if not value or (not equals and value.startswith("--")):
-            raise ConfigError(
-                f"command line: {FLAG} names no file. Write {FLAG} plan.json, a file that "
-                "`graph-trainer plan --save` wrote."
-            )
-        path = Path(value)
-    return rest, path
-
-
-def config_differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """List the keys whose values differ, those that change graphs first."""
     before, after = dict(_flat(planned, "")), dict(_flat(now, ""))
     keys = [
         key for key in before | after if before.get(key) != after.get(key) and key not in _NEVER
     ]
     keys.sort(key=lambda key: key.split(".")[0] not in _MAKE_GRAPHS)
-    return [f"{k}: planned {_shown(before, k)}, now {_shown(after, k)}" for k in keys]
+    return tuple(f"{k}: planned {_shown(before, k)}, now {_shown(after, k)}" for k in keys)
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -195,36 +159,31 @@ def _some(differences: Sequence[str]) -> str:
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def _other_versions(plan: SavedPlan) -> Iterator[str]:
-    now = versions()
-    for name in now | plan.versions:
-        before, after = plan.versions.get(name, "unknown"), now.get(name, "unknown")
-        if before != after:
-            yield f"{name} planned {before}, now {after}"
+def _check_is_data(path: Path, document: Mapping[str, Any], flags: frozenset[str]) -> None:
+    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan, or loads
+    a checkpoint, whose metadata torch unpickles, unless a flag gives the same key.
 
-
-def _names_a_config(words: Sequence[str]) -> bool:
-    return any(word.partition("=")[0] == "--config" for word in words)
-
-
-def _check_imports(path: Path, document: Mapping[str, Any], words: Sequence[str]) -> None:
-    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan.
-
-    A config may name code to import; a plan is data.
+    A config may name code; a plan is data.
     """
-    if any(word.partition("=")[0] == "--module" for word in words):
-        document = {k: v for k, v in document.items() if k != "module"}
     for key, value in _code_named(document, ""):
+        if key in flags:
+            continue
+        if key == _LOADED:
+            raise ConfigError(
+                f"{FLAG} {path}: its config has {key} = {show(value)}, which torch would unpickle, "
+                f"and a plan is data. Repeat it if you trust it: --{key} {value}"
+            )
         if value.split(".")[0] not in _OURS:
             raise ConfigError(
                 f"{FLAG} {path}: its config has {key} = {show(value)}, which would be imported, "
-                "and a plan is data. Give the config itself with --config (and --module)."
+                "and a plan is data. Give the config itself with --config (and --module), and the "
+                "flags that the plan was made with."
             )
 
 
 def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
     """Find every key of a config that names code, with its value: the module of the registry, the
-    class of a section, and torchtitan's overrides, which are imported by name."""
+    class of a section, torchtitan's overrides, which are imported by name, and a checkpoint."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from _code_named(inner, f"{key}.{name}" if key else name)
@@ -234,7 +193,7 @@ def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
     elif isinstance(value, str):
         is_class = key.rpartition(".")[2] == "type" and ":" in value
         is_pass = key.startswith("compile.passes[") and ":" in value
-        if key == "module" or is_class or is_pass or _OVERRIDE.fullmatch(key):
+        if key in ("module", _LOADED) or is_class or is_pass or _OVERRIDE.fullmatch(key):
             yield key, value
 
 

@@ -7,7 +7,6 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,11 +34,9 @@ from graph_trainer.planner.run_metrics import (
 )
 from graph_trainer.planner.saved_plan import SavedPlan
 from graph_trainer.titan.observer import RunObserver
+from graph_trainer.titan.trainer import GraphTrainer
 
 from torchtitan.tools.logging import logger  # isort: skip
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.trainer import GraphTrainer
 
 SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
@@ -162,11 +159,7 @@ def _text(value: float | None, unit: str) -> str:
 
 
 class ReportedRun(RunObserver):
-    """Prints what the passes did to each captured graph, on rank 0.
-
-    Args:
-        rank: the global rank of this process.
-    """
+    """Prints what the passes did to each captured graph, on rank 0."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -178,12 +171,7 @@ class ReportedRun(RunObserver):
 
 
 class PlannedRun(ReportedRun):
-    """Refuses a step that is not the planned one, and compares predicted with measured.
-
-    Args:
-        check: the plan.
-        trainer: of the run, before its first step.
-    """
+    """Refuses a step that is not the planned one, and compares predicted with measured."""
 
     def __init__(self, check: PlanCheck, trainer: GraphTrainer) -> None:
         super().__init__(dist.get_rank())
@@ -192,12 +180,8 @@ class PlannedRun(ReportedRun):
         self._device = trainer.device
         self._times = StepTimes(trainer.device)
         # Inductor's code does not allocate op by op.
-        self._sees_memory = find_backend(trainer.config.compile.backend).dispatches_ops
-        self._issued: dict[str, int] | None = None
-        self._made_bytes: int | None = None
-        self._gradient_bytes: int | None = None
-        self._peak: int | None = None
-        self._reserved: int | None = None
+        backend = find_backend(trainer.config.compile.backend)
+        self._measured = Measured(sees_memory=backend.dispatches_ops)
 
     def first_graph(self, joint: JointGraph) -> None:
         """Refuse a graph that is not the planned one.
@@ -215,15 +199,16 @@ class PlannedRun(ReportedRun):
     @contextlib.contextmanager
     def microbatch(self) -> Iterator[None]:
         """While entered: count collectives and bytes, once, in step WATCHED_STEP."""
-        if self._times.steps != WATCHED_STEP - 1 or self._issued is not None:
+        now = self._measured
+        if self._times.steps != WATCHED_STEP - 1 or now.issued is not None:
             yield
             return
         live = LiveStorages()
-        with live if self._sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
+        with live if now.sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
             yield
-        self._issued = issued.count
-        if self._sees_memory:
-            self._made_bytes = live.peak_bytes
+        now.issued = issued.count
+        if now.sees_memory:
+            now.made_bytes = live.peak_bytes
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Measure gradients and the allocator's maxima.
@@ -231,13 +216,14 @@ class PlannedRun(ReportedRun):
         torchtitan resets the allocator's maxima when it logs, so they are read after every
         microbatch.
         """
-        if self._gradient_bytes is None:
-            self._gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
+        now = self._measured
+        if now.gradient_bytes is None:
+            now.gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
-            self._peak = max(peak, self._peak or 0)
+            now.peak_bytes = max(peak, now.peak_bytes or 0)
             reserved = torch.cuda.max_memory_reserved(self._device)
-            self._reserved = max(reserved, self._reserved or 0)
+            now.reserved_bytes = max(reserved, now.reserved_bytes or 0)
 
     def finished(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
@@ -249,30 +235,17 @@ class PlannedRun(ReportedRun):
         """
         if self._rank != 0:
             return
-        now = Measured(
-            peak_bytes=self._peak,
-            reserved_bytes=self._reserved,
-            made_bytes=self._made_bytes,
-            sees_memory=self._sees_memory,
-            parameter_bytes=local_bytes(parameters),
-            gradient_bytes=self._gradient_bytes,
-            optimizer_bytes=optimizer_state_bytes(optimizers),
-            step_seconds=self._times.median(),
-            steps_timed=self._times.timed,
-            issued=self._issued,
-        )
+        now = self._measured
+        now.parameter_bytes = local_bytes(parameters)
+        now.optimizer_bytes = optimizer_state_bytes(optimizers)
+        now.step_seconds, now.steps_timed = self._times.median(), self._times.timed
         rows = comparison(self._check.plan, self._rank, now)
         print_table(comparison_table(self._check.plan, self._rank, rows))
         save_comparison(self._check, self._rank, rows, self._folder)
 
 
 def observer_of(trainer: GraphTrainer, check: PlanCheck | None) -> RunObserver:
-    """Make the observer of a run, and log on rank 0 how the run differs from the plan.
-
-    Args:
-        trainer: of the run, before its first step.
-        check: the plan of `--plan`, or None.
-    """
+    """Make the observer of a run before its first step; log on rank 0 what differs from a plan."""
     if check is None:
         return ReportedRun(dist.get_rank())
     if dist.get_rank() == 0:

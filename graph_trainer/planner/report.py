@@ -59,7 +59,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "parameters": plan.num_parameters,
         "nodes": plan.rows[-1].nodes,
         "ledger": [_row(row) for row in plan.rows],
-        "remarks": standing_remarks(plan.rows),
+        "remarks": standing_remarks((row.name, row.remarks) for row in plan.rows if row.remarks),
         "peak": _peak(plan),
         "reserved_bytes": plan.reserved_bytes,
         "headroom_bytes": plan.headroom_bytes,

@@ -23,26 +23,26 @@ WATCHED_STEP = 2
 _STEPS_KEPT = 1000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Measured:
     """The measurements of one rank. None: not measured."""
 
-    peak_bytes: int | None
-    """The most bytes that the device's allocator had given out at once."""
-    reserved_bytes: int | None
-    """The most bytes that the allocator had taken from the device."""
-    made_bytes: int | None
-    """The most bytes alive at once in tensors that the graph made; see `LiveStorages`."""
     sees_memory: bool
     """Whether `made_bytes` can be measured with the backend."""
-    parameter_bytes: int
-    gradient_bytes: int | None
-    optimizer_bytes: int
-    step_seconds: float | None
+    peak_bytes: int | None = None
+    """The most bytes that the device's allocator had given out at once."""
+    reserved_bytes: int | None = None
+    """The most bytes that the allocator had taken from the device."""
+    made_bytes: int | None = None
+    """The most bytes alive at once in tensors that the graph made; see `LiveStorages`."""
+    parameter_bytes: int | None = None
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    step_seconds: float | None = None
     """Median."""
-    steps_timed: int
+    steps_timed: int = 0
     """The number of steps after warm-up, at most the latest 1,000."""
-    issued: dict[str, int] | None
+    issued: dict[str, int] | None = None
     """Collectives of one microbatch, by kind."""
 
 

@@ -6,11 +6,11 @@ The pydantic models are the file's format. A plan is data: reading one executes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import tomli
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graph_trainer.core.analysis.collective_purpose import traffic_of
@@ -23,6 +23,7 @@ from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.files import Texts
 from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of
@@ -137,7 +138,7 @@ class SavedPlan(_Model):
 
     def config_table(self) -> dict[str, Any]:
         """Return the config as a parsed document."""
-        return tomli.loads(self.config)
+        return tomllib.loads(self.config)
 
     def to_json(self) -> str:
         """Return the content of the file."""
@@ -215,13 +216,11 @@ def _contradictions(plan: SavedPlan) -> Iterator[tuple[str, object, str]]:
             yield f"classes[{place}].fingerprint", each.fingerprint, problem
     try:
         plan.config_table()
-    except (tomli.TOMLDecodeError, RecursionError) as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         yield "config", plan.config, f"not TOML ({error})"
 
 
-def plan_every_class(
-    plan: Plan, *, on_progress: Callable[[str], None] = lambda line: None
-) -> SavedPlan:
+def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
@@ -294,13 +293,9 @@ def _predicted(plan: Plan) -> Predicted:
 
 def _collectives(simulation: Simulation) -> dict[str, dict[str, CollectiveVolume]]:
     traffic = traffic_of(simulation.collectives)
-    read: dict[str, dict[str, list[int]]] = {}
+    found: dict[str, dict[str, CollectiveVolume]] = {}
     for c in simulation.collectives:
-        roles = read.setdefault(c.kind, {})
-        roles.setdefault(traffic[c.node].value, []).append(c.input_bytes)
-    return {
-        kind: {
-            role: CollectiveVolume(count=len(num), bytes=sum(num)) for role, num in roles.items()
-        }
-        for kind, roles in read.items()
-    }
+        roles, role = found.setdefault(c.kind, {}), traffic[c.node].value
+        before = roles.get(role, CollectiveVolume(count=0, bytes=0))
+        roles[role] = CollectiveVolume(count=before.count + 1, bytes=before.bytes + c.input_bytes)
+    return found

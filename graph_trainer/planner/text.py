@@ -155,8 +155,8 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
 
 def verdict(report: dict[str, Any]) -> str:
     """Say whether the run fits and how fast it is."""
-    needed, room = report["reserved_bytes"], abs(report["headroom_bytes"])
-    unit, size = unit_of(max(needed, room))
+    needed, headroom = report["reserved_bytes"], abs(report["headroom_bytes"])
+    unit, size = unit_of(max(needed, headroom))
 
     def text(num: int) -> str:
         return f"{num / size:,.1f} {unit}"
@@ -166,9 +166,9 @@ def verdict(report: dict[str, Any]) -> str:
     if needed > peak:
         needs += f" (peak {peak / size:,.1f}, the rest is the allocator's)"
     memory = (
-        f"Fits: needs {needs} of {usable}; {text(room)} head-room."
+        f"Fits: needs {needs} of {usable}; {text(headroom)} head-room."
         if report["fits"]
-        else f"Does not fit: needs {needs}, {text(room)} more than the {usable} of "
+        else f"Does not fit: needs {needs}, {text(headroom)} more than the {usable} of "
         f"{report['hardware']['name']}."
     )
     microbatches = report["microbatches"]

@@ -107,11 +107,11 @@ def nanoseconds(seconds: float) -> int:
 
 
 def write_trace(plan: Plan, file: IO[str]) -> None:
-    """Write a plan's streams and memory, an event a line.
+    """Write a plan's streams and memory in Chrome's trace format, one event per line.
 
-    One thread holds compute, one every group's stream and one the exposed waits; an arrow leads
-    from a collective to the wait that it blocks; a counter has a series, in bytes, for every
-    category of memory. Times are microseconds. Only one event at a time is kept in memory.
+    There is one thread for compute, one for the stream of each process group and one for exposed
+    waits. An arrow leads from a collective to the wait that it blocks. A counter shows the bytes
+    of each category of memory. Times are in microseconds.
     """
     about = {"plan": plan.headline} | versions()
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -20,10 +17,9 @@ from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
-
-if TYPE_CHECKING:
-    from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 MOST_CLASSES = 27
 """Three coordinates (first, last, any other) along each of three axes. First and last have
@@ -32,29 +28,8 @@ classes of their own only up to this number of classes; other local shapes alway
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Global shape and sharding of a parameter."""
-
-    shape: Shape
-    shards: tuple[tuple[int, int], ...]
-    """(mesh axis, tensor dimension) of each sharding, outermost first."""
-
-    def local(self, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
-        """Compute the local shape of a rank.
-
-        The innermost axis splits first, as torch.chunk does: the first ranks get
-        ceil(size / ranks) rows, later ranks fewer or none.
-
-        Args:
-            sizes: number of ranks along each mesh axis.
-            place: coordinates of the rank.
-        """
-        local = list(self.shape)
-        for axis, dim in reversed(self.shards):
-            each = -(-local[dim] // sizes[axis])
-            local[dim] = max(0, min(each, local[dim] - place[axis] * each))
-        return tuple(local)
+_Layout = tuple[Shape, tuple[tuple[int, int], ...]]
+"""Global shape of a parameter; mesh axis and tensor dimension of each sharding, outermost first."""
 
 
 def verify_order(
@@ -63,7 +38,7 @@ def verify_order(
     *,
     all_ranks: bool = False,
     device: str = "cuda",
-    on_progress: Callable[[str], None] = lambda line: None,
+    on_progress: OnProgress = lambda line: None,
 ) -> OrderProof:
     """Prove the order of the collectives of all ranks, on fake ranks in this process.
 
@@ -126,7 +101,7 @@ def rank_classes(run: FakeRank) -> RankClasses:
     known: dict[tuple[Shape, ...], int] = {}
     kinds_at: list[dict[int, list[int]]] = [{} for _ in sizes]
     for place in itertools.product(*map(range, sizes)):
-        shapes = tuple(layout.local(sizes, place) for layout in layouts)
+        shapes = tuple(_local_shape(layout, sizes, place) for layout in layouts)
         kind = known.setdefault(shapes, len(known))
         for axis, coordinate in enumerate(place):
             kinds_at[axis].setdefault(coordinate, []).append(kind)
@@ -147,12 +122,26 @@ def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int
 
 def _layout_of(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Layout:
     if not isinstance(parameter, DTensor):
-        return _Layout(tuple(parameter.shape), ())
+        return tuple(parameter.shape), ()
     placed: list[tuple[str, Placement]] = list(
         zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     )
     shards = [(axes.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
-    return _Layout(tuple(parameter.shape), tuple(shards))
+    return tuple(parameter.shape), tuple(shards)
+
+
+def _local_shape(layout: _Layout, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
+    """Compute the local shape at a place of a mesh of these sizes.
+
+    The innermost axis splits first, as torch.chunk does: the first ranks get
+    ceil(size / ranks) rows, later ranks fewer or none.
+    """
+    shape, shards = layout
+    local = list(shape)
+    for axis, dim in reversed(shards):
+        each = -(-local[dim] // sizes[axis])
+        local[dim] = max(0, min(each, local[dim] - place[axis] * each))
+    return tuple(local)
 
 
 def check_shapes(run: FakeRank, classes: RankClasses) -> None:
@@ -166,12 +155,12 @@ def check_shapes(run: FakeRank, classes: RankClasses) -> None:
         if not isinstance(parameter, DTensor):
             continue
         found = tuple(parameter.to_local().shape)
-        wanted = _layout_of(parameter, classes.names).local(classes.sizes, place)
+        wanted = _local_shape(_layout_of(parameter, classes.names), classes.sizes, place)
         if found != wanted:
             raise VerificationError(
                 f"parameter '{name}' has {found} on rank {run.rank} and its placements "
-                f"{parameter.placements} say {wanted}, so ranks cannot be told apart by shapes; "
-                "read the graph of every rank: --all-ranks"
+                f"{parameter.placements} say {wanted}, so shapes do not show which ranks are "
+                "alike; read the graph of every rank: --all-ranks"
             )
 
 

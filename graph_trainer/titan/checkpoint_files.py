@@ -71,8 +71,8 @@ class PublishingWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:
-            # torch.save hides the error of the disk behind "unexpected pos", and only the
-            # exception itself is sent to the other ranks
+            # torch.save raises "unexpected pos" in place of the disk's error, which is its cause;
+            # other ranks are sent the exception without its cause.
             disk = _find_os_error(error)
             raise OSError(disk.errno, disk.strerror, str(self.path)) if disk else error from error
         if self._hashing is not None:

@@ -53,10 +53,6 @@ class CheckedCheckpointManager(CheckpointManager):
     A checkpoint without digests (plain torchtitan's, or `checkpoint.verify` off) is checked for
     missing and short files only, and the log says so. On remote storage (a folder with "://" in
     its name), which has no rename, everything is as in torchtitan.
-
-    Args:
-        config: the section [checkpoint].
-        components: what torchtitan's manager takes: model parts, optimizers and so on.
     """
 
     @dataclass(kw_only=True, slots=True)

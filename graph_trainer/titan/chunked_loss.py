@@ -33,10 +33,8 @@ class ChunkedCrossEntropyLoss(BaseLoss):
     only multiplies them by the gradient of the loss. To recompute each chunk's logits in backward
     would need a fourth matmul of the head's size and, where the weight is freed after forward, a
     second all-gather. It would save no memory: backward begins with the loss, and weight, weight
-    gradient and a chunk's logits would be alive then as well. (The product with the loss's gradient
-    is a second weight gradient for a moment, when the weight itself is no longer needed.) A caller
-    that needs the loss alone has to compute it under `torch.no_grad()`, as validation does: then
-    only logits are computed.
+    gradient and a chunk's logits would be alive then as well. A caller that needs the loss alone
+    has to compute it under `torch.no_grad()`, as validation does: then only logits are computed.
 
     Memory beyond inputs and gradients, for a chunk of n tokens, a vocabulary of V (V / ranks
     under tensor parallelism) and a hidden size of D: n * V logits in float32 and, below float32,
@@ -176,7 +174,6 @@ class _VocabularyShard:
 
     vocabulary: int
     start: int
-    rows: int
     group: dist.ProcessGroup | None
     """The ranks among which the rows are split; None where this rank has all of them."""
 
@@ -196,7 +193,7 @@ def _local(
                 "the hidden states are a DTensor and the output head's weight is a plain tensor; "
                 "parallelize both or neither"
             )
-        return hidden, weight, _VocabularyShard(weight.shape[0], 0, weight.shape[0], None)
+        return hidden, weight, _VocabularyShard(weight.shape[0], 0, None)
     mesh, placements = weight.device_mesh, weight.placements
     if mesh.ndim != 1 or placements[0] not in (Shard(0), Replicate()):
         raise ConfigError(
@@ -214,13 +211,11 @@ def _local(
         hidden = hidden.redistribute(placements=[Replicate()])
     vocabulary, ranks = weight.shape[0], mesh.size()
     if ranks == 1 or placements[0] == Replicate():
-        shard = _VocabularyShard(vocabulary, 0, vocabulary, None)
-        return hidden.to_local(), weight.to_local(), shard
-    local = weight.to_local()
+        return hidden.to_local(), weight.to_local(), _VocabularyShard(vocabulary, 0, None)
     per_rank = -(-vocabulary // ranks)
     start = min(mesh.get_local_rank() * per_rank, vocabulary)
-    shard = _VocabularyShard(vocabulary, start, local.shape[0], mesh.get_group())
-    return hidden.to_local(grad_placements=[Partial()]), local, shard
+    shard = _VocabularyShard(vocabulary, start, mesh.get_group())
+    return hidden.to_local(grad_placements=[Partial()]), weight.to_local(), shard
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -298,15 +293,15 @@ class _Softmax:
         with annotate(annotation(module=_HEAD)):
             # [tokens, rows]; everything below is in place
             logits = (tokens @ weight.t()).to(dtype)
-        self._find_targets(targets.unsqueeze(1), shard)
+        self._find_targets(targets.unsqueeze(1), shard, weight.shape[0])
         # A rank without rows has no maximum; minus infinity is the one that changes nothing.
         maximum = (
             logits.amax(1, keepdim=True)
-            if shard.rows
+            if weight.shape[0]
             else torch.full_like(self._valid, -torch.inf, dtype=dtype)
         )
         target = torch.zeros_like(maximum)
-        if shard.rows:
+        if weight.shape[0]:
             target = torch.where(self._is_local, logits.gather(1, self._index), target)
         self._exponentials = logits.sub_(maximum).exp_()
         sums = self._exponentials.sum(1, keepdim=True)
@@ -319,14 +314,14 @@ class _Softmax:
         # In this order no large number is added to a small one.
         self._losses = maximum - target + sums.log()
 
-    def _find_targets(self, targets: torch.Tensor, shard: _VocabularyShard) -> None:
+    def _find_targets(self, targets: torch.Tensor, shard: _VocabularyShard, rows: int) -> None:
         """Find for each label whether its row is on this rank, and the local index.
 
         A label that is no row of the head keeps an index that is out of bounds on every rank:
         all ranks raise, and none waits for another in a collective.
         """
         index = targets - shard.start
-        self._is_local = self._valid & (index >= 0) & (index < shard.rows)
+        self._is_local = self._valid & (index >= 0) & (index < rows)
         inside = (targets >= 0) & (targets < shard.vocabulary)
         elsewhere = ~self._valid | (inside & ~self._is_local)
         self._index = torch.where(elsewhere, 0, index)

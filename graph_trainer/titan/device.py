@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import torch
@@ -78,21 +79,17 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     The CPU allocator keeps no statistics; resident memory is what a machine has too little of.
     Its peak counts from the start of the process and cannot be reset.
     """
+    import resource
+
     resident = psutil.Process().memory_info().rss
-    peak = max(resident, _peak_resident())
+    unit = 1 if sys.platform == "darwin" else 1024  # kilobytes on Linux, bytes on macOS
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return {
         "active_bytes.all.peak": resident,
-        "reserved_bytes.all.peak": peak,
+        "reserved_bytes.all.peak": max(resident, peak),
         "num_alloc_retries": 0,
         "num_ooms": 0,
     }
-
-
-def _peak_resident() -> int:
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024  # kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextlib.contextmanager
@@ -102,18 +99,11 @@ def process_group_timeouts() -> Iterator[None]:
     torchtitan 0.3.0 calls torch.distributed.set_timeout, which torch 2.13 does not have yet, for
     the groups of its meshes and then for the group of all ranks, None.
     """
-    of_torch = getattr(dist, "set_timeout", None)
-    set_one = of_torch or set_process_group_timeout
+    set_one = getattr(dist, "set_timeout", set_process_group_timeout)
 
     def set_timeout(timeout: timedelta, group: Any = None) -> None:
         for each in (group, *(groups_made() if group is None else ())):
             set_one(timeout, each)
 
-    dist.set_timeout = set_timeout  # type: ignore[attr-defined]
-    try:
+    with patch.object(dist, "set_timeout", set_timeout, create=True):
         yield
-    finally:
-        if of_torch is None:
-            del dist.set_timeout  # type: ignore[attr-defined]
-        else:
-            dist.set_timeout = of_torch  # type: ignore[attr-defined]

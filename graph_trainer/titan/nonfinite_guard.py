@@ -62,8 +62,7 @@ class LossGuard:
 def refuse(firsts: list[list[float]]) -> None:
     """Raise a NotFiniteError if a rank had a loss that is not finite.
 
-    Args:
-        firsts: for each rank (step, loss); the step is inf where all losses were finite.
+    `firsts` is (step, loss) for each rank; the step is inf where all losses were finite.
     """
     step = min(first[0] for first in firsts)
     if math.isinf(step):

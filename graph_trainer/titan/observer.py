@@ -14,7 +14,7 @@ from graph_trainer.core.passes.report import Report
 
 
 class RunObserver:
-    """Watches one rank of a run; `GraphTrainer.observe` takes it.
+    """Watches one rank of a run; `GraphTrainer.observer` is one.
 
     The methods do nothing. An observer overrides those that it needs, and what one of them
     raises ends the run.

@@ -31,23 +31,11 @@ def parallelize_decoder(
     ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
 ) -> nn.Module:
-    """Parallelize a decoder on meta, in place. torchtitan calls this as a `parallelize_fn`.
+    """Parallelize a decoder on meta, in place, and return it: a torchtitan `parallelize_fn`.
 
     Tensor and sequence parallelism follow the sharding configuration of the model; data
     parallelism is `simple_fsdp` in the mode that the degrees decide. Gradients are summed, not
     averaged: torchtitan's loss is divided by the global number of tokens already.
-
-    Args:
-        model: a torchtitan decoder.
-        parallel_dims: the meshes.
-        training: dtypes of mixed precision.
-        parallelism: the section [parallelism].
-        compile_config: the section [compile]; unused.
-        ac_config: activation checkpointing; None for none.
-        dump_folder: where activation checkpointing may write.
-
-    Returns:
-        The model.
 
     Raises:
         ConfigError: a parallelism that a captured step does not support.
@@ -77,25 +65,18 @@ def parallelize_decoder(
 def _check_supported(
     parallel_dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
 ) -> None:
-    if parallelism.spmd_backend != "partial_dtensor":
-        raise ConfigError(
-            f"parallelism.spmd_backend is '{parallelism.spmd_backend}'; graph_trainer shards "
-            "with DTensors: set it to 'partial_dtensor'"
-        )
-    for key, degree in (
-        ("pipeline_parallel_degree", parallel_dims.pp),
-        ("context_parallel_degree", parallel_dims.cp),
-        ("expert_parallel_degree", parallel_dims.ep),
+    for key, value, supported in (
+        ("parallelism.spmd_backend", parallelism.spmd_backend, "partial_dtensor"),
+        ("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1),
+        ("parallelism.context_parallel_degree", parallel_dims.cp, 1),
+        ("parallelism.expert_parallel_degree", parallel_dims.ep, 1),
+        ("training.enable_cpu_offload", training.enable_cpu_offload, False),
     ):
-        if degree > 1:
+        if value != supported:
             raise ConfigError(
-                f"parallelism.{key} is {degree}; graph_trainer does not support it yet: set it to 1"
+                f"{key} is {value!r}, which graph_trainer's sharding does not support: set it to "
+                f"{supported!r}"
             )
-    if training.enable_cpu_offload:
-        raise ConfigError(
-            "training.enable_cpu_offload is true; a captured step keeps parameters on their "
-            "device: set it to false"
-        )
 
 
 def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.distributed import ParallelDims
 
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
 from graph_trainer.titan.training_state_memory import other_memory_of
-
-if TYPE_CHECKING:
-    from torchtitan.distributed import ParallelDims
 
 
 def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from torchtitan.components.validate import BaseValidator
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.capture.capture import LossFn
+from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
@@ -54,11 +54,13 @@ class GraphTrainer(Trainer):
         attach_loss(self.loss_fn, model)
         self._losses = LossGuard()
         self._microbatches = 0
-        self._captured_step: StepFunction | None = None
-        self._observer = RunObserver()
+        self.captured_step: StepFunction | None = None
+        """Runs forward and backward; None where torchtitan does, in mode "eager"."""
+        self.observer = RunObserver()
+        """Watches the run; set before the first step."""
         if config.compile.mode == "aot_fx_trace":
-            self._captured_step = self._make_step(
-                loss_of_batch(self.loss_fn), check=lambda joint: self._observer.first_graph(joint)
+            self.captured_step = self._make_step(
+                loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
             if config.validator.enable:
                 self.validator: BaseValidator = with_captured_forward(
@@ -78,17 +80,9 @@ class GraphTrainer(Trainer):
             backend=compile_config.backend,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
-            on_report=lambda joint, report: self._observer.graph_reported(report),
+            on_report=lambda joint, report: self.observer.graph_reported(report),
             **options,
         )
-
-    def take_step_with(self, step: StepFunction) -> None:
-        """Run `step` in place of the captured step, with the same arguments."""
-        self._captured_step = step
-
-    def observe(self, observer: RunObserver) -> None:
-        """Let `observer` watch the run, in place of an earlier one. Call before the first step."""
-        self._observer = observer
 
     def forward_backward_step(
         self,
@@ -102,13 +96,13 @@ class GraphTrainer(Trainer):
         Returns:
             the loss.
         """
-        if self._captured_step is None:
+        if self.captured_step is None:
             loss = super().forward_backward_step(
                 input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
             )
         else:
             loss = self._run_captured_step(
-                self._captured_step, input_dict, labels, global_valid_tokens
+                self.captured_step, input_dict, labels, global_valid_tokens
             )
         self._guard(loss)
         return loss
@@ -119,10 +113,10 @@ class GraphTrainer(Trainer):
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
-        with self.train_context(), self._observer.microbatch():
+        with self.train_context(), self.observer.microbatch():
             loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
-        self._observer.gradients_ready(model.parameters())
+        self.observer.gradients_ready(model.parameters())
         return loss
 
     def _guard(self, loss: torch.Tensor) -> None:
@@ -151,7 +145,7 @@ class GraphTrainer(Trainer):
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not take part.
         """
-        with self._naming_who_is_missing(), self._observer.step():
+        with self._naming_who_is_missing(), self.observer.step():
             super().train_step(data_iterator)
 
     @contextlib.contextmanager
@@ -182,7 +176,7 @@ class GraphTrainer(Trainer):
                 raise
             self.checkpointer.maybe_wait_for_saving()
         (model,) = self.model_parts
-        self._observer.finished(model.parameters(), self.optimizers)
+        self.observer.finished(model.parameters(), self.optimizers)
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +11,11 @@ from torch import nn
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
-from graph_trainer.core.capture.capture import LossFn
+from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.runtime.step_cache import TrainStep
 
 Within = Callable[[], AbstractContextManager[None]]
+_Call = tuple[nn.Module, torch.Tensor, dict[str, Any]]
 
 
 class CapturedValidator(BaseValidator):
@@ -60,7 +60,8 @@ class CapturedValidator(BaseValidator):
             self._validator.validate([_Recording(model) for model in model_parts], step)
 
     def _run(self, call: _Call, labels: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
-        loss, _ = self.step(call.model, call.inputs, labels, **call.extra)
+        model, inputs, extra = call
+        loss, _ = self.step(model, inputs, labels, **extra)
         return loss, {}
 
 
@@ -81,23 +82,17 @@ def with_captured_forward(
     return validator
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arguments of a call of the model, returned in place of a prediction."""
-
-    model: nn.Module
-    inputs: torch.Tensor
-    extra: dict[str, Any]
-
-
 class _Recording:
-    """A model whose prediction is the recorded call; all other attributes are the model's."""
+    """A model that returns the arguments of a call in place of a prediction.
+
+    All other attributes are the model's.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
 
     def __call__(self, inputs: torch.Tensor, **extra: Any) -> _Call:
-        return _Call(self._model, inputs, extra)
+        return self._model, inputs, extra
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)

@@ -83,7 +83,7 @@ def test_a_command_that_starts_no_ranks_runs_as_written(block, command, tmp_path
 
 @pytest.mark.parametrize("block", of_kind("toml"))
 def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
-    import tomli
+    import tomllib
 
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.config.serialize import config_to_toml
@@ -91,7 +91,7 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
     monkeypatch.chdir(workplace(tmp_path))
     monkeypatch.syspath_prepend(str(tmp_path))
     config = load_config(["--config", toml_name(block)], world_size=8)
-    resolved = tomli.loads(config_to_toml(config))
+    resolved = tomllib.loads(config_to_toml(config))
 
     def check(given, found, path):
         for key, value in given.items():
@@ -100,7 +100,7 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
             else:
                 assert found[key] == value, f"{path}{key}"
 
-    check(tomli.loads(block.text), resolved, "")
+    check(tomllib.loads(block.text), resolved, "")
 
 
 def test_every_flag_and_key_in_the_text_is_one():

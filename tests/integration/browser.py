@@ -93,14 +93,6 @@ class Browser:
         """The mouse, quick."""
         return ActionChains(self.driver, duration=50)
 
-    def picture(self, selector: str = "") -> bytes:
-        """PNG of the window, or of one element, which the window must be large enough for."""
-        if not selector:
-            return self.driver.get_screenshot_as_png()
-        element = self.driver.find_element("css selector", selector)
-        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
-        return element.screenshot_as_png
-
     def contrast(self, selector: str) -> float:
         """Return the contrast of an element's text to the page, as WCAG counts it."""
         script = """

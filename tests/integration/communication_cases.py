@@ -48,8 +48,6 @@ from tests.integration.recorded import Recorded
 
 Result = dict[str, Any]
 
-BOTH = ("always", "never")
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -68,13 +66,21 @@ VARIANTS = {
 }
 
 MESHES: dict[str, tuple[Flags, tuple[str, ...]]] = {
-    "fsdp4": (FSDP4 | FP32, BOTH),
-    "fsdp4_tp2": (FSDP4_TP2 | FP32, BOTH),
-    "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, BOTH),
+    "fsdp4": (FSDP4 | FP32, ("always", "never")),
+    "fsdp4_tp2": (FSDP4_TP2 | FP32, ("always",)),
+    "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, ("always",)),
     "ddp4": (DDP4 | FP32, ("never",)),
     "fsdp2": (FSDP2 | FP32, ("always",)),
     "ddp2": (replicate(2) | shard(1) | rows(4) | FP32, ("never",)),
 }
+# Three axes of eight ranks add groups; how sizes and simulation decide is seen on fsdp4_tp2.
+RUNS = [
+    (mesh, name)
+    for mesh in MESHES
+    for name in VARIANTS
+    if mesh != "hsdp2x2_tp2" or name in ("none", "transformer_block", "scheduled")
+]
+"""Every mesh with the variants that run on it."""
 RANKS = {"fsdp4": 4, "ddp4": 4, "fsdp4_tp2": 8, "hsdp2x2_tp2": 8, "fsdp2": 2, "ddp2": 2}
 
 
@@ -94,7 +100,8 @@ def run(folder: Path, mesh: str) -> Result:
             plain = with_passes(captured, config, VARIANTS["none"], policy)
             exact = plain(model, *args, **kwargs)
             bounds = summation_bounds(plain, model, args, kwargs)
-            for name, variant in VARIANTS.items():
+            for name in (name for known, name in RUNS if known == mesh):
+                variant = VARIANTS[name]
                 step = plain if name == "none" else with_passes(captured, config, variant, policy)
                 found, issued = count_issued(step, model, *args, **kwargs)
                 entry = differences(found, exact, bounds)
@@ -105,10 +112,10 @@ def run(folder: Path, mesh: str) -> Result:
                 steps.append(step)
         return exact
 
-    trainer.take_step_with(compare)
+    trainer.captured_step = compare
     recorded.step()
     for step, entry in zip(steps, result.values(), strict=True):
-        trainer.take_step_with(step)
+        trainer.captured_step = step
         recorded.step()
         entry["trained"] = recorded.losses[-1].item()
     recorded.close()
@@ -127,7 +134,7 @@ def with_passes(captured: JointGraph, config: gt.PassConfig, variant: Variant, p
     )
     gt.run_passes(joint, asked, all_reduce_max=LargestOfAllRanks())
     check_order_across_ranks(joint)
-    return gt.compile(joint)
+    return gt.compile(joint, compare_ranks=False)
 
 
 def differences(found: Any, exact: Any, bounds: dict[str, torch.Tensor]) -> Result:

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -100,12 +101,12 @@ def run_ranks(
         try:
             status = launched.wait(timeout)
         except subprocess.TimeoutExpired:
-            _kill(launched)
+            kill(launched)
             raise RanksFailed(
                 f"{ranks} ranks of {script} did not end within {timeout} s{_stderr(folder)}"
             ) from None
         finally:
-            _kill(launched)
+            kill(launched)
         if status != 0:
             raise RanksFailed(f"{script} ended with status {status}{_stderr(folder)}")
         missing = [r for r in range(ranks) if not (folder / f"{r}.json").exists()]
@@ -114,26 +115,31 @@ def run_ranks(
         return [json.loads((folder / f"{r}.json").read_text()) for r in range(ranks)]
 
 
-def _kill(launched: subprocess.Popen[bytes]) -> None:
-    """End the launcher and what it started: torchrun gives each rank a session of its own, so
-    they are found by their parents."""
-    pids = [launched.pid, *_descendants(launched.pid)] if launched.poll() is None else []
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    launched.wait()
-
-
-def _descendants(pid: int) -> Iterable[int]:
+def processes_of(launcher: int) -> list[psutil.Process]:
+    """The processes of a launch that run. torchrun gives each rank a session of its own, so they
+    are found by their parents."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except OSError:
-        return
-    for child in map(int, children):
-        yield child
-        yield from _descendants(child)
+        first = psutil.Process(launcher)
+        return [p for p in (first, *first.children(recursive=True)) if lives(p.pid)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs: one that has ended may wait for its parent to fetch its status."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def kill(launched: subprocess.Popen[Any]) -> None:
+    """End the launcher and what it started."""
+    if launched.poll() is None:
+        for process in processes_of(launched.pid):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    launched.wait()
 
 
 def _stderr(folder: Path) -> str:

@@ -18,7 +18,6 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.runtime.step_cache import TrainStep
 from tests.integration.issued import expected_events
-from tests.integration.live_storages import measure_memory
 from tests.integration.matrix import MATRIX, Case, Flags, Holds, rows
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
 
@@ -101,8 +100,6 @@ def describe(case: Case, eager: Recorded, captured: Recorded, folder: Path, flag
         "issued": captured.issued,
         "expected": expected_events(Counter(c.kind for c in found)),
     }
-    if Holds.MEMORY in case.holds:
-        result["memory"] = measure_memory(captured)
     if Holds.REPEATS in case.holds:
         again = Recorded(flags, folder).run()
         result["repeated_differs"] = differing(captured, again)

@@ -42,7 +42,6 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.models.common.attention import (
     FlexAttention,
     ScaledDotProductAttention,
@@ -56,7 +55,7 @@ SEQUENCE = 16
 
 
 class NoData(BaseDataLoader):
-    """The batches come from a file."""
+    """In the place of a loader and of a tokenizer: the batches come from a file, as tokens."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
@@ -75,26 +74,6 @@ class NoData(BaseDataLoader):
         pass
 
 
-class NoText(BaseTokenizer):
-    """The batches are tokens already."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(BaseTokenizer.Config):
-        pass
-
-    def __init__(self, config: Config, **given: Any) -> None:
-        super().__init__()
-
-    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
-        raise NotImplementedError
-
-    def decode(self, *args: Any, **kwargs: Any) -> str:
-        raise NotImplementedError
-
-    def get_vocab_size(self) -> int:
-        return 2048
-
-
 def config(folder: Path) -> Trainer.Config:
     """torchtitan's debug model, with the values that configs/llama3/debugmodel.toml sets.
 
@@ -109,8 +88,7 @@ def config(folder: Path) -> Trainer.Config:
     made.loss = CrossEntropyLoss.Config(global_vocab_size=2048)
     made.optimizer = default_adamw(lr=2e-3)
     made.lr_scheduler.warmup_steps = 5
-    made.dataloader = NoData.Config()
-    made.tokenizer = NoText.Config()
+    made.dataloader = made.tokenizer = NoData.Config()
     made.training.seq_len = SEQUENCE
     made.training.local_batch_size = 8
     made.training.steps = SAVED + 2

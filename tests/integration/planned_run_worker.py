@@ -15,13 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from graph_trainer.planner.plan_check import load_config_and_plan
-from graph_trainer.planner.planned_run import observer_of
-from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave, run
-from tests.integration.issued import count_issued, expected_events
 from tests.integration.launch import report
 
 STEPS = 5
@@ -41,26 +36,6 @@ def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> di
     return {"status": status, "error": "\n".join(errors)}
 
 
-def counted(folder: Path) -> dict[str, Any]:
-    """A step of the planned run, as the process groups themselves tell the profiler."""
-    flags = words(folder, "plan.json", "counted", "--training.steps", "1")
-    config, check = load_config_and_plan(flags)
-    trainer = GraphTrainer(config)
-    trainer.observe(observer_of(trainer, check))
-    step, issued = trainer._captured_step, {}
-
-    def profiled(*args: Any, **kwargs: Any) -> Any:
-        result, now = count_issued(step, *args, **kwargs)
-        issued.update(now)
-        return result
-
-    trainer.take_step_with(profiled)
-    trainer.train()
-    trainer.close()
-    planned = check.plan.of_rank(dist.get_rank()).predicted
-    return {"issued": issued, "planned": expected_events(planned.counts())}
-
-
 def trained(folder: Path) -> dict[str, Any]:
     """The planned run, as a user starts it."""
     shown = io.StringIO()
@@ -72,14 +47,11 @@ def trained(folder: Path) -> dict[str, Any]:
 
 
 def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    yield "sequence", refused(folder, "sequence", "--training.seq_len", "64")
     policy = ("--parallelism.fsdp_reshard_after_forward", "always")
     yield "policy", refused(folder, "policy", *policy)
-    yield "mesh", refused(folder, "mesh", "--parallelism.tensor_parallel_degree", "2")
     passes = ("--compile.disable_passes", "rematerialize")
     yield "passes", refused(folder, "passes", *passes)
     yield "one rank", refused(folder, "one rank", plan="other.json")
-    yield "counted", counted(folder)
     yield "trained", trained(folder)
 
 

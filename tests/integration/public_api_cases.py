@@ -41,7 +41,6 @@ class Case:
     ranks: int = 3
     """How many ranks run it; those with `shard` for a mesh of 2 x 2 need four, others any."""
     policies: tuple[str, ...] = POLICIES
-    backend: str = "eager"
     global_batch: bool = False
     """Whether to compare with one rank on the global batch too."""
     batch_ranks: int | None = None
@@ -215,15 +214,6 @@ def hybrid(model: nn.Module) -> nn.Module:
     return gt.simple_fsdp(model, mesh, "hybrid_shard")
 
 
-def mixed_precision(model: nn.Module) -> nn.Module:
-    policy = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return fully_sharded(model, mp_policy=policy)
-
-
-def bf16_squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x.bfloat16()).float(), y)
-
-
 CASES = {
     "llama": Case(
         build=llama, loss=masked_language_loss, batch=masked_tokens(50), global_batch=True
@@ -234,37 +224,8 @@ CASES = {
     ),
     "cnn": Case(build=Cnn, loss=classification, batch=images),
     "odd": Case(build=Odd, loss=squares, batch=vectors),
-    "replicate": Case(
-        build=Blocks,
-        loss=squares,
-        batch=vectors,
-        shard=lambda m: fully_sharded(m, mode="replicate"),
-        policies=("always",),
-        global_batch=True,
-    ),
-    "mixed_precision": Case(build=Blocks, loss=bf16_squares, batch=vectors, shard=mixed_precision),
-    "checkpointed": Case(
-        build=lambda: Blocks(recompute=True), loss=squares, batch=vectors, global_batch=True
-    ),
     "checkpointed_dropout": Case(
         build=lambda: Blocks(dropout=0.4, recompute=True), loss=squares, batch=vectors
-    ),
-    "inductor": Case(
-        build=Blocks,
-        loss=squares,
-        batch=vectors,
-        ranks=2,
-        policies=("always",),
-        backend="inductor",
-    ),
-    "hybrid": Case(
-        build=Blocks,
-        loss=squares,
-        batch=vectors,
-        shard=hybrid,
-        ranks=4,
-        policies=("always", "never"),
-        global_batch=True,
     ),
     "tensor_parallel": Case(
         build=Blocks,
@@ -275,8 +236,7 @@ CASES = {
         global_batch=True,
         batch_ranks=2,
     ),
-    "odd_four": Case(build=Odd, loss=squares, batch=vectors, ranks=4, policies=("always",)),
     "hybrid_odd": Case(
-        build=Odd, loss=squares, batch=vectors, shard=hybrid, ranks=4, policies=("always",)
+        build=Odd, loss=squares, batch=vectors, shard=hybrid, ranks=4, policies=("always", "never")
     ),
 }

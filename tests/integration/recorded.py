@@ -55,7 +55,7 @@ class Recorded:
 
     def joint(self) -> JointGraph:
         """The one graph that was captured."""
-        (joint,) = self.trainer._captured_step.joint_graphs()
+        (joint,) = self.trainer.captured_step.joint_graphs()
         return joint
 
     def step(self, *, counting: bool = False) -> None:
@@ -74,12 +74,6 @@ class Recorded:
         if trainer.config.validator.enable:
             trainer.validator.validate(trainer.model_parts, trainer.step)
         return self
-
-    def next_batch(self) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """The next batch, on the trainer's device."""
-        inputs, labels = next(self.batches)
-        device = self.trainer.device
-        return {name: value.to(device) for name, value in inputs.items()}, labels.to(device)
 
     def global_losses(self) -> list[float]:
         """Every step's loss of the global batch: the ranks' parts and microbatches added up."""
@@ -116,17 +110,17 @@ class Recorded:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """Count what the captured step issues, and nothing of the loop around it."""
-        captured = self.trainer._captured_step
+        captured = self.trainer.captured_step
 
         def counting(*args: Any, **kwargs: Any) -> Any:
             result, self.issued = count_issued(captured, *args, **kwargs)
             return result
 
-        self.trainer._captured_step = counting
+        self.trainer.captured_step = counting
         try:
             yield
         finally:
-            self.trainer._captured_step = captured
+            self.trainer.captured_step = captured
 
     def _forward_backward_step(self, **kwargs: Any) -> torch.Tensor:
         loss = self._original(**kwargs)

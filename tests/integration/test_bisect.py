@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from graph_trainer.core.bisect.search import Verdict
 from tests.integration.bisect_worker import FACTOR, MODULE, RESULTS
 from tests.integration.launch import ROOT, user_environment
 from tests.integration.matrix import COMMON, FP32, arguments, rows, shard
@@ -71,25 +70,9 @@ def test_it_says_how_far_it_is(launched: Launched) -> None:
     assert "training" not in launched.out.lower().split("loss, gradients and buffers")[1]
 
 
-def test_a_sum_in_another_order_on_one_rank_is_everyones_verdict(launched: Launched) -> None:
-    first, second = (Verdict.from_dict(rank["reordered"]) for rank in launched.ranks)
-    assert repr(first) == repr(second)
-    assert first.culprit == "other_order"
-    assert [bool(row.ranks) for row in first.rows] == [False, False, True]
-    # rank 0's own graph is right; the reduction brings rank 1's sum to it
-    assert 1 in first.rows[-1].ranks
-    node = first.first_node
-    assert node is not None and node.op == "aten.add.Tensor" and not node.kept
-    assert "aten.mm.default" in node.before
-    assert 0 < node.difference.max_rel < 1e-3
-
-
 def test_ranks_on_either_side_of_a_memory_limit_decide_the_same(launched: Launched) -> None:
-    first, second = (rank["limited"] for rank in launched.ranks)
+    first, second = launched.ranks
     large, small = first["peaks"]
     assert small < large, "the first rank has more of every weight"
     for rank in (first, second):
         assert "hungry" not in rank["between"] and "hungry" in rank["above"]
-        assert "memory_limit_gib" in rank["below"]
-    assert "'failing'" in second["failing"] and "lost" in second["failing"]
-    assert first["failing"].startswith("VerificationError: rank 1") and "lost" in first["failing"]

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.integration.communication_cases import MESHES, RANKS, VARIANTS
+from tests.integration.communication_cases import MESHES, RANKS, RUNS
 from tests.integration.launches import Job, Launches
 from tests.integration.matrix import GRADIENTS
-
-TWO = [mesh for mesh, ranks in RANKS.items() if ranks == 2]
 
 
 def job(mesh: str) -> Job:
@@ -28,11 +26,10 @@ def entries(launches: Launches, mesh: str, variant: str) -> list[Any]:
     return [rank[f"{policy} {variant}"] for rank in by_rank for policy in MESHES[mesh][1]]
 
 
-MERGES = [name for name in VARIANTS if name != "none"]
+MERGES = [(mesh, name) for mesh, name in RUNS if name != "none"]
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("variant", MERGES)
+@pytest.mark.parametrize(("mesh", "variant"), MERGES)
 def test_it_trains_with_the_plain_graphs_loss_and_gradients(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):
         ours, plain = entry["losses"]
@@ -43,15 +40,13 @@ def test_it_trains_with_the_plain_graphs_loss_and_gradients(launches, mesh, vari
         assert math.isfinite(entry["trained"])
 
 
-@pytest.mark.parametrize("mesh", TWO)
-@pytest.mark.parametrize("variant", MERGES)
+@pytest.mark.parametrize(("mesh", "variant"), [run for run in MERGES if RANKS[run[0]] == 2])
 def test_on_two_ranks_gradients_are_the_same_bit_by_bit(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):
         assert entry["unlike"] == []
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("mesh", "variant"), RUNS)
 def test_the_process_groups_are_asked_for_what_the_graph_lists(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):
         assert entry["issued"] == entry["expected"]

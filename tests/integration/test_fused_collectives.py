@@ -38,13 +38,6 @@ def test_fused_gathers_give_the_bits_of_the_eager_model(ranks: Results, case: st
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_another_order_of_ranks_gives_other_bits(ranks: Results, case: str) -> None:
-    """The comparison above sees a row-major group in the place of a column-major one, on some
-    ranks: 0 of 2 x 2 stands first in either."""
-    assert not all(results[case]["another order equals eager"] for results in ranks)
-
-
-@pytest.mark.parametrize("case", CASES)
 def test_a_second_graph_finds_the_groups_of_the_first(ranks: Results, case: str) -> None:
     assert all(results[case]["same groups again"] for results in ranks)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import RanksFailed, run_ranks
+from tests.integration.launch import RanksFailed, lives, run_ranks
 
 SCRIPT = """
 import os, sys, time
@@ -34,14 +33,15 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_failing_rank_is_shown(script: Path, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match="rank one is unwell"):
-        run_ranks(script, 2, ["fails", str(tmp_path)], timeout=100)
-
-
-def test_a_rank_without_results_is_named(script: Path, tmp_path: Path) -> None:
-    with pytest.raises(RanksFailed, match=r"ranks \[1\].*reported nothing"):
-        run_ranks(script, 2, ["silent", str(tmp_path)], timeout=100)
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [("fails", "rank one is unwell"), ("silent", r"ranks \[1\].*reported nothing")],
+)
+def test_a_rank_that_fails_or_says_nothing_is_named(
+    what: str, said: str, script: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed, match=said):
+        run_ranks(script, 2, [what, str(tmp_path)], timeout=100)
 
 
 def test_a_rank_without_a_gpu_of_its_own_is_refused(
@@ -62,16 +62,7 @@ def test_a_hanging_launch_is_killed_whole(script: Path, tmp_path: Path) -> None:
     assert len(pids) == 2
     for pid in pids:
         for _ in range(50):
-            if not _alive(pid):
+            if not lives(pid):
                 break
             time.sleep(0.1)
-        assert not _alive(pid)
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    # killed, and not yet fetched by whoever inherited it
-    return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:1]
+        assert not lives(pid)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch import ROOT, _kill, user_environment
+from tests.integration.launch import ROOT, kill, user_environment
 
 SECONDS = 240
 UNSHARE = ["unshare", "--net", "--mount", "--uts"]
@@ -54,7 +54,7 @@ def without_namespaces(command: list[str], folder: Path, environment: dict[str, 
         statuses = [node.wait(SECONDS) for node in started]
     finally:
         for node in started:
-            _kill(node)
+            kill(node)
     assert statuses == [0, 0], "\n".join(log[-3000:] for log in logs_of(folder))
 
 
@@ -73,7 +73,7 @@ def with_namespaces(
     try:
         said, _ = nodes.communicate(timeout=SECONDS)
     finally:
-        _kill(nodes)
+        kill(nodes)
     assert nodes.returncode == 0, "\n".join([said, *(log[-3000:] for log in logs_of(folder))])
     # Weights and gradients went over the cable: 6 million parameters, twice each step and more.
     for node in (0, 1):

@@ -1,11 +1,12 @@
 """Validation on two gloo ranks, captured and eager, for test_validation.py.
 
 One layer of Llama 3's debug model is trained for two steps and validated after each, and once
-more: where FSDP is on with batches of another size.
+more with batches of another size.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,31 +19,28 @@ from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import count_issued, expected_events
-from tests.integration.matrix import BF16, COMMON, FP32, VALIDATE, Flags, arguments, rows
+from tests.integration.matrix import BF16, COMMON, VALIDATE, Flags, arguments, rows
 from tests.integration.matrix import shard as fsdp
-from tests.integration.matrix import tensor as tensor_parallel
 
-SHARDED = {
-    "compile.passes": "default,overlap_fsdp",
-    "compile.bucketing.strategy": "transformer_block",
-    "parallelism.fsdp_reshard_after_forward": "always",
-}
-CASES: dict[str, Flags] = {
-    "fsdp2_chunked_loss": fsdp(2) | BF16 | SHARDED,
-    "tp2": fsdp(1) | tensor_parallel(2) | FP32,
-}
-# Sequences of a batch in each of three validations; training has two. Without FSDP nobody knows
-# which ranks share a batch, so one run cannot mix shapes there.
-SIZES = {"fsdp2_chunked_loss": (2, 2, 1), "tp2": (1, 1, 1)}
+FLAGS: Flags = (
+    fsdp(2)
+    | BF16
+    | {
+        "compile.passes": "default,overlap_fsdp",
+        "compile.bucketing.strategy": "transformer_block",
+        "parallelism.fsdp_reshard_after_forward": "always",
+    }
+)
+SIZES = (2, 2, 1)
+"""Sequences of a batch in each of three validations; training has two."""
 
 
-def validate(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]:
+def validate(folder: Path, mode: str) -> dict[str, Any]:
     """What is validated after each of two steps, and once more, and what that leaves."""
-    words = COMMON | VALIDATE | {"validator.steps": 2} | rows(2) | flags
+    words = COMMON | VALIDATE | {"validator.steps": 2} | rows(2) | FLAGS
     config = load_config(arguments(words | {"compile.mode": mode, "dump_folder": folder}))
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
-    if "chunked" in name:
-        config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
+    config.loss = ChunkedCrossEntropyLoss.Config(global_vocab_size=2048)
     trainer: GraphTrainer = GraphTrainer(config)
     (model,) = trainer.model_parts
     validated: list[float] = []
@@ -52,7 +50,7 @@ def validate(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]
 
     batches = trainer.batch_generator(trainer.dataloader)
     validator = trainer.validator._validator if captured else trainer.validator
-    for number, size in enumerate(SIZES[name]):
+    for number, size in enumerate(SIZES):
         if number < 2:
             trainer.step += 1
             trainer.train_step(batches)
@@ -66,10 +64,11 @@ def validate(name: str, flags: Flags, folder: Path, mode: str) -> dict[str, Any]
         graphs = trainer.validator.step.joint_graphs()
         result["graphs"] = [graph.history for graph in graphs]
         result["outputs"] = [[o.name for o in graph.signature.outputs] for graph in graphs]
-        result["in_training"] = any(mode for graph in graphs for mode in graph.training)
+        modes = [graph.settings.training.values() for graph in graphs]
+        result["in_training"] = any(itertools.chain(*modes))
         joint = graphs[0]  # the one used longest ago
         batch, labels = next(batches)
-        batch = {k: v[: SIZES[name][0]] for k, v in batch.items()}
+        batch = {k: v[: SIZES[0]] for k, v in batch.items()}
         model.eval()
         step, inputs = trainer.validator.step, batch.pop("input")
         _, result["issued"] = count_issued(step, model, inputs, labels[: len(inputs)], **batch)
@@ -99,7 +98,6 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {n: p.grad.to_local().clone() for n, p in model.named_parameters()}
 
 
-def run(folder: Path, name: str) -> dict[str, Any]:
-    """A case, eager and captured."""
-    modes = ("eager", "aot_fx_trace")
-    return {mode: validate(name, CASES[name], folder / "validation", mode) for mode in modes}
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """The same run, eager and captured."""
+    return {mode: validate(folder / "validation", mode) for mode in ("eager", "aot_fx_trace")}

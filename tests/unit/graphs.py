@@ -6,6 +6,8 @@ input alone, so that two graphs can be compared bit by bit.
 
 from __future__ import annotations
 
+import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
@@ -41,12 +42,16 @@ from graph_trainer.core.graph.joint_graph import (
 )
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.torch_private import FakeTensorMode
+from graph_trainer.core.torch_private import FakeTensorMode, process_groups
+from tests.unit.fake_ranks import become
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
 FORWARD, LOSS, BACKWARD = Phase.FORWARD, Phase.LOSS, Phase.BACKWARD
+GATHER = c10d.all_gather_into_tensor.default
+SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
 
 
 class Builder:
@@ -56,6 +61,7 @@ class Builder:
         self.graph = fx.Graph()
         self.mode = FakeTensorMode()
         self.root = nn.Module()
+        self.phase = FORWARD
         self._inputs: list[Input] = []
 
     def input(
@@ -78,7 +84,7 @@ class Builder:
         self,
         op: Any,
         *args: Any,
-        phase: Phase = FORWARD,
+        phase: Phase | None = None,
         role: Role | None = None,
         parameter: str | None = None,
         module: str | None = None,
@@ -91,9 +97,18 @@ class Builder:
 
         with self.mode:
             node.meta["val"] = op(*fx.map_arg(args, value), **fx.map_arg(kwargs, value))
-        entry = annotation(phase=phase, role=role, parameter=parameter, module=module)
+        entry = annotation(phase=phase or self.phase, role=role, parameter=parameter, module=module)
         annotate_node(node, entry)
         return node
+
+    def waited(self, op: Any, *args: Any, **how: Any) -> fx.Node:
+        """A collective and its wait."""
+        return self.call(c10d.wait_tensor.default, self.call(op, *args, **how), **how)
+
+    def total(self, *values: fx.Node, **how: Any) -> fx.Node:
+        """The sum of all elements of these values."""
+        sums = [self.call(aten.sum.default, value, **how) for value in values]
+        return functools.reduce(lambda a, b: self.call(aten.add.Tensor, a, b, **how), sums)
 
     def call_higher_order(
         self, op: Any, subgraph: fx.GraphModule, *args: Any, val: fx.Node, name: str = "body"
@@ -125,6 +140,11 @@ class Builder:
 class _Simulated(fx.Interpreter):
     """Runs collectives as functions of this rank's input: others send multiples of it."""
 
+    def place(self, group: str) -> int:
+        """This rank's place in a group; 0 in one that only a graph by hand names."""
+        known = {known.group_name: ranks for known, ranks in process_groups()}
+        return known[group].index(dist.get_rank()) if group in known else 0
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         name = str(target)
         if "c10d" not in name:
@@ -132,7 +152,8 @@ class _Simulated(fx.Interpreter):
         if "wait_tensor" in name:
             return args[0]
         if "all_gather_into_tensor" in name:
-            return torch.cat([args[0] * (rank + 1) for rank in range(args[1])])
+            place = self.place(args[2])
+            return torch.cat([args[0] * (1 + other - place) for other in range(args[1])])
         if "reduce_scatter_tensor" in name:
             return torch.stack(args[0].chunk(args[2])).sum(0)
         if "all_reduce" in name:
@@ -175,9 +196,17 @@ def code(joint: JointGraph) -> str:
 
 
 def check_pass(
-    graph_pass: Pass, joint: JointGraph, options: Any = None, context: PassContext | None = None
+    graph_pass: Pass,
+    joint: JointGraph,
+    options: Any = None,
+    context: PassContext | None = None,
+    *,
+    same_numbers: bool = True,
 ) -> bool:
     """Run one pass twice. Numbers must stay the same, and the second run change nothing.
+
+    Args:
+        same_numbers: False for a pass that may change the order of a sum.
 
     Returns:
         whether the first run changed anything.
@@ -186,7 +215,8 @@ def check_pass(
     graph_pass(joint, options, context)
     joint.validate()
     first = code(joint)
-    assert_same(before, run(joint))
+    if same_numbers:
+        assert_same(before, run(joint))
     graph_pass(joint, options, context)
     assert code(joint) == first, "the second run changed the graph"
     return first != text
@@ -218,14 +248,13 @@ def hungry(numbers: int, *, optional: bool = True) -> Pass:
 
 def fake_world(size: int = 4, rank: int = 0) -> None:
     """A process group of which only this rank exists. The conftest ends it."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
+    become(rank, size)
 
 
-def fake_mesh(size: int = 4, rank: int = 0) -> DeviceMesh:
-    fake_world(size, rank)
-    return init_device_mesh("cpu", (size,))
+def fake_mesh(sizes: int | tuple[int, ...] = 4, rank: int = 0) -> DeviceMesh:
+    sizes = (sizes,) if isinstance(sizes, int) else sizes
+    become(rank, math.prod(sizes))
+    return init_device_mesh("cpu", sizes)
 
 
 class Block(nn.Module):
@@ -268,17 +297,19 @@ def mean_square(model: nn.Module, *args: torch.Tensor) -> torch.Tensor:
 def captured(
     model: nn.Module,
     *args: torch.Tensor,
-    world: int = 4,
+    world: int | tuple[int, ...] = 4,
     rank: int = 0,
     loss_fn: Callable[..., torch.Tensor] = mean_square,
     **fsdp: Any,
 ) -> JointGraph:
-    """A model captured as FSDP shards it over a fake world."""
+    """A model captured as FSDP shards it over a fake world, which may be a mesh."""
     gt.simple_fsdp(model, fake_mesh(world, rank), **fsdp)
     return gt.capture(model, loss_fn, args)
 
 
-def captured_decoder(*, world: int = 4, rank: int = 0, fsdp: Any = None, **model: Any):
+def captured_decoder(
+    *, world: int | tuple[int, ...] = 4, rank: int = 0, fsdp: Any = None, **model: Any
+):
     torch.manual_seed(0)
     tokens = torch.zeros(2, 3, dtype=torch.int64)
     return captured(Decoder(**model), tokens, world=world, rank=rank, **(fsdp or {}))

@@ -93,16 +93,11 @@ class Machine:
         self.cwd = folder / "somewhere else"
         self.bin = folder / "bin"
         self.log = folder / "log"
-        for made in (self.checkout / "scripts", self.cwd, self.bin):
+        for made in (self.checkout, self.cwd, self.bin):
             made.mkdir(parents=True)
-        for name in (
-            "run_train.sh",
-            "run_tests.sh",
-            "scripts/environment.sh",
-            "scripts/slurm/multinode.sbatch",
-            ".ci/run",
-        ):
-            (self.checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        for name in ("scripts", ".ci"):
+            shutil.copytree(REPOSITORY / name, self.checkout / name)
+        for name in ("run_train.sh", "run_tests.sh"):
             shutil.copy(REPOSITORY / name, self.checkout / name)
         (self.checkout / "pyproject.toml").write_text("[project]\n")
         (self.checkout / "constraints.txt").write_text("torch==1\n")

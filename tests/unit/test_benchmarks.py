@@ -1,7 +1,5 @@
 """Every benchmark runs, as small as it goes; what is timed is asserted nowhere."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -9,7 +7,6 @@ import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,7 +20,7 @@ WIDTH = 100
 pytestmark = pytest.mark.full
 
 
-def benchmark(module: str, *flags: str, timeout: float = 280) -> tuple[list[str], dict[str, Any]]:
+def benchmark(module, *flags, timeout=280):
     """The lines of the table that a benchmark prints, and its JSON."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -43,7 +40,7 @@ def benchmark(module: str, *flags: str, timeout: float = 280) -> tuple[list[str]
 CAPTURE = ["--config", "debugmodel", "--fsdp", "2", "--tp", "2", "--sequence", "64"]
 
 
-def test_capture_measures_every_layer_count_and_policy(tmp_path: Path) -> None:
+def test_capture_measures_every_layer_count_and_policy(tmp_path):
     path = tmp_path / "results.json"
     flags = [*CAPTURE, "--layers", "1", "4", "--sides", "ours", "--json", str(path)]
     _, results = benchmark("benchmarks.capture", *flags)
@@ -61,7 +58,7 @@ def test_capture_measures_every_layer_count_and_policy(tmp_path: Path) -> None:
         assert row["capture_seconds"] > 0 and row["passes_seconds"] > 0 and row["peak_bytes"] > 0
 
 
-def test_the_peer_is_captured_beside_ours() -> None:
+def test_the_peer_is_captured_beside_ours():
     flags = [*CAPTURE, "--layers", "1", "--policies", "always"]
     table, results = benchmark("benchmarks.capture", *flags, "--sides", "ours", "overlap", "peer")
     ours, overlap, peer = results["rows"]
@@ -73,7 +70,7 @@ def test_the_peer_is_captured_beside_ours() -> None:
     assert "x as fast" in table[-1]
 
 
-def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
+def test_communication_of_ours_and_the_peers_passes_on_one_graph():
     flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
     merged = ("transformer_block", "transformer_block overlap", "peer")
     flags += ["--variants", "plain", *merged, "--unfused-qkv"]
@@ -104,7 +101,7 @@ def test_communication_of_ours_and_the_peers_passes_on_one_graph() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
+def test_a_step_of_ours_eager_and_the_peer_on_two_ranks():
     # long enough for activations to make the peak: while it reduces, gloo holds less than nccl,
     # for which memory is predicted
     flags = ["--fsdp", "2", "--tp", "1", "--batch", "1", "--sequence", "256", "--rounds", "1"]
@@ -124,8 +121,8 @@ def test_a_step_of_ours_eager_and_the_peer_on_two_ranks() -> None:
     assert 0 < peer["collectives"] < ours["collectives"]
 
 
-def test_a_ratio_is_the_median_of_the_rounds_and_the_mean_of_the_ranks() -> None:
-    def rank(*own: float) -> dict[str, Any]:
+def test_a_ratio_is_the_median_of_the_rounds_and_the_mean_of_the_ranks():
+    def rank(*own):
         profile = {"forward_backward": 1.0, "compute": 0.5, "gloo": 0.25}
         parts = ("main_cpu", "all_cpu", "forward_backward", "clip", "optimizer")
         steps = {"eager": [4.0, 8.0, 4.0], "never": list(own)}
@@ -145,7 +142,7 @@ def test_a_ratio_is_the_median_of_the_rounds_and_the_mean_of_the_ranks() -> None
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
-def test_everyone_has_every_place_and_many_predecessors(count: int) -> None:
+def test_everyone_has_every_place_and_many_predecessors(count):
     names = [chr(ord("a") + i) for i in range(count)]
     rounds = orders(names, count)
     assert all(sorted(round_) == names for round_ in rounds)
@@ -154,7 +151,7 @@ def test_everyone_has_every_place_and_many_predecessors(count: int) -> None:
     assert max(follows.values(), default=0) <= (2 if count % 2 else 1)
 
 
-def test_gpu_runs_small_on_a_cpu() -> None:
+def test_gpu_runs_small_on_a_cpu():
     flags = ["--size", "tiny", "--batch", "1", "--sequence", "16", "--steps", "1"]
     variants = ["eager", "joint, eager"]
     _, results = benchmark("benchmarks.gpu", *flags, "--variants", *variants)
@@ -162,14 +159,14 @@ def test_gpu_runs_small_on_a_cpu() -> None:
     assert all(row["ratio"] > 0 for row in results["variants"].values())
 
 
-def test_digests_of_a_checkpoint_are_measured() -> None:
+def test_digests_of_a_checkpoint_are_measured():
     _, results = benchmark("benchmarks.checkpoint", "--mib", "1", "--rounds", "1")
     assert len(results["rows"]) == 4
     for row in results["rows"]:
         assert 0 < row["blocked"] <= row["save"] and row["cpu"] > 0 and row["check"] > 0
 
 
-def test_planning_is_measured_from_command_to_table(tmp_path: Path) -> None:
+def test_planning_is_measured_from_command_to_table(tmp_path):
     path = tmp_path / "results.json"
     table, rows = benchmark("benchmarks.plan", "--cases", "debugmodel:4:2", "--json", str(path))
     assert json.loads(path.read_text()) == rows

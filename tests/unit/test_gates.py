@@ -1,7 +1,5 @@
 """The quality gates themselves: pinned dependencies, warnings as errors, markers."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import warnings
@@ -22,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 LONGEST_FILE = 400
 
 
-def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
+def test_no_file_is_too_long_to_read_in_one_sitting():
     long = {
         path.relative_to(REPOSITORY).as_posix()
         for folder in ("graph_trainer", "tests")
@@ -32,19 +30,19 @@ def test_no_file_is_too_long_to_read_in_one_sitting() -> None:
     assert not long
 
 
-def pins() -> dict[str, str]:
+def pins():
     lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
     pinned = [line.partition("==") for line in lines if line and not line.startswith("#")]
     return {canonicalize_name(name): version for name, _, version in pinned}
 
 
-def declared() -> list[Requirement]:
+def declared():
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     return [Requirement(r) for r in project["dependencies"] + sum(extras.values(), [])]
 
 
-def test_every_pin_is_exact_and_without_a_local_version() -> None:
+def test_every_pin_is_exact_and_without_a_local_version():
     for name, version in pins().items():
         assert re.fullmatch(r"[0-9][0-9a-z.]*", version), f"{name}=={version}"
     for requirement in declared():
@@ -52,7 +50,7 @@ def test_every_pin_is_exact_and_without_a_local_version() -> None:
         assert requirement.specifier.contains(version, prereleases=True), requirement
 
 
-def test_everything_that_is_installed_with_the_package_is_pinned() -> None:
+def test_everything_that_is_installed_with_the_package_is_pinned():
     """Follows the dependencies of what is installed here, the markers of this machine applied."""
     environment = default_environment()
     todo, seen = declared(), set[tuple[str, str]]()
@@ -76,8 +74,8 @@ def test_everything_that_is_installed_with_the_package_is_pinned() -> None:
     assert len(seen) > 50, "the walk found hardly anything"
 
 
-def test_a_warning_from_our_own_code_is_an_error() -> None:
-    def warn(module: str) -> None:
+def test_a_warning_from_our_own_code_is_an_error():
+    def warn(module):
         warnings.warn_explicit("old", DeprecationWarning, "a file", 1, module=module)
 
     for module in ("graph_trainer", "graph_trainer.passes.x"):
@@ -87,9 +85,7 @@ def test_a_warning_from_our_own_code_is_an_error() -> None:
         warn("torch")
 
 
-def test_a_cuda_test_is_skipped_without_a_device(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cuda_test_is_skipped_without_a_device(pytester, monkeypatch):
     pytester.makeconftest((REPOSITORY / "tests/conftest.py").read_text())
     pytester.makeini("[pytest]\nmarkers = cuda: x")
     pytester.makepyfile(

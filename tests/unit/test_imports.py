@@ -6,12 +6,9 @@ library. Private names of torch are in core/torch_private.py, so that a new rele
 in one file.
 """
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import networkx
@@ -30,7 +27,7 @@ WITH_CODE = {
 }
 
 
-def sources() -> dict[str, ast.Module]:
+def sources():
     """Every module of the package by its dotted name; a package by its folder's."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
@@ -39,7 +36,7 @@ def sources() -> dict[str, ast.Module]:
     return found
 
 
-def imported(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
+def imported(tree, module):
     """Every import of a module: the dotted name, and the name that it is bound to."""
     is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
     package = module.split(".") if is_package else module.split(".")[:-1]
@@ -63,7 +60,7 @@ def imported(tree: ast.Module, module: str) -> Iterator[tuple[str, str]]:
             yield str(node.args[0].value), ""
 
 
-def attributes(tree: ast.Module, bound: dict[str, str]) -> Iterator[str]:
+def attributes(tree, bound):
     """Every dotted name that is read below an imported one."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
@@ -72,17 +69,17 @@ def attributes(tree: ast.Module, bound: dict[str, str]) -> Iterator[str]:
                 yield f"{bound[first]}.{rest}"
 
 
-def layer(module: str, modules: set[str]) -> int:
+def layer(module, modules):
     top = module.split(".")[1] if "." in module else ""
     is_model = f"graph_trainer.{top}.config_registry" in modules
     return LAYERS.index("<model>" if is_model else top)
 
 
-def within(name: str, *roots: str) -> bool:
+def within(name, *roots):
     return any(name == root or name.startswith(root + ".") for root in roots)
 
 
-def is_private_torch(name: str) -> bool:
+def is_private_torch(name):
     """Whether a part of a dotted name of torch starts with an underscore.
 
     The names of aten's ops do not count: aten._unsafe_view is part of the graph's vocabulary.
@@ -95,7 +92,7 @@ def is_private_torch(name: str) -> bool:
     )
 
 
-def violations() -> set[str]:
+def violations():
     trees = sources()
     modules = set(trees)
     graph = networkx.DiGraph()
@@ -129,11 +126,11 @@ def violations() -> set[str]:
     return found
 
 
-def test_imports_point_down_and_stay_where_they_belong() -> None:
+def test_imports_point_down_and_stay_where_they_belong():
     assert violations() == set()
 
 
-def test_every_package_says_what_lives_there_and_has_no_code() -> None:
+def test_every_package_says_what_lives_there_and_has_no_code():
     packages = {path.parent for path in PACKAGE.rglob("*.py")}
     trees = sources()
     for package in packages:
@@ -145,7 +142,7 @@ def test_every_package_says_what_lives_there_and_has_no_code() -> None:
         assert len(trees[name].body) == 1 or name in WITH_CODE, name
 
 
-def test_every_module_of_the_core_imports_without_torchtitan() -> None:
+def test_every_module_of_the_core_imports_without_torchtitan():
     """No reading of the source shows an import whose name is made at run time."""
     modules = [m for m in sources() if within(m, "graph_trainer.core", "graph_trainer.errors")]
     program = (

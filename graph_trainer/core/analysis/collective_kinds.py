@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 IN_PLACE_NAMESPACE = "c10d"
-"""Ops behind `dist.all_reduce(tensor)` and the like: they write into their arguments, and their
-schemas do not say so."""
+"""The namespace of the ops that `dist.all_reduce(tensor)` and the like call: they write into their
+arguments, and their schemas do not say so."""
 FUNCTIONAL_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d_functional")
 """Ops that return their result, which is complete after a wait."""
 

@@ -116,13 +116,7 @@ class Collective:
 
 
 def entry_text(entry: Entry, ranks: str, splits: Splits | None) -> str:
-    """Format an entry.
-
-    Args:
-        entry: what to format, but for its ranks.
-        ranks: the formatted ranks.
-        splits: those of an all-to-all.
-    """
+    """Format an entry, with `ranks` as the text for its ranks and the splits of an all-to-all."""
     kind, _, inputs, reduction = entry
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
     text = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
@@ -153,7 +147,6 @@ def collectives(
     Linear in nodes.
 
     Args:
-        joint: the graph.
         ranks_of_group: global ranks by group name; by default from the process groups.
 
     Raises:
@@ -207,7 +200,6 @@ def issued(
     """List the nodes of all collectives in the order in which they are issued.
 
     Args:
-        graph: the graph.
         counts: which nodes to list; one that is no collective is complete when it returns.
 
     Returns:
@@ -218,39 +210,34 @@ def issued(
     """
     nodes: list[fx.Node] = []
     waited: dict[int, int] = {}
-    _run(graph, nodes, waited, counts)
-    return [(node, waited.get(place)) for place, node in enumerate(nodes)]
 
-
-def _run(
-    graph: fx.Graph,
-    nodes: list[fx.Node],
-    waited: dict[int, int],
-    counts: Callable[[fx.Node], bool],
-) -> None:
-    roots = storage_roots(graph)
-    issuer: dict[object, int] = {}
-    for node in graph.nodes:
-        if counts(node):
-            if is_collective(node):
-                # a coalesced one returns a list, with a wait for each tensor
-                issuer[roots[node]] = len(nodes)
+    def run(graph: fx.Graph) -> None:
+        roots = storage_roots(graph)
+        issuer: dict[object, int] = {}
+        for node in graph.nodes:
+            if counts(node):
+                if is_collective(node):
+                    # a coalesced one returns a list, with a wait for each tensor
+                    issuer[roots[node]] = len(nodes)
+                else:
+                    waited[len(nodes)] = len(nodes) + 1
+                nodes.append(node)
+            elif is_wait(node):
+                root = roots[node]
+                source = issuer.get(root, issuer.get((root[0], 0)))
+                if source is not None:
+                    waited.setdefault(source, len(nodes))
             else:
-                waited[len(nodes)] = len(nodes) + 1
-            nodes.append(node)
-        elif is_wait(node):
-            root = roots[node]
-            source = issuer.get(root, issuer.get((root[0], 0)))
-            if source is not None:
-                waited.setdefault(source, len(nodes))
-        else:
-            before = len(nodes)
-            for module in subgraphs(node):
-                _run(module.graph, nodes, waited, counts)
-            if len(nodes) > before and str(node.target) not in _RUN_ONCE:
-                raise VerificationError(
-                    f"node '{node.name}' ({node.target}) communicates within a subgraph "
-                    f"('{nodes[before].name}', {nodes[before].target}), which data may run on "
-                    "one rank and not on another, or another number of times: no order can be "
-                    "proved; move the communication out of it"
-                )
+                before = len(nodes)
+                for module in subgraphs(node):
+                    run(module.graph)
+                if len(nodes) > before and str(node.target) not in _RUN_ONCE:
+                    raise VerificationError(
+                        f"node '{node.name}' ({node.target}) communicates within a subgraph "
+                        f"('{nodes[before].name}', {nodes[before].target}), which data may run on "
+                        "one rank and not on another, or another number of times: no order can be "
+                        "proved; move the communication out of it"
+                    )
+
+    run(graph)
+    return [(node, waited.get(place)) for place, node in enumerate(nodes)]

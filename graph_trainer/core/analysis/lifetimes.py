@@ -54,7 +54,6 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
     waited for, to the end if they never are. Linear in nodes.
 
     Args:
-        joint: the graph.
         scratch: bytes of scratch memory by node, as `scratch_bytes` returns them: the storage
             `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
             wait.
@@ -96,12 +95,11 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
 
 
 def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:
-    """Return the bytes alive at each of a number of nodes.
+    """Return the bytes alive at each of `nodes` nodes, with `always` more bytes at each.
 
     Args:
-        nodes: how many nodes.
-        spans: first position, last position and bytes of each storage.
-        always: bytes that are alive all the time.
+        spans: of each storage the first and the last node at which it is alive, as positions from
+            0 to nodes - 1, and its bytes.
     """
     change = [always, *[0] * nodes]
     for first, last, num in spans:

@@ -99,7 +99,6 @@ def memory_of(
     """Compute the bytes alive at every node, by category. Linear in nodes.
 
     Args:
-        joint: the graph.
         optimizer_bytes: optimizer state that is alive during the step.
         accumulated_bytes: gradients of earlier microbatches that are alive during the step.
         not_allocated: storages that a fused kernel keeps in registers.

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -28,82 +28,45 @@ Axes = tuple[int, ...]
 """Indices of mesh axes in the order in which ranks are counted, the fastest last."""
 
 
-def _coordinates(sizes: Sequence[int], position: int) -> list[int]:
-    """The coordinates of a position in a row-major mesh."""
-    found = []
-    for size in reversed(sizes):
-        position, coordinate = divmod(position, size)
-        found.append(coordinate)
-    return found[::-1]
+def _groups(mesh: torch.Tensor, axes: Axes) -> list[list[int]]:
+    """The groups along `axes`: each has the ranks whose other coordinates are equal."""
+    others = [axis for axis in range(mesh.ndim) if axis not in axes]
+    members = math.prod(mesh.shape[axis] for axis in axes)
+    return mesh.permute(*others, *axes).reshape(-1, members).tolist()
 
 
-def _position(sizes: Sequence[int], coordinates: Iterable[int]) -> int:
-    position = 0
-    for size, coordinate in zip(sizes, coordinates, strict=True):
-        position = position * size + coordinate
-    return position
-
-
-def _through(sizes: Sequence[int], position: int, axes: Axes) -> Ranks:
-    """The positions along `axes` whose other coordinates are those of `position`."""
-    at = _coordinates(sizes, position)
-    found = []
-    for swept in itertools.product(*(range(sizes[axis]) for axis in axes)):
-        for axis, coordinate in zip(axes, swept, strict=True):
-            at[axis] = coordinate
-        found.append(_position(sizes, at))
-    return tuple(found)
-
-
-def _axes_of(sizes: Sequence[int], positions: Ranks) -> Axes | None:
-    """The axes of more than one coordinate along which the positions lie in their order; None
-    for any other set of positions, or another order."""
-    ends = zip(*(_coordinates(sizes, positions[end]) for end in (0, -1)), strict=True)
-    axes = [axis for axis, (first, last) in enumerate(ends) if first != last]
-    if math.prod(sizes[axis] for axis in axes) != len(positions):
+def _axes_of(mesh: torch.Tensor, ranks: Ranks) -> Axes | None:
+    """The axes of more than one coordinate along which the ranks lie in their order; None for
+    any other set of ranks, or another order."""
+    first, last = ((mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
+    axes = [axis for axis in range(mesh.ndim) if first[axis] != last[axis]]
+    if math.prod(mesh.shape[axis] for axis in axes) != len(ranks):
         return None
     orders = itertools.permutations(axes)
-    return next((o for o in orders if positions == _through(sizes, positions[0], o)), None)
+    return next((order for order in orders if list(ranks) in _groups(mesh, order)), None)
 
 
-class Partitions:
-    """The partitions of the world along the meshes of a graph's DTensors.
+def partition_of(meshes: list[torch.Tensor], ranks: Ranks) -> Partition | None:
+    """Return the partition of the world that contains a group along axes of one of the meshes.
+
+    None if the group lies along no axes of any mesh. The axes may be in any order: groups that
+    count ranks by column are found.
 
     Args:
-        meshes: one tensor for each mesh: the ranks of the world, each once, by coordinates.
+        meshes: the ranks of the world, each once, by coordinates.
+        ranks: the ranks of the group.
     """
-
-    def __init__(self, meshes: list[torch.Tensor]) -> None:
-        self._meshes = [(tuple(mesh.shape), mesh.flatten().tolist()) for mesh in meshes]
-        self._known: dict[Ranks, Partition | None] = {}
-
-    def through(self, ranks: Ranks) -> Partition | None:
-        """Return the partition that contains a group, None if the group lies along no axes of
-        any mesh. The axes may be in any order: groups that count ranks by column are found."""
-        if ranks not in self._known:
-            found = (self._along(*mesh, ranks) for mesh in self._meshes)
-            self._known[ranks] = next((f for f in found if f is not None), None)
-        return self._known[ranks]
-
-    @staticmethod
-    def _along(sizes: tuple[int, ...], mesh: list[int], ranks: Ranks) -> Partition | None:
-        position = {rank: index for index, rank in enumerate(mesh)}
-        if any(rank not in position for rank in ranks):
-            return None
-        axes = _axes_of(sizes, tuple(position[rank] for rank in ranks))
-        if axes is None:
-            return None
-        firsts = [[0] if axis in axes else range(size) for axis, size in enumerate(sizes)]
-        starts = (_position(sizes, at) for at in itertools.product(*firsts))
-        groups = (_through(sizes, start, axes) for start in starts)
-        return tuple(sorted(tuple(mesh[place] for place in group) for group in groups))
+    for mesh in meshes:
+        axes = _axes_of(mesh, ranks)
+        if axes is not None:
+            return tuple(sorted(tuple(group) for group in _groups(mesh, axes)))
+    return None
 
 
-def partitions_of(joint: JointGraph, world_size: int) -> Partitions:
-    """Return the partitions that the meshes of the graph's inputs define.
+def meshes_of(joint: JointGraph, world_size: int) -> list[torch.Tensor]:
+    """Return the meshes of the graph's inputs that contain every rank of the world.
 
-    A mesh that does not contain every rank of the world defines none: an action that needs all
-    ranks cannot rely on it.
+    An action that needs all ranks cannot rely on another mesh.
     """
     meshes: dict[DeviceMesh, None] = {}
     for kind in InputKind:
@@ -112,8 +75,7 @@ def partitions_of(joint: JointGraph, world_size: int) -> Partitions:
                 tensor = wrap([value_of(n) for n in nodes], spec.layout)
                 assert isinstance(tensor, DTensor)
                 meshes[tensor.device_mesh] = None
-    slices = map(mesh_slices, meshes)
-    return Partitions([ranks for ranks in slices if ranks.numel() == world_size])
+    return [ranks for ranks in map(mesh_slices, meshes) if ranks.numel() == world_size]
 
 
 def joined(inner: Partition, outer: Partition) -> Partition | None:
@@ -134,7 +96,7 @@ def joined(inner: Partition, outer: Partition) -> Partition | None:
     return tuple(sorted(flat))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankClasses:
     """The ranks of a mesh, in classes of ranks whose graphs are equal.
 
@@ -158,29 +120,33 @@ class RankClasses:
         """Number of ranks of the whole mesh."""
         return math.prod(self.sizes)
 
+    @cached_property
+    def _mesh(self) -> torch.Tensor:
+        return torch.arange(self.num_ranks).view(self.sizes)
+
     def representatives(self) -> dict[int, int]:
         """Return the first rank of every class, with the number of ranks in the class."""
         found = {}
         for kinds in itertools.product(*map(dict.fromkeys, self.labels)):
             axes = list(zip(self.labels, kinds, strict=True))
-            first = _position(self.sizes, [labels.index(kind) for labels, kind in axes])
+            first = int(self._mesh[tuple(labels.index(kind) for labels, kind in axes)])
             found[first] = math.prod(labels.count(kind) for labels, kind in axes)
         return found
 
     def representative_of(self, rank: int) -> int:
         """Return the first rank of a rank's class."""
         places = zip(self.labels, self.coordinates(rank), strict=True)
-        return _position(self.sizes, [labels.index(labels[place]) for labels, place in places])
+        return int(self._mesh[tuple(labels.index(labels[place]) for labels, place in places)])
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinate along each axis."""
-        return tuple(_coordinates(self.sizes, rank))
+        return tuple(map(int, torch.unravel_index(torch.tensor(rank), self.sizes)))
 
     def axes_of_group(self, ranks: Ranks, rank: int) -> Axes | None:
         """Return the axes of more than one rank along which a group through `rank` lies, the one
         along which it counts first at the end; None for any other set of ranks, or another
         order."""
-        return _axes_of(self.sizes, ranks) if rank in ranks else None
+        return _axes_of(self._mesh, ranks) if rank in ranks else None
 
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:
         """Return the representatives of all classes in a group, sorted; all are in the group.
@@ -189,11 +155,11 @@ class RankClasses:
             rank: a representative in the group.
             axes: the axes along which the group lies.
         """
-        group = _through(self.sizes, rank, axes)
+        group = next(group for group in _groups(self._mesh, axes) if rank in group)
         return tuple(sorted({self.representative_of(member) for member in group}))
 
     def num_groups(self, rank: int, axes: Axes) -> int:
         """Return the number of equal groups: the parallel ones through all ranks of a class."""
-        at = self.coordinates(rank)
-        others = [axis for axis in range(len(at)) if axis not in axes]
-        return math.prod(self.labels[axis].count(self.labels[axis][at[axis]]) for axis in others)
+        places = enumerate(zip(self.labels, self.coordinates(rank), strict=True))
+        others = [(labels, at) for axis, (labels, at) in places if axis not in axes]
+        return math.prod(labels.count(labels[at]) for labels, at in others)

@@ -97,8 +97,7 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
                 continue  # reads the shard: no gathered tensor stays alive for it
             (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
     gathered = [c for c in chains if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
-    position = {node: i for i, node in enumerate(joint.graph.nodes)}
-    return sorted(gathered, key=lambda c: position[c.nodes[0]])
+    return sorted(gathered, key=lambda c: c.nodes[0])
 
 
 def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind, with_parts
 from graph_trainer.core.graph.ops import (
     argument_nodes,
     is_collective,
@@ -24,6 +24,7 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     written_arguments,
 )
+from graph_trainer.core.torch_private import pytree
 
 Same = Callable[[fx.Node], bool | None]
 
@@ -62,9 +63,6 @@ def first_difference(
     before.
 
     Args:
-        runs: runs the graphs.
-        before: the graph before the pass.
-        after: the graph after the pass.
         differing: names, as in `Results`, of the results that differ on this rank; none where
             only those of other ranks differ. This rank then only takes part in the collectives.
 
@@ -155,7 +153,7 @@ def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
 
     def keep(node: fx.Node, value: Any) -> None:
         if node is wanted:
-            values.append(_copied(value))
+            values.append(pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value))
 
     runs.node_by_node(joint, keep)
     return values[0] if values else None
@@ -197,13 +195,11 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
 
 def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
     """List the nodes that the graph returns as the loss or the gradients of these names."""
-    values = iter(joint.output_values())
     found: list[fx.Node] = []
-    for spec in joint.signature.outputs:
+    for spec, parts in with_parts(joint.signature.outputs, joint.output_values()):
         is_loss = spec.kind is OutputKind.LOSS
-        name = "loss" if is_loss else f"gradient of {spec.name}"
-        parts = [next(values) for _ in range(spec.layout.num_tensors)]
-        found += parts if name in names else []
+        if ("loss" if is_loss else f"gradient of {spec.name}") in names:
+            found += parts
     return found
 
 
@@ -228,9 +224,3 @@ def _incomplete(graph: fx.Graph) -> set[fx.Node]:
         if root in pending or (without_values and root not in written):
             found.add(node)
     return found
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    return [_copied(v) for v in value] if isinstance(value, (tuple, list)) else value

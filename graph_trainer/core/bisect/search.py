@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
+from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.bisect.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.bisect.tensor_diff import Difference, compare
-from graph_trainer.core.capture.capture import LossFn
+from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.exchange import (
@@ -69,23 +70,6 @@ class Verdict:
         found = [node for node in self.nodes if node is not None]
         return min(found, key=lambda node: node.position, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Convert to dicts, lists, text and numbers."""
-        return dataclasses.asdict(self)
-
-    @staticmethod
-    def from_dict(table: dict[str, Any]) -> Verdict:
-        """Make the verdict that `to_dict` converted."""
-        rows = [
-            Row(row["name"], row["nodes"], [[Difference(**d) for d in of] for of in row["found"]])
-            for row in table["rows"]
-        ]
-        nodes = [
-            node and NodeDifference(**{**node, "difference": Difference(**node["difference"])})
-            for node in table["nodes"]
-        ]
-        return Verdict(rows, table["compared"], nodes)
-
 
 def bisect_passes(
     model: nn.Module,
@@ -100,10 +84,10 @@ def bisect_passes(
 
     Runs the model eagerly, then the graph as captured and after each pass with the eager
     backend, all from the same state and random numbers on the same batch, and compares loss,
-    gradients and buffers bit by bit. In the first pass that differs it finds the first node
-    that differs. Every rank must call it, with a model and a batch on CPU; all get the same
-    verdict, and the model is left as it was. Costs one run of the step for each pass, and five
-    runs node by node.
+    gradients and buffers bit by bit; the graph as captured for two steps. In the first pass that
+    differs it finds the first node that differs. Every rank must call it, with a model and a batch
+    on CPU; all get the same verdict, and the model is left as it was. Costs one run of the step
+    for each pass, and five runs node by node.
 
     Args:
         model: the model.
@@ -115,7 +99,8 @@ def bisect_passes(
 
     Raises:
         VerificationError: the model gives other numbers when it runs again, so that there is
-            nothing to compare with; or the ranks' graphs issue other collectives.
+            nothing to compare with; the second captured step differs from the model's (see
+            `check_capture`); or the ranks' graphs issue other collectives.
         CaptureError, PassError: as `capture` and `run_passes` raise them.
     """
     passes = passes or PassConfig()
@@ -137,6 +122,10 @@ def bisect_passes(
     steps = pass_by_pass(joint, passes, all_reduce_max=largest)
     rows: list[Row] = []
     before: JointGraph | None = None
+
+    def loss_of(model: nn.Module, *args: Any) -> torch.Tensor:
+        return loss_fn(model, *args, **(kwargs or {}))
+
     while True:
         with groups_agreed_on(largest):
             report = _or_fail_on_all_ranks(lambda: next(steps, None), largest)
@@ -152,6 +141,10 @@ def bisect_passes(
         on_event(f"{place}: {found if row.ranks else 'bitwise equal on every rank'}")
         if row.ranks:
             break
+        if before is None:
+            on_event(f"{CAPTURE}: comparing two steps, one after the other")
+            captured = PassConfig(passes=())
+            check_capture(model, loss_of, [args, args], passes=captured, attributes=False)
         before = copy_graph(joint)
     if before is None:
         return Verdict(rows, len(reference), [])

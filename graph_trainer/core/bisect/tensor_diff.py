@@ -62,10 +62,7 @@ def compare(wanted: Results, found: Results) -> list[Difference]:
 def distance(name: str, wanted: Any, found: Any) -> Difference | None:
     """Measure how far two values are apart; None where their bits are equal.
 
-    Args:
-        name: of the value.
-        wanted: a tensor or a list of tensors; anything else counts by its text.
-        found: as `wanted`.
+    A value is a tensor or a list of tensors; anything else counts by its text.
     """
     if digest(wanted) == digest(found):
         return None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind
@@ -21,12 +23,15 @@ class Batch:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        leaves, self.tree = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        leaves, self.tree = pytree.tree_flatten_with_path(_arguments(args, kwargs))
+        self._tree_text = repr(self.tree)
         self.paths = [_path_name(path) for path, _ in leaves]
         self.is_tensor = [isinstance(value, torch.Tensor) for _, value in leaves]
         self.constants = [None if isinstance(v, torch.Tensor) else v for _, v in leaves]
-        for path, constant in zip(self.paths, self.constants, strict=True):
+        self._keys = [
             _check_constant(path, constant)
+            for path, constant in zip(self.paths, self.constants, strict=True)
+        ]
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[Input]:
         """Describe the tensors of the captured call for the graph's signature."""
@@ -51,16 +56,17 @@ class Batch:
         Raises:
             CaptureError: another structure, or another value where one was baked in.
         """
-        leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
-        if tree != self.tree:
+        leaves, tree = pytree.tree_flatten(_arguments(args, kwargs))
+        # equal trees may have keys 1 and True
+        if tree != self.tree or repr(tree) != self._tree_text:
             raise CaptureError(self._structure_differs(args, kwargs))
         tensors = []
-        for leaf, is_tensor, constant, path in zip(
-            leaves, self.is_tensor, self.constants, self.paths, strict=True
+        for leaf, is_tensor, constant, key, path in zip(
+            leaves, self.is_tensor, self.constants, self._keys, self.paths, strict=True
         ):
             if is_tensor and isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
-            elif is_tensor or isinstance(leaf, torch.Tensor) or not _same(leaf, constant):
+            elif is_tensor or isinstance(leaf, torch.Tensor) or constant_key(leaf) != key:
                 raise CaptureError(
                     f"'{path}' was {'a tensor' if is_tensor else repr(constant)} when the graph "
                     f"was captured and is {_short(leaf)} now; capture again for another value"
@@ -68,7 +74,7 @@ class Batch:
         return tensors
 
     def _structure_differs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        leaves, _ = pytree.tree_flatten_with_path((tuple(args), dict(kwargs)))
+        leaves, _ = pytree.tree_flatten_with_path(_arguments(args, kwargs))
         found = [_path_name(path) for path, _ in leaves]
         missing = [f"'{p}'" for p in self.paths if p not in found]
         new = [f"'{p}'" for p in found if p not in self.paths]
@@ -82,26 +88,72 @@ class Batch:
         )
 
 
+def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return what pytree takes apart; the order of keyword arguments has no meaning."""
+    return tuple(args), dict(sorted(kwargs.items()))
+
+
 def constant_key(value: Any) -> object:
     """Return a key that two constants share exactly when one graph is right for both.
 
-    1, 1.0 and True are equal in Python and give different graphs; so do 0.0 and -0.0. A NaN
-    is not equal to itself and gives the same graph. The key is hashable if the value is.
+    1, 1.0 and True are equal in Python and give different graphs; so do 0.0 and -0.0. A NaN is
+    not equal to itself and gives the same graph. An object is described by its attributes, as
+    deep as they go: it may have changed since. The key is hashable if the value is.
     """
-    return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+    return _key(value, {})
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is b or constant_key(a) == constant_key(b)
+def _key(value: Any, seen: dict[int, int]) -> object:
+    """Describe a value; an object that occurs again by its number, so that the key is linear."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return (kind, value)
+    if isinstance(value, Number):  # by all its digits and its sign
+        return (kind, repr(value))
+    if isinstance(value, torch.Tensor):
+        raise _HoldsTensors
+    if id(value) in seen:
+        return (kind, seen[id(value)])
+    seen[id(value)] = len(seen)
+    if isinstance(value, (set, frozenset)):
+        return (kind, frozenset(_key(inner, seen) for inner in value))
+    if isinstance(value, Mapping):
+        return (kind, tuple((_key(k, seen), _key(v, seen)) for k, v in value.items()))
+    if isinstance(value, (tuple, list)):
+        return (kind, tuple(_key(inner, seen) for inner in value))
+    if callable(value):
+        return (kind, value)  # what is inside a function, a class or a module is not looked for
+    names = [n for c in kind.__mro__ for n in _slots(c)] + sorted(getattr(value, "__dict__", ()))
+    if names:
+        return (kind, value, tuple((n, _key(getattr(value, n, None), seen)) for n in names))
+    try:  # NumPy's arrays
+        view = memoryview(value)
+    except (TypeError, ValueError):
+        return (kind, value)
+    return (kind, view.format, view.shape, view.tobytes())
 
 
-def _check_constant(path: str, value: Any) -> None:
-    if any(isinstance(inner, torch.Tensor) for inner in _contents(value)):
+_PLAIN = (int, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, DeviceMesh)
+
+
+class _HoldsTensors(Exception):
+    """Raised for a tensor inside a constant."""
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _check_constant(path: str, value: Any) -> object:
+    try:
+        key = constant_key(value)
+    except _HoldsTensors:
         raise CaptureError(
             f"'{path}' is a {type(value).__name__} that holds tensors, and torch's pytree does "
             "not know how to take it apart: pass its tensors in a dict, list or tuple, or "
             "register the class with torch.utils._pytree.register_pytree_node"
-        )
+        ) from None
     try:
         hash(value)
     except TypeError:
@@ -110,18 +162,7 @@ def _check_constant(path: str, value: Any) -> None:
             "later calls cannot be checked against the captured one: pass a tensor or a "
             "hashable value, a frozenset for a set for example"
         ) from None
-
-
-def _contents(value: Any) -> Iterable[Any]:
-    """List the values inside a container or data object that pytree took for a leaf."""
-    if isinstance(value, Mapping):
-        return value.values()
-    if isinstance(value, (set, frozenset)):
-        return value
-    if callable(value):
-        return ()  # tensors inside a function, a class or a module are not looked for
-    slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
-    return [*getattr(value, "__dict__", {}).values(), *slots]
+    return key
 
 
 def _path_name(path: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import fx, nn
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.torch_private import storage_id
+from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
 
 
@@ -64,6 +65,12 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
         constant = getattr(graph_module, str(node.target), None)
         if not isinstance(constant, torch.Tensor):
             continue
+        if isinstance(constant, FakeTensor):
+            raise CaptureError(
+                f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "
+                "data, made by an earlier capture that has kept it: clear what holds it (a "
+                "cache, a global, an attribute) and compute it in the step"
+            )
         name = names.get(storage_id(constant))
         if name is not None:
             raise CaptureError(
@@ -76,4 +83,34 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
                 f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} that "
                 "requires a gradient and is neither a parameter of the model nor in the batch; "
                 "its gradient would be lost: make it a parameter of the model"
+            )
+
+
+def refuse_batch_of_state(inputs: Sequence[Input], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuse a batch with a tensor of the model, a view of one, or a result of autograd.
+
+    In eager its gradient would reach the model's parameters; a step takes the batch as data.
+
+    Args:
+        inputs: the inputs of a graph.
+        tensors: a tensor for each.
+
+    Raises:
+        CaptureError: with the argument of the batch.
+    """
+    names: dict[int, str] = {}
+    for spec, tensor in zip(inputs, tensors, strict=True):
+        for part in unwrap(tensor)[0]:
+            owner = names.get(storage_id(part)) if part.numel() else None
+            if spec.kind is not InputKind.BATCH:
+                names.setdefault(storage_id(part), spec.name)
+            elif owner is not None:
+                raise CaptureError(
+                    f"'{spec.name}' of the batch shares the memory of '{owner}': read it in "
+                    "loss_fn as an attribute of the model, so that its gradient is computed"
+                )
+        if spec.kind is InputKind.BATCH and tensor.grad_fn is not None:
+            raise CaptureError(
+                f"'{spec.name}' of the batch was computed with gradients, which would not be "
+                "carried further back: compute it in loss_fn, or detach it"
             )

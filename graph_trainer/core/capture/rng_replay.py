@@ -8,13 +8,19 @@ reuses the values of the first draw; later draws keep their position in the rand
 
 from __future__ import annotations
 
+import contextlib
+import random
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.traceback import annotate
+from torch.fx.traceback import annotate, get_current_meta
 
+from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import (
+    Phase,
     copy_annotations,
     tensors_of,
 )
@@ -51,9 +57,10 @@ class RandomDraws(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, generators: UserGenerators) -> None:
         super().__init__()
-        self._drawn: dict[int, tuple[str, int]] = {}
+        self._generators = generators
+        self._drawn: dict[int, tuple[object, int]] = {}
         self._next_mark = _FIRST_MARK
         self._higher_order: set[int] = set()
 
@@ -64,30 +71,42 @@ class RandomDraws(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        torch.set_rng_state(self._state_before)
+        try:
+            if error[0] is None:
+                self._place()
+        finally:
+            torch.set_rng_state(self._state_before)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if not isinstance(func, OpOverload):
             return self._run_higher_order(func, args, kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags or _has_own_generator(
-            func._schema, args, kwargs or {}
-        ):
-            return func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        own = _own_generator(func._schema, args, kwargs)
+        if own is not None:
+            self._generators.check(own)
+            return func(*args, **kwargs)
         mark = self._place() // _PER_DRAW * _PER_DRAW
+        call = _described(func, args, kwargs)
         if mark not in self._drawn:
             self._next_mark += _PER_DRAW
-            self._drawn[mark] = (str(func), self._next_mark)
-        name, following = self._drawn[mark]
-        if name != str(func):
+            self._drawn[mark] = (call, self._next_mark)
+        elif self._drawn[mark][0] != call or (
+            # only a recomputation, in backward, gives an op the same tensors again
+            any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
+            and get_current_meta().get("custom", {}).get("phase") != Phase.BACKWARD.value
+        ):
             raise CaptureError(
-                f"a recomputation draws random numbers with {func} where forward drew with "
-                f"{name}; what is recomputed must draw as forward did"
+                f"{func} draws random numbers{user_line()} from a state of the generator that "
+                f"was restored, where another call drew before: {self._drawn[mark][0]}, now "
+                f"{call}. What is recomputed must draw as forward did"
             )
-        self._move_to(following)
+        self._move_to(self._drawn[mark][1])
         with annotate({_DRAW: mark}):
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs)
 
     def _run_higher_order(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         place = self._place()
@@ -100,24 +119,116 @@ class RandomDraws(TorchDispatchMode):
             return op(*args, **kwargs)
 
     def _place(self) -> int:
-        return torch.random.default_generator.initial_seed()
+        place = torch.random.default_generator.initial_seed()
+        if not _FIRST_MARK <= place < self._next_mark + _PER_DRAW:
+            raise CaptureError(
+                f"the step seeds the random generator (found{user_line() or ' at its end'}), which "
+                "a graph does not: seed before the step, or draw the numbers there"
+            )
+        return place
 
     def _move_to(self, mark: int) -> None:
         torch.random.default_generator.manual_seed(mark)
 
 
-def _has_own_generator(
+@contextlib.contextmanager
+def refuse_draws_of_python() -> Iterator[None]:
+    """Refuse a step that draws from Python's or NumPy's generator; their states are restored.
+
+    Raises:
+        CaptureError: at the end, where a state has changed.
+    """
+    numpy = sys.modules.get("numpy")
+    before = random.getstate()
+    before_numpy = None if numpy is None else numpy.random.get_state()
+    drawn = False
+    try:
+        yield
+        drawn = random.getstate() != before
+        drawn |= numpy is not None and repr(numpy.random.get_state()) != repr(before_numpy)
+    finally:
+        random.setstate(before)
+        if numpy is not None:
+            numpy.random.set_state(before_numpy)
+    if drawn:
+        raise CaptureError(
+            "the step draws random numbers from Python's or NumPy's generator, once, now, and "
+            "never in a later step: draw with torch, or pass the numbers in the batch"
+        )
+
+
+class UserGenerators:
+    """The generators of the user's own that a step draws with; restored at the end.
+
+    Each gets a seed of ours when it is seen first. One that has another seed when the step is
+    traced a second time was made or seeded by the step.
+
+    Attributes:
+        seen: whether there are any.
+    """
+
+    def __init__(self) -> None:
+        self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._complete = False
+
+    @property
+    def seen(self) -> bool:
+        return bool(self._states)
+
+    def __enter__(self) -> UserGenerators:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for generator, state in self._states:
+            generator.set_state(state)
+
+    def second_trace(self) -> None:
+        """From now on, refuse a generator that has not been seen before."""
+        self._complete = True
+
+    def check(self, generator: torch.Generator) -> None:
+        """Mark a generator that is about to draw, or refuse it.
+
+        Raises:
+            CaptureError: the step has made or seeded it.
+        """
+        if _FIRST_MARK <= generator.initial_seed() - (1 << 40) < _FIRST_MARK + len(self._states):
+            return
+        if self._complete:
+            raise CaptureError(
+                f"the step makes or seeds the random generator that it draws with{user_line()}, "
+                "which a graph does not: make it before the step"
+            )
+        self._states.append((generator, generator.get_state()))
+        generator.manual_seed(_FIRST_MARK + (1 << 40) + len(self._states) - 1)
+
+
+def _own_generator(
     schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> bool:
-    """Tell whether an op draws from a generator of the user. Checkpointing does not restore its
-    state, so a recomputation draws other numbers in eager too."""
+) -> torch.Generator | None:
+    """Return the generator of the user's own that an op draws from. Checkpointing does not restore
+    its state, so a recomputation draws other numbers in eager too."""
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    return any(
-        isinstance(value, torch.Generator)
+    for value in given.values():
         # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
-        and value.initial_seed() != torch.random.default_generator.initial_seed()
-        for value in given.values()
-    )
+        if (
+            isinstance(value, torch.Generator)
+            and value.initial_seed() != torch.random.default_generator.initial_seed()
+        ):
+            return value
+    return None
+
+
+def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Describe a call: op, shapes and dtypes of tensors, other arguments."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return f"{tuple(value.shape)} {value.dtype}"
+        return "default generator" if isinstance(value, torch.Generator) else repr(value)
+
+    given = [*map(text, args), *(f"{name}={text(value)}" for name, value in kwargs.items())]
+    return f"{func}({', '.join(given)})"
 
 
 def share_repeated_draws(graph: fx.Graph) -> None:
@@ -139,19 +250,18 @@ def share_repeated_draws(graph: fx.Graph) -> None:
     if not repeated:
         return
     writes = LastWrites(graph)
-    kept: dict[fx.Node, fx.Node] = {}
+    kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
     for original, again in repeated:
         if original not in kept:
             kept[original] = _values_of(graph, original, writes)
-        if written_arguments(again):
+        result, written = kept[original]
+        copies = []
+        for argument, drawn in zip(written_arguments(again), written, strict=True):
             with graph.inserting_before(again):
-                copy = graph.call_function(
-                    torch.ops.aten.copy_.default, (again.args[0], kept[original])
-                )
-            copy.meta = dict(again.meta)
-            again.replace_all_uses_with(copy)
-        else:
-            again.replace_all_uses_with(kept[original])
+                copies.append(graph.call_function(torch.ops.aten.copy_.default, (argument, drawn)))
+            copies[-1].meta = {**again.meta, "val": argument.meta["val"]}
+        # an op returns the first argument that it writes, or none of them
+        again.replace_all_uses_with(copies[0] if _returns_written(again) else result)
         graph.erase_node(again)
 
 
@@ -177,15 +287,24 @@ def _check_draws_nothing(node: fx.Node) -> None:
         )
 
 
-def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> fx.Node:
-    """Return the node whose value stays what `draw` drew: a clone where it is written later."""
-    values = tensors_of(draw)
-    if len(values) != 1:
-        return draw  # dropout with its mask, attention: no op writes into their results
-    if writes.between(draw, None, draw) is None and not written_arguments(draw):
-        return draw
-    with graph.inserting_after(draw):
-        clone = graph.call_function(torch.ops.aten.clone.default, (draw,))
-    clone.meta = {"val": draw.meta["val"]}
-    copy_annotations(draw, clone)
-    return clone
+def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> tuple[fx.Node, list[fx.Node]]:
+    """Return nodes whose values stay what a draw gave: its result, and what it wrote in place."""
+
+    def clone(node: fx.Node) -> fx.Node:
+        with graph.inserting_after(draw):
+            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
+        copy.meta = {"val": node.meta["val"]}
+        copy_annotations(draw, copy)
+        return copy
+
+    written = [clone(node) for node in written_arguments(draw)]
+    # dropout with its mask, attention: no op writes into their several results
+    overwritten = len(tensors_of(draw)) == 1 and writes.between(draw, None, draw) is not None
+    return (clone(draw) if overwritten and not _returns_written(draw) else draw), written
+
+
+def _returns_written(node: fx.Node) -> bool:
+    """Tell whether an op returns the tensor that it writes in place."""
+    schema = schema_of(node)
+    returned = [] if schema is None else [r.alias_info for r in schema.returns]
+    return any(alias is not None and alias.is_write for alias in returned)

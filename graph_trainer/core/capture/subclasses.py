@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from graph_trainer.core.torch_private import is_traceable_wrapper_subclass
 from graph_trainer.errors import CaptureError
@@ -80,8 +81,10 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
         `wrap` needs.
 
     Raises:
-        CaptureError: a subclass inside a subclass.
+        CaptureError: a subclass inside a subclass; with a name, a tensor that is not dense.
     """
+    if name:
+        _refuse_what_a_graph_cannot_hold(tensor, name)
     common = {
         "shape": tensor.shape,
         "stride": tensor.stride(),
@@ -108,6 +111,22 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
         context=context,
     )
     return [value for _, value in inside], layout
+
+
+def _refuse_what_a_graph_cannot_hold(tensor: torch.Tensor, name: str) -> None:
+    if is_lazy(tensor):
+        raise CaptureError(
+            f"'{name}' has no shape yet: run the model once on a batch, which initializes lazy "
+            "modules, before it is captured"
+        )
+    kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized}
+    kinds[str(tensor.layout).removeprefix("torch.")] = tensor.layout is not torch.strided
+    for kind, holds in kinds.items():
+        if holds:
+            raise CaptureError(
+                f"'{name}' is a {kind} tensor; a graph takes dense ones: pass its parts, or "
+                "make it dense"
+            )
 
 
 def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

@@ -91,11 +91,7 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
 
     `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
     annotate its original too. Recompute tags are decisions about one node and are not copied.
-
-    Args:
-        source: the node to copy from.
-        target: the node to annotate.
-        phase: the phase of `target`, None for that of `source`.
+    The phase is that of `source` where none is given.
     """
     target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
     if phase is not None:

@@ -89,8 +89,8 @@ class JointGraph:
     """The captured (args, kwargs), to check later calls against."""
     model_type: str = ""
     """Name of the module's class, for messages."""
-    training: tuple[bool, ...] = ()
-    """`training` of every module at capture, in the order of `modules()`; empty: not known."""
+    settings: Any = None
+    """The `ModuleSettings` of the captured model; None where they are not known."""
     history: list[str] = field(default_factory=list)
     """Names of the passes that ran on this graph, in order."""
     decisions: dict[str, Any] = field(default_factory=dict)
@@ -138,6 +138,10 @@ class JointGraph:
         Raises:
             VerificationError: with the name of the node or the FQN that is wrong.
         """
+        if next(reversed(self.graph.nodes)).op != "output":
+            raise VerificationError(
+                "the graph does not end with its output node; keep it, as the last node"
+            )
         _check_order(self.graph)
         _check_inputs(self)
         _check_outputs(self)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import math
 
 from torch import fx
 
@@ -14,7 +13,6 @@ class LastWrites:
     """Where each storage of a graph is written in place. Linear to build."""
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._position = {node: index for index, node in enumerate(graph.nodes)}
         self._roots = storage_roots(graph)
         self._writers: dict[Storage, list[fx.Node]] = {}
         for node in graph.nodes:
@@ -22,24 +20,14 @@ class LastWrites:
                 self._writers.setdefault(self._roots[target], []).append(node)
 
     def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
-        """Return the last node that writes a storage within a part of the graph.
+        """Return the last node after `first` and before `last` that writes the storage of `source`.
 
-        Logarithmic in the number of nodes that write the storage.
-
-        Args:
-            first: the part begins after this node.
-            last: the part ends before this node; None for the end of the graph.
-            source: a node whose value lives in the storage.
-
-        Returns:
-            The node, None if none writes the storage there.
+        None if none does; a `last` of None is the end of the graph. Logarithmic in the number of
+        nodes that write the storage.
         """
-        writers = self._writers.get(self._roots[source], ())
-        end = math.inf if last is None else self._position[last]
-        stop = bisect.bisect_left(writers, end, key=self._position.__getitem__)
-        if stop == 0 or self._position[writers[stop - 1]] <= self._position[first]:
-            return None
-        return writers[stop - 1]
+        writers = self._writers.get(self._roots[source], [])
+        stop = len(writers) if last is None else bisect.bisect_left(writers, last)
+        return writers[stop - 1] if stop and first < writers[stop - 1] else None
 
     def is_written(self, node: fx.Node) -> bool:
         """Tell whether a node of the graph writes the storage of `node` in place."""

@@ -41,7 +41,8 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
     alive = dict(zip(joint.graph.nodes, lifetimes(joint).live_bytes, strict=True))
     rows = [HEADINGS]
     for node in compute_nodes(joint.graph):
-        if views or not _is_view(node):
+        view = is_getitem(node) or is_wait(node) or aliased_input(node) is not None
+        if views or not view:
             rows.append(_row(node, alive[node]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
@@ -52,21 +53,12 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
 
 
 def _row(node: fx.Node, alive: int) -> tuple[str, str, str, str, str, str]:
-    tensors = tensors_of(node)
+    tensors, schema = tensors_of(node), schema_of(node)
     return (
         str(phase_of(node) or ""),
         module_of(node) or "",
-        _op(node),
+        str(node.target if schema is None else schema.name.rpartition("::")[2]),
         " x ".join(map(str, tensors[0].shape)) if tensors else "",
         f"{alive:,}",
         parameter_of(node) or "",
     )
-
-
-def _op(node: fx.Node) -> str:
-    schema = schema_of(node)
-    return str(node.target if schema is None else schema.name.rpartition("::")[2])
-
-
-def _is_view(node: fx.Node) -> bool:
-    return is_getitem(node) or is_wait(node) or (aliased_input(node) is not None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from graph_trainer.core.analysis.collective_kinds import (
     kind_of_op,
 )
 from graph_trainer.core.graph.annotations import inferred_value, value_of
-from graph_trainer.core.torch_private import storage_id
+from graph_trainer.core.torch_private import HigherOrderOperator, storage_id
 
 aten = torch.ops.aten
 
@@ -63,14 +64,22 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
 def argument(node: fx.Node, name: str, default: object = None) -> object:
     """Return a node's argument by its name in the schema, passed by position or by keyword."""
     schema = schema_of(node)
-    if schema is None:
-        return default
-    if name in node.kwargs:
-        return node.kwargs[name]
+    return default if schema is None else _given(schema, node.args, node.kwargs, name, default)
+
+
+def _given(
+    schema: torch.FunctionSchema,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    name: str,
+    default: object = None,
+) -> object:
+    if name in kwargs:
+        return kwargs[name]
     for position, entry in enumerate(schema.arguments):
         if entry.name == name:
-            if position < len(node.args):
-                return node.args[position]
+            if position < len(args):
+                return args[position]
             return entry.default_value if entry.has_default_value() else default
     return default
 
@@ -113,16 +122,38 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
         return operands if any(_writes_its_inputs(m.graph) for m in subgraphs(node)) else []
+    return argument_nodes(written_values(schema, node.args, node.kwargs))
+
+
+@functools.cache
+def may_write(target: object) -> bool:
+    """Tell whether an op may write an argument in place, by its schema; a higher-order op may."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return isinstance(target, HigherOrderOperator)
+    return bool(written_values(schema, (), {})) or _namespace(schema) == IN_PLACE_NAMESPACE
+
+
+def written_values(
+    schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """List the arguments of a call that it writes in place, undeclared writes included.
+
+    Args:
+        schema: of the op.
+        args, kwargs: of the call: nodes, or tensors.
+    """
     if _namespace(schema) == IN_PLACE_NAMESPACE:
-        return list(node.all_input_nodes)
+        return [*args, *kwargs.values()]
     names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
-    written = argument_nodes([argument(node, name) for name in names])
     kind = kind_of_op(schema.name)
     if kind is not None:
-        written += argument_nodes([argument(node, name) for name in kind.written])
-    if schema.name in _HIDDEN_WRITES and argument(node, "training", argument(node, "train", True)):
-        written += argument_nodes([argument(node, "running_mean"), argument(node, "running_var")])
-    return written
+        names += kind.written
+    if schema.name in _HIDDEN_WRITES:
+        train = _given(schema, args, kwargs, "train", True)
+        if _given(schema, args, kwargs, "training", train):
+            names += ["running_mean", "running_var"]
+    return [_given(schema, args, kwargs, name) for name in names]
 
 
 def _writes_its_inputs(graph: fx.Graph) -> bool:
@@ -206,18 +237,11 @@ def has_effect(node: fx.Node) -> bool:
     if kind is not None and (kind.paired or _namespace(schema) == IN_PLACE_NAMESPACE):
         return True
     if is_wait(node):
-        return not _is_only_reader(node)
+        # another node may read the collective's result, or the buffer that the collective writes,
+        # and rely on this wait having run before it
+        (source,) = node.all_input_nodes
+        return not is_collective(source) or len(source.users) > 1 or has_effect(source)
     return bool(written_arguments(node)) or is_random(node)
-
-
-def _is_only_reader(wait: fx.Node) -> bool:
-    """Tell whether only `wait` reads the collective that it waits for.
-
-    Another node may read the collective's result, or the buffer that the collective writes, and
-    rely on this wait having run before it.
-    """
-    (source,) = wait.all_input_nodes
-    return is_collective(source) and len(source.users) == 1 and not has_effect(source)
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import fx
 
@@ -24,7 +23,10 @@ def copy_graph(joint: JointGraph) -> JointGraph:
     output.meta = joint.output_node().meta
     for node in (*copies.values(), output):
         # node_copy shares the values, the dictionary of annotations among them
-        node.meta = {key: _unshared(value) for key, value in node.meta.items()}
+        node.meta = {
+            key: value.copy() if type(value) in (dict, list, set) else value
+            for key, value in node.meta.items()
+        }
     kind = type(joint.graph_module).__name__
     graph_module = fx.GraphModule(joint.graph_module, graph, class_name=kind)
     graph_module.meta = dict(joint.graph_module.meta)
@@ -48,7 +50,3 @@ def restore_graph(joint: JointGraph, copy: JointGraph) -> None:
     joint.history[:] = copy.history
     joint.decisions = dict(copy.decisions)
     joint.remarks = list(copy.remarks)
-
-
-def _unshared(value: Any) -> Any:
-    return value.copy() if type(value) in (dict, list, set) else value

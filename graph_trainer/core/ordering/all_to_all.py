@@ -35,15 +35,7 @@ def has_splits(node: fx.Node) -> bool:
 
 
 def splits_of(node: fx.Node, source: fx.Node, members: int) -> Splits | None:
-    """Read the splits of an all-to-all from its node.
-
-    Args:
-        node: the all-to-all.
-        source: the node of the tensor that it sends.
-        members: number of ranks of its group.
-
-    Returns:
-        the splits; None where data decides them.
+    """Read the splits of an all-to-all that sends `source`; None where data decides them.
 
     Raises:
         VerificationError: there is not one size for each member of the group.
@@ -69,12 +61,8 @@ def balance(splits: Splits, place: int, key: object) -> int:
     """Compute a number whose sum over the group tells whether the splits fit.
 
     The sum is 0 modulo MODULUS where all splits fit, and almost never otherwise; so the members
-    need not send each other their splits.
-
-    Args:
-        splits: of this rank.
-        place: of this rank in the group.
-        key: identifies the all-to-all; the same on every member.
+    need not send each other their splits. `place` is this rank's in the group; `key` identifies the
+    all-to-all, with the same value on every member.
     """
     sent = sum(_mark(key, place, other, rows) for other, rows in enumerate(splits.sent))
     received = sum(_mark(key, other, place, rows) for other, rows in enumerate(splits.received))

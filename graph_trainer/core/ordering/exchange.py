@@ -9,7 +9,11 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from graph_trainer.core.analysis.collective_kinds import Ranks
-from graph_trainer.core.analysis.collective_purpose import data_parallel_groups
+from graph_trainer.core.analysis.collective_purpose import (
+    Traffic,
+    data_parallel_groups,
+    traffic_of,
+)
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.all_to_all import MODULUS, balance
@@ -24,11 +28,10 @@ from graph_trainer.core.ordering.members import (
 from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
 from graph_trainer.errors import VerificationError
 
-Digests = dict[Ranks, tuple[str, int]]
-"""By group, a digest of what one rank issues on it and at which places of its whole sequence;
-and the sum of the `balance` of its all-to-alls."""
 Summary = dict[str, tuple[int, str, int]]
-"""The digests by a digest of the group's ranks, after the number of these ranks."""
+"""By a digest of a group's ranks, of which there may be thousands: their number, a digest of what
+one rank issues on the group and at which places of its whole sequence, and the sum of the `balance`
+of its all-to-alls."""
 
 _PAIRS_SHOWN = 4
 _ERROR_SHOWN = 4000  # every rank receives as much from each
@@ -56,7 +59,6 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
     if _alone() and not isinstance(joint, Exception):
         return
     mine: Sequence = []
-    digests: Digests = {}
     summary: Summary | Exception
     try:
         if isinstance(joint, Exception):
@@ -64,16 +66,16 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
             check_member(each, dist.get_rank())
-        digests = digests_of(mine, dist.get_rank())
-        summary = summary_of(digests)
+        summary = summary_of(mine, dist.get_rank())
     except Exception as error:  # of any kind: the other ranks wait for this rank's summary
         summary = error
-    groups = disagreeing_groups(gather_or_fail(summary, "capture the step"))
+    summaries = gather_or_fail(summary, "capture the step")
+    groups = disagreeing_groups(summaries)
     if not groups:
         return
-    known = [{ranks: of[0] for ranks, of in each.items()} for each in gather_from_ranks(digests)]
-    members = {ranks: ranks for of_rank in known for ranks in of_rank}
-    disagreeing = disagreeing_members(members, lambda rank, ranks: known[rank].get(ranks))
+    local = {_short(each.entry[1]): each.entry[1] for each in mine}
+    members = {group: ranks for each in gather_from_ranks(local) for group, ranks in each.items()}
+    disagreeing = disagreeing_members(members, lambda rank, g: summaries[rank].get(g, ())[:2])
     if not disagreeing:
         _refuse_group(groups[0], mine)  # its splits do not fit
     # The sequences of all ranks would be gigabytes on thousands of ranks. Every rank knows the
@@ -174,16 +176,11 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
         VerificationError: with the first collective that differs.
     """
     before, after = collectives(first), collectives(later)
-    data_parallel = data_parallel_groups(before)
-
-    def may_resize(c: Collective) -> bool:
-        if c.role is not None or not data_parallel:
-            return False
-        return all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
-
+    sharded, traffic = bool(data_parallel_groups(before)), traffic_of(before)
     for a, b in zip(before, after, strict=False):
         if _without_sizes(a) != _without_sizes(b) or (
-            (a.entry(), a.splits) != (b.entry(), b.splits) and not may_resize(a)
+            (a.entry(), a.splits) != (b.entry(), b.splits)
+            and not (sharded and traffic[a.node] is Traffic.TENSOR_PARALLEL)
         ):
             raise VerificationError(
                 "the graph of this batch's shape issues other collectives than the first graph: "
@@ -202,7 +199,7 @@ def _without_sizes(c: Collective) -> object:
     return (c.kind, c.ranks, [dtype for dtype, _ in c.inputs], c.reduction)
 
 
-def digests_of(sequence: Sequence, rank: int) -> Digests:
+def summary_of(sequence: Sequence, rank: int) -> Summary:
     """Digest what a rank issues on each of its groups. Linear in collectives."""
     by_group: dict[Ranks, list[object]] = defaultdict(list)
     sums: dict[Ranks, int] = defaultdict(int)
@@ -211,22 +208,17 @@ def digests_of(sequence: Sequence, rank: int) -> Digests:
         by_group[ranks].append((place, each.entry, each.waited_after))
         if each.splits is not None:
             sums[ranks] += balance(each.splits, ranks.index(rank), place)
-    return {ranks: (_sha256(each), sums[ranks] % MODULUS) for ranks, each in by_group.items()}
-
-
-def summary_of(digests: Digests) -> Summary:
-    """Shorten digests: they then name no ranks of groups, of which there may be thousands."""
-    return {_short(ranks): (len(ranks), *digest) for ranks, digest in digests.items()}
+    return {
+        _short(ranks): (len(ranks), _sha256(each), sums[ranks] % MODULUS)
+        for ranks, each in by_group.items()
+    }
 
 
 def disagreeing_groups(summaries: list[Summary]) -> list[str]:
     """List the groups whose members do not agree, in the same order on all ranks.
 
     Members agree where each of them has the group, with one digest, and the balances of their
-    all-to-alls sum to 0.
-
-    Args:
-        summaries: by global rank.
+    all-to-alls sum to 0. There is one summary for each rank of the world.
     """
     by_group: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
     for groups in summaries:
@@ -274,9 +266,7 @@ def _refuse_group(group: str, mine: Sequence) -> NoReturn:
 def _refuse_pairs(pairs: list[tuple[int, int]], sequences: list[Sequence]) -> NoReturn:
     """Raise with the first place at which two ranks differ on a group of both.
 
-    Args:
-        pairs: ranks that differ.
-        sequences: by rank; those of the ranks in `pairs` count.
+    Of the `sequences` by rank only those of the ranks in `pairs` count.
     """
 
     def in_common(rank: int, pair: tuple[int, int]) -> list[tuple[int, object, object]]:

@@ -20,11 +20,7 @@ G = TypeVar("G")
 
 
 def check_member(issued: Issued, rank: int) -> None:
-    """Refuse a collective of a rank on a group that the rank is not in.
-
-    Raises:
-        VerificationError: the rank is no member; the message names the collective.
-    """
+    """Refuse, with a VerificationError, a collective of a rank on a group that it is not in."""
     if rank not in issued.entry[1]:
         raise VerificationError(
             f"rank {rank} issues {issued.line} and is no member of that group; a rank can "
@@ -42,7 +38,7 @@ def disagreeing_members(
         issued_on: what a rank issues on a group, or a digest of that.
 
     Returns:
-        by group, the first member and the first other member that differs from it.
+        by group, the first member and the first other one that differs from it.
     """
     found = {}
     for group, (first, *others) in members.items():

@@ -237,14 +237,9 @@ def _check_circles(programs: _Programs) -> None:
 def _circle(programs: _Programs, *, blocking: bool) -> list[str]:
     """Run all ranks as far as they can, where all members of a group issue the same on it.
 
-    Which ranks come to the end does not depend on the order in which they run. Linear in the
-    steps and waits.
-
-    Args:
-        blocking: whether each collective is waited for at once, and not where its wait is.
-
-    Returns:
-        what each rank of a circle waits for, the last for the first; empty if all ranks end.
+    With `blocking` each collective is waited for at once, and not where its wait is. Returns what
+    each rank of a circle waits for, the last for the first; nothing if all ranks end, which does
+    not depend on the order in which they run. Linear in the steps and waits.
     """
     events = {
         rank: iter([(step, w) for step in program.steps for w in (False, True)])

@@ -109,10 +109,9 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     """
     known = registered_passes()
     for names in (passes, disable_passes):
-        if isinstance(names, str):
+        if names is None or isinstance(names, str):
             raise PassError(
-                "compile.passes and compile.disable_passes are lists of names; got the text "
-                f"{names!r}"
+                f"compile.passes and compile.disable_passes are lists of names; got {names!r}"
             )
     selected: list[Pass] = []
     for entry in passes:

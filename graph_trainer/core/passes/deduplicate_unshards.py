@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.annotations import Role, role_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import is_random
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
+
+aten = torch.ops.aten
+
+_FILLED = {aten.new_zeros.default, aten.zeros.default}
+_VIEWS_AND_PADS = {
+    aten.constant_pad_nd.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.alias.default,
+    aten.detach.default,
+}
 
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Let all readings of a parameter share one unshard")
@@ -20,29 +33,51 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     those of backward too, so that `tag_fsdp_unshards` alone decides what is gathered again,
     whatever activation checkpointing did.
 
-    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs. A shard or a gathered
+    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs, where an input is
+    followed to what it was made from, past views and padding. So ranks decide alike: a rank whose
+    shard has fewer rows pads it, at each reading and in more than one way. A shard or a gathered
     tensor that is written in place is never shared. Must not run after `rematerialize`, whose
     copies are intended. Linear in nodes.
     """
-    first: dict[object, fx.Node] = {}
+    first: dict[str, fx.Node] = {}
+    described: dict[fx.Node, str] = {}
     writes = LastWrites(joint.graph)
+
+    def is_written(node: fx.Node) -> bool:
+        return any(writes.is_written(n) for n in (node, *node.all_input_nodes))
+
+    def made_from(node: fx.Node) -> str:
+        """Describe what a node computes: equal for nodes with equal elements before padding."""
+        if node not in described:
+            source = _unpadded(node)
+            if is_written(node):
+                described[node] = node.name
+            elif source is not None:
+                described[node] = made_from(source)
+            else:
+                one = len(node.all_input_nodes) == 1 and not is_random(node)
+                described[node] = call(node) if one else node.name
+        return described[node]
+
+    def call(node: fx.Node) -> str:
+        # as text, in which 1, 1.0 and True differ and a node is its unique name
+        args = fx.map_arg((node.args, sorted(node.kwargs.items())), made_from)
+        return f"{node.target}{args!r}"
+
     for node in list(joint.graph.nodes):
-        if role_of(node) is not Role.UNSHARD:
+        if role_of(node) is not Role.UNSHARD or is_written(node):
             continue
-        if any(writes.is_written(n) for n in (node, *node.all_input_nodes)):
-            continue
-        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
-        earlier = first.setdefault(key, node)
+        shapes = [t.shape for n in node.all_input_nodes for t in tensors_of(n)]
+        earlier = first.setdefault(f"{call(node)} {shapes}", node)
         if earlier is not node:
             node.replace_all_uses_with(earlier)
             joint.graph.erase_node(node)
 
 
-def _hashable(value: object) -> object:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((key, _hashable(item)) for key, item in sorted(value.items()))
-    if isinstance(value, slice):
-        return (slice, value.start, value.stop, value.step)
-    return (type(value), value)  # 1, 1.0 and True are equal and mean different things
+def _unpadded(node: fx.Node) -> fx.Node | None:
+    """Return the node whose elements a view shows in the same order, or that padding appends to."""
+    if node.target is aten.cat.default and isinstance(node.args[0], (list, tuple)):
+        first, *rest = node.args[0]
+        filled = all(isinstance(n, fx.Node) and n.target in _FILLED for n in rest)
+        return first if filled and isinstance(first, fx.Node) else None
+    return node.all_input_nodes[0] if node.target in _VIEWS_AND_PADS else None

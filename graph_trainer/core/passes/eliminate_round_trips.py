@@ -22,17 +22,14 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
-    aliased_input,
     argument,
     argument_nodes,
-    has_effect,
-    is_getitem,
-    is_wait,
     plain_kind,
     storage_roots,
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.torch_private import group_ranks
 
 aten = torch.ops.aten
@@ -44,8 +41,8 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
 
     DTensor redistributes a value for one reader (Shard -> Replicate: an all-gather, and for a
     dimension other than the first a `cat` of its parts) and back for another (Replicate -> Shard:
-    a slice and its copy). The second reader needs neither; nodes that become unused are removed,
-    the gather too. Each of several mesh dimensions is a round trip of its own: the inner one is
+    a slice and its copy). The second reader needs neither; unused nodes are removed, the gather
+    too. Each of several mesh dimensions is a round trip of its own: the inner one is
     found after the outer one has been removed. A gather that other nodes read, slices of another
     size among them, stays.
 
@@ -57,15 +54,22 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
     slice that is gathered again, since nothing proves that ranks sliced equal bits.
 
     Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
-    in which their graphs differ. Linear in nodes.
+    in which their graphs differ. Linear in nodes for each mesh dimension.
     """
-    graph = joint.graph
-    if not any(local_slice_group(node) for node in graph.nodes):
-        return
+    while _shorten_all(joint):
+        eliminate_dead_code(joint)
+
+
+def _shorten_all(joint: JointGraph) -> bool:
+    """Let readers of all local slices read what this rank sent. Returns whether any changed."""
+    cuts = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
+    if not cuts:
+        return False
     trips = _RoundTrips(joint)
-    for node in list(graph.nodes):
-        trips.visit(node)
-    trips.sweep()
+    changed = False
+    for cut in reversed(cuts):  # what precedes a node is then as it was
+        changed |= trips.shorten(cut)
+    return changed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +78,9 @@ class _Gathered:
 
     source: fx.Node
     dim: int
-    group: str
-    wait: fx.Node
+    gather: fx.Node
     node: fx.Node
-    """The wait, or the `cat` that concatenates the parts of the wait along `dim`."""
+    """The gather, or the `cat` that concatenates its parts along `dim`."""
 
 
 class _RoundTrips:
@@ -85,107 +88,79 @@ class _RoundTrips:
         self._writes = LastWrites(joint.graph)
         self._storages = storage_roots(joint.graph)
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
-        self._gathered: dict[fx.Node, _Gathered] = {}
-        """By the node that allocates the storage."""
-        self._root: dict[fx.Node, fx.Node] = {}
-        self._unused: list[fx.Node] = []
         self._ranks = cache(group_ranks)
 
-    def visit(self, node: fx.Node) -> None:
-        """Handle a gather, a `cat` or a local slice; call for every node once, in order."""
-        self._root[node] = self._root_of(node)
-        if is_wait(node):
-            self._note_gather(node)
-        elif node.target is aten.cat.default:
-            self._note_cat(node)
-        elif local_slice_group(node) is not None and self._root[node] is not node:
-            self._shorten(node)
+    def shorten(self, cut: fx.Node) -> bool:
+        """Let readers of a local slice, and of its copies, read what this rank sent.
 
-    def sweep(self) -> None:
-        """Remove the nodes that this pass left unused."""
-        removed: set[fx.Node] = set()
-        while self._unused:
-            node = self._unused.pop()
-            if node in removed or has_effect(node):
+        Returns whether any reads something else now.
+        """
+        gathered = self._gathered_in(self._storages[cut][0])
+        if gathered is None or gathered.node is cut or not self._is_local_slice(cut, gathered):
+            return False
+        copies = [n for n in cut.users if n.target is aten.clone.default]
+        shared = (gathered.source, gathered.gather, gathered.node, *copies)
+        if any(self._writes.is_written(n) for n in shared):
+            return False
+        source = gathered.source
+        if tensor_of(cut).shape != tensor_of(source).shape:
+            with cut.graph.inserting_before(cut):
+                shape = list(tensor_of(cut).shape)
+                source = cut.graph.call_function(aten.view.default, (source, shape))
+            copy_annotations(cut, source)
+            infer_value(source)
+            self._storages[source] = self._storages[gathered.source]
+        replaced = False
+        for reader in (cut, *copies):
+            if self._storages[reader] in self._returned or self._is_read_by_offset(reader):
                 continue
-            parts = list(node.users)
-            if any(part.users or not is_getitem(part) for part in parts):
-                continue
-            self._unused += node.all_input_nodes
-            for dead in (*parts, node):
-                node.graph.erase_node(dead)
-                removed.add(dead)
+            if reader.users and tensor_of(reader).stride() == tensor_of(source).stride():
+                self._replace(reader, source)
+                replaced = True
+        return replaced
 
-    def _root_of(self, node: fx.Node) -> fx.Node:
-        """Return the node that allocates a node's storage, as the graph is now."""
-        source = _viewed(node)
-        return node if source is None else self._root[source]
+    def _gathered_in(self, node: fx.Node) -> _Gathered | None:
+        """Return what is gathered into the storage that a gather or a `cat` allocates.
 
-    def _note_gather(self, wait: fx.Node) -> None:
-        (gather,) = wait.all_input_nodes
-        kind = plain_kind(gather)
-        if kind is None or kind.result is not Result.GATHERED:
-            return
-        source = gather.all_input_nodes[0]
-        sent = tensor_of(source)
-        if sent.ndim > 0 and sent.numel() > 0 and sent.is_contiguous():
-            group = str(argument(gather, "group_name"))
-            self._gathered[self._root[wait]] = _Gathered(source, 0, group, wait, wait)
-
-    def _note_cat(self, cat: fx.Node) -> None:
-        """Record a `cat` of all parts of a gather, in order and each of them whole."""
-        parts = argument_nodes(argument(cat, "tensors"))
-        gathered = self._gathered.get(self._root[parts[0]]) if parts else None
-        if gathered is None:
-            return
+        A `cat` counts that has all parts of a gather, in order and each of them whole.
+        """
+        kind = plain_kind(node)
+        if kind is not None and kind.result is Result.GATHERED:
+            source = node.all_input_nodes[0]
+            sent = tensor_of(source)
+            plain = sent.ndim > 0 and sent.numel() > 0 and sent.is_contiguous()
+            return _Gathered(source, 0, node, node) if plain else None
+        if node.target is not aten.cat.default:
+            return None
+        parts = argument_nodes(argument(node, "tensors"))
+        gathered = self._gathered_in(self._storages[parts[0]][0])
+        if gathered is None or gathered.node is not gathered.gather:
+            return None
         sent = tensor_of(gathered.source)
         for member, part in enumerate(parts):
             shown = tensor_of(part)
             if (
-                self._root[part] is not self._root[gathered.wait]
+                self._storages[part] != self._storages[gathered.gather]
                 or shown.dtype != sent.dtype
                 or shown.shape != sent.shape
                 or shown.stride() != sent.stride()
                 or shown.storage_offset() != member * sent.numel()
             ):
-                return
-        dim = argument(cat, "dim")
+                return None
+        dim = argument(node, "dim")
         assert isinstance(dim, int)
-        self._gathered[cat] = _Gathered(
-            gathered.source, dim % sent.ndim, gathered.group, gathered.wait, cat
-        )
-
-    def _shorten(self, cut: fx.Node) -> None:
-        """Let readers of a local slice, and of its copies, read what this rank sent."""
-        gathered = self._gathered.get(self._root[cut])
-        if gathered is None or not self._is_local_slice(cut, gathered):
-            return
-        copies = [n for n in cut.users if n.target is aten.clone.default]
-        shared = (gathered.source, gathered.wait, gathered.node, *copies)
-        if any(self._writes.is_written(n) for n in shared):
-            return
-        source = gathered.source
-        if tensor_of(cut).shape != tensor_of(source).shape:
-            source = self._view(source, cut)
-        for reader in (cut, *copies):
-            if self._storages[reader] in self._returned or _is_read_by_offset(reader):
-                continue
-            if tensor_of(reader).stride() == tensor_of(source).stride():
-                _replace(reader, source)
-                self._unused.append(reader)
-        self._unused.append(source)
+        return _Gathered(gathered.source, dim % sent.ndim, gathered.gather, node)
 
     def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
         """Return whether a marked node takes exactly this rank's part of what was gathered."""
-        ranks = self._ranks(gathered.group)
-        # local_slice_group is not None for what `visit` hands on
+        ranks = self._ranks(str(argument(gathered.gather, "group_name")))
         if self._ranks(str(local_slice_group(cut))) != ranks:
             return False
         # DTensor, to which the mark refers, slices the whole of what was gathered
-        whole = _viewed(cut)
-        while whole is not None and not isinstance(value_of(whole), torch.Tensor):
-            whole = _viewed(whole)
-        if whole is None or not isinstance(value_of(cut), torch.Tensor):
+        whole = cut.all_input_nodes[0]
+        while not isinstance(value_of(whole), torch.Tensor):
+            whole = whole.all_input_nodes[0]
+        if not isinstance(value_of(cut), torch.Tensor):
             return False
         shown, mine, sent = tensor_of(whole), tensor_of(cut), tensor_of(gathered.source)
         if mine.dtype != sent.dtype or mine.numel() != sent.numel():
@@ -209,45 +184,24 @@ class _RoundTrips:
             and mine.storage_offset() == expected.storage_offset()
         )
 
-    def _view(self, source: fx.Node, like: fx.Node) -> fx.Node:
-        with like.graph.inserting_before(like):
-            shape = list(tensor_of(like).shape)
-            view = like.graph.call_function(aten.view.default, (source, shape))
-        copy_annotations(like, view)
-        infer_value(view)
-        self._root[view] = self._root[source]
-        return view
+    def _views(self, node: fx.Node) -> list[fx.Node]:
+        """List the views of a node, and the views of these."""
+        found = [node]
+        for each in found:
+            found += [
+                user for user in each.users if self._storages.get(user) == self._storages[node]
+            ]
+        return found[1:]
 
+    def _is_read_by_offset(self, reader: fx.Node) -> bool:
+        """Return whether a view has an explicit offset into the storage, which changes."""
+        return any("as_strided" in str(view.target) for view in self._views(reader))
 
-def _viewed(node: fx.Node) -> fx.Node | None:
-    """Return what a node is a view of, or one of several views of; None where it allocates."""
-    if not is_getitem(node):
-        return aliased_input(node)
-    views = node.all_input_nodes[0]
-    return views if aliased_input(views) is not None else None
-
-
-def _is_read_by_offset(reader: fx.Node) -> bool:
-    """Return whether a view of a node has an explicit offset into the storage, which changes."""
-    stack = list(reader.users)
-    while stack:
-        node = stack.pop()
-        if "as_strided" in str(node.target):
-            return True
-        if _viewed(node) is not None:
-            stack += node.users
-    return False
-
-
-def _replace(reader: fx.Node, source: fx.Node) -> None:
-    """Let the readers of one node read another, which has the same elements in the same layout."""
-    if is_saved_for_backward(reader):
-        set_saved_for_backward(source)
-    stale = list(reader.users)
-    reader.replace_all_uses_with(source)
-    # the views have another offset in another storage
-    while stale:
-        node = stale.pop()
-        if _viewed(node) is not None:
-            infer_value(node)
-            stale += node.users
+    def _replace(self, reader: fx.Node, source: fx.Node) -> None:
+        """Let the readers of a node read another with the same elements in the same layout."""
+        if is_saved_for_backward(reader):
+            set_saved_for_backward(source)
+        views = self._views(reader)
+        reader.replace_all_uses_with(source)
+        for view in views:  # these have another offset in another storage
+            infer_value(view)

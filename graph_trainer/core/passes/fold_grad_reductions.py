@@ -89,8 +89,12 @@ class _Chain(NamedTuple):
     """From the first collective to what is added."""
 
     def calls(self) -> list[object]:
-        """Return what is equal for two chains that do the same."""
-        return [_call(node) for node in self.nodes]
+        """Return the ops with their arguments, without their input nodes: equal for two chains
+        that do the same."""
+        return [
+            (node.target, fx.map_arg((node.args, node.kwargs), lambda _: None))
+            for node in self.nodes
+        ]
 
 
 def _two_chains(add: fx.Node) -> tuple[_Chain, _Chain] | None:
@@ -153,15 +157,6 @@ def _is_step(node: fx.Node) -> bool:
     if node.target in _COPIES or is_wait(node):
         return True
     return aliased_input(node) is not None and not written_arguments(node)
-
-
-def _call(node: fx.Node) -> object:
-    """Return the op and its arguments, without its input nodes."""
-
-    def blank(_: fx.Node) -> None:
-        return None
-
-    return node.target, fx.map_arg(node.args, blank), fx.map_arg(node.kwargs, blank)
 
 
 def _fold(add: fx.Node, early: _Chain, late: _Chain) -> None:

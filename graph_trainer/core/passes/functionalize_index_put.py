@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument_nodes, storage_roots
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -29,25 +29,21 @@ def functionalize_index_put(joint: JointGraph, options: NoOptions, context: Pass
     targets = [n for n in graph.nodes if n.target is aten.index_put_.default]
     if not targets:
         return
-    position = {node: index for index, node in enumerate(graph.nodes)}
     roots = storage_roots(graph)
     for node in targets:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         # after an earlier write to the same temporary, the target is an index_put by now
         owns = roots[target] == (target, 0) or target.target is aten.index_put.default
-        if target.op != "call_function" or not owns or not _keeps_layout(target):
+        # index_put makes a copy, whose strides must be those of the target
+        value = tensor_of(target)
+        dense = torch.empty_like(value).stride() == value.stride()
+        if target.op != "call_function" or not owns or not dense:
             continue
-        if any(position[user] < position[node] for user in target.users):
+        if any(user < node for user in target.users):
             continue
         if target in argument_nodes(node.args[1:]):
             continue  # it indexes or fills itself with itself
         node.target = aten.index_put.default
         target.replace_all_uses_with(node)
         node.replace_input_with(node, target)  # all readers but this one
-
-
-def _keeps_layout(target: fx.Node) -> bool:
-    """Return whether a copy of the target, which index_put makes, has the same strides."""
-    value = value_of(target)
-    return isinstance(value, torch.Tensor) and torch.empty_like(value).stride() == value.stride()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch.distributed as dist
@@ -12,7 +11,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.collective_kinds import Result
-from graph_trainer.core.analysis.mesh_groups import Partition, joined, partitions_of
+from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of, partition_of
 from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
@@ -27,6 +26,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.normalize_views import shows_the_same
 from graph_trainer.core.sharding.process_groups import groups_within
 from graph_trainer.core.torch_private import StridedShard, group_backend, group_ranks
@@ -85,48 +85,39 @@ def fuse_chained_reduce_scatters(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Chain:
-    """Collectives of which the last is to do what all of them do."""
-
-    first: fx.Node
-    partition: Partition
-    """The world's ranks in groups, each over the ranks of all collectives of the chain."""
-    removed: tuple[fx.Node, ...] = ()
-    """All nodes of the chain but the last, each before those that it reads."""
+_Chain = tuple[fx.Node, Partition]
+"""The first of several collectives of which the last is to do what all of them do, and the world's
+ranks in groups, each over the ranks of all these collectives."""
 
 
 def _fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> None:
     """Let the last of each chain of one op read what the first reads, over the ranks of all.
 
-    Args:
-        result: of the kind, whose op takes `input`, `group_size` and `group_name`.
-        role: what both do, for the same parameter: how other ranks store parameters is known, and
-            so it is known that they have the same chains.
-        join: the partition over which one collective does what two do, given theirs in order.
-
-    Raises:
-        PassError: a collective of a chain names a group that this process does not have.
+    Both must have `role`, for the same parameter: how other ranks store parameters is known, and so
+    it is known that they have the same chains. `join` returns the partition over which one
+    collective does what two do, given theirs in order.
     """
     pairs = {
         node: before
         for node in joint.graph.nodes
         if (kind := plain_kind(node)) is not None
         and kind.result is result
-        and (before := _before(node))
-        and _same_for_fsdp(before[-1], node, role)
+        and (before := _before(node)) is not None
+        and role_of(before) is role_of(node) is role
+        and parameter_of(before) == parameter_of(node)
+        and phase_of(before) is phase_of(node)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
-    groups = groups_within([chain.partition for chain in chains.values()])
-    for node, chain in chains.items():
+    groups = groups_within([partition for _, partition in chains.values()])
+    for node, (first, partition) in chains.items():
         _set_arguments(
             node,
-            input=argument(chain.first, "input"),
-            group_size=len(chain.partition[0]),
-            group_name=groups[chain.partition],
+            input=argument(first, "input"),
+            group_size=len(partition[0]),
+            group_name=groups[partition],
         )
-        for each in chain.removed:
-            joint.graph.erase_node(each)
+    if chains:
+        eliminate_dead_code(joint)
 
 
 def _set_arguments(node: fx.Node, **changed: Any) -> None:
@@ -137,22 +128,17 @@ def _set_arguments(node: fx.Node, **changed: Any) -> None:
     node.kwargs = {}
 
 
-def _before(node: fx.Node) -> list[fx.Node]:
-    """Find the collective of the same kind and reduction that a collective reads unchanged.
-
-    Returns:
-        what lies between (views and the wait) and then the collective, each before what it reads;
-        nothing where another node reads any of these, or where a view changes what it shows.
-    """
+def _before(node: fx.Node) -> fx.Node | None:
+    """Return the collective of the same kind and reduction that a collective reads unchanged; None
+    where another node reads it or what lies between (views and the wait), or where a view changes
+    what it shows."""
     sent = read = argument(node, "input")
-    between: list[fx.Node] = []
     while isinstance(read, fx.Node) and not is_wait(read):
         if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:
-            return []
-        between.append(read)
+            return None
         read = aliased_input(read)
     if not isinstance(read, fx.Node) or len(read.users) != 1:
-        return []
+        return None
     (first,) = read.all_input_nodes
     if (
         first.target is not node.target
@@ -160,43 +146,30 @@ def _before(node: fx.Node) -> list[fx.Node]:
         or argument(first, "reduce_op") != argument(node, "reduce_op")
         or not shows_the_same(sent, read)  # type: ignore[arg-type]
     ):
-        return []
-    return [*between, read, first]
+        return None
+    return first
 
 
-def _same_for_fsdp(first: fx.Node, second: fx.Node, role: Role) -> bool:
-    return (
-        role_of(first) is role_of(second) is role
-        and parameter_of(first) == parameter_of(second)
-        and phase_of(first) is phase_of(second)
-    )
-
-
-def _chains(
-    joint: JointGraph, pairs: dict[fx.Node, list[fx.Node]], join: Join
-) -> dict[fx.Node, _Chain]:
+def _chains(joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join) -> dict[fx.Node, _Chain]:
     """Return the chains by their last collective; a chain of three extends one of two."""
     even = _evenly_sharded(joint)
-    partition_of = _group_reader(joint)
+    read = _group_reader(joint)
     writes = LastWrites(joint.graph)
     join = cache(join)
     chains: dict[fx.Node, _Chain] = {}
-    for node, before in pairs.items():
+    for node, previous in pairs.items():
         if parameter_of(node) not in even:
             continue
-        previous = before[-1]
-        first, second = partition_of(previous), partition_of(node)
-        so_far = chains.get(previous)
-        if so_far is None and first is not None:
-            so_far = _Chain(previous, first)
-        if so_far is None or second is None:
+        first, inner = chains.get(previous) or (previous, read(previous))
+        outer = read(node)
+        if inner is None or outer is None:
             continue
-        if writes.between(so_far.first, node, so_far.first.all_input_nodes[0]):
+        if writes.between(first, node, first.all_input_nodes[0]):
             continue  # what the first one sends has changed by then
-        partition = join(so_far.partition, second)
+        partition = join(inner, outer)
         if partition is not None:
             chains.pop(previous, None)
-            chains[node] = _Chain(so_far.first, partition, (*before, *so_far.removed))
+            chains[node] = (first, partition)
     return chains
 
 
@@ -227,22 +200,19 @@ def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
     It returns None where no mesh gives the partition, and raises PassError for a group that this
     process does not have.
     """
-    known: dict[str, Partition | None] = {}
-    partitions = partitions_of(joint, dist.get_world_size()) if dist.is_initialized() else None
+    meshes = meshes_of(joint, dist.get_world_size()) if dist.is_initialized() else []
+    found = cache(partial(partition_of, meshes))
 
     def read(node: fx.Node) -> Partition | None:
         name = str(argument(node, "group_name"))
-        if name not in known:
-            try:
-                ranks, backend = group_ranks(name), group_backend(name)
-            except (RuntimeError, ValueError) as error:
-                raise PassError(
-                    f"node '{node.name}' ({node.target}) communicates over the group '{name}', and "
-                    "this process has no process group of that name; run passes where the graph "
-                    "was captured, before its process groups are destroyed"
-                ) from error
-            same = partitions is not None and backend == dist.get_backend()
-            known[name] = partitions.through(ranks) if same and partitions else None
-        return known[name]
+        try:
+            ranks, backend = group_ranks(name), group_backend(name)
+        except (RuntimeError, ValueError) as error:
+            raise PassError(
+                f"node '{node.name}' ({node.target}) communicates over the group '{name}', and "
+                "this process has no process group of that name; run passes where the graph "
+                "was captured, before its process groups are destroyed"
+            ) from error
+        return found(ranks) if meshes and backend == dist.get_backend() else None
 
     return read

@@ -18,14 +18,9 @@ class Budget:
     """Compares predicted peaks with the limit, with the same result on every rank.
 
     A rank with a smaller shard than others may be within the limit where they are not, and all
-    must run the same passes; so the peak of the rank that needs most decides.
-
-    Args:
-        context: its limit counts everything on the device: parameters, buffers, batch, what
-            `other_memory` says, and what the graph allocates.
-
-    Raises:
-        PassError: a limit that is not above 0.
+    must run the same passes; so the peak of the rank that needs most decides. The limit counts
+    everything on the device: parameters, buffers, batch, what `other_memory` says, and what the
+    graph allocates. One that is not above 0 is a PassError.
     """
 
     def __init__(self, context: PassContext) -> None:

@@ -49,7 +49,10 @@ def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext)
             node.replace_all_uses_with(source)
             graph.erase_node(node)
         elif node.target is aten.view.default and not _can_view(*node.args[:2]):
-            _reshape_instead(node)
+            source, shape = node.args[:2]
+            node.target = aten.reshape.default
+            # a copy, with the strides of a copy
+            node.meta["val"] = value_of(source).reshape(shape)
 
 
 def _same_as(node: fx.Node) -> fx.Node | None:
@@ -87,13 +90,6 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
         and x.storage_offset() == y.storage_offset()
         and x.dtype == y.dtype
     )
-
-
-def _reshape_instead(view: fx.Node) -> None:
-    source, shape = view.args[:2]
-    view.target = aten.reshape.default
-    # a copy, with the strides of a copy
-    view.meta["val"] = value_of(source).reshape(shape)  # type: ignore[arg-type]
 
 
 def _can_view(source: fx.Node, shape: object) -> bool:

@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
 from graph_trainer.core.passes.context import AllReduceMax, PassContext, RunSettings, one_rank
 from graph_trainer.core.passes.memory_limit import Budget
-from graph_trainer.core.passes.report import Measured, PassReport, Report
+from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
 
@@ -96,9 +97,9 @@ def pass_by_pass(
     run = PassContext(**settings, all_reduce_max=all_reduce_max)
     steps = _prepare(config, run)
     _check_history(joint, [step.graph_pass for step in steps])
-    budget, measured = Budget(run), Measured()
+    budget = Budget(run)
     raised: dict[str, int] = {}
-    rows = [measured.row(joint, "capture", 0.0)]
+    rows, state = [measure(joint, "capture", 0.0)], state_of(joint)
     yield rows[0]
     for step in steps:
         name = step.graph_pass.name
@@ -116,7 +117,10 @@ def pass_by_pass(
                 restore_graph(joint, start)
                 budget.changed()
                 joint.remarks.clear()
-        row = measured.row(joint, name, seconds)
+        before_pass, state = state, state_of(joint)
+        changed = state != before_pass
+        row = measure(joint, name, seconds) if changed else rows[-1]
+        row = replace(row, name=name, seconds=seconds, changed=changed)
         rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
         yield rows[-1]
     if budget.is_over(joint):
@@ -212,6 +216,7 @@ def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:
 def _run_one(joint: JointGraph, step: _Step, verify: bool) -> float:
     """Run a pass and check the graph. Returns the seconds that the pass alone took."""
     joint.remarks.clear()
+    order = AccessOrder.of(joint)
     start = time.perf_counter()
     name = step.graph_pass.name
     ran = ", ".join(joint.history) or "no other pass"
@@ -226,6 +231,7 @@ def _run_one(joint: JointGraph, step: _Step, verify: bool) -> float:
     seconds = time.perf_counter() - start
     try:
         joint.validate()
+        order.check_kept(joint)
         if verify:
             verify_values(joint)
     except VerificationError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
+import itertools
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -81,21 +81,14 @@ def _to_be_recomputed(node: fx.Node) -> bool:
 
 
 def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Return the tagged nodes that a reader needs and that have no copy yet, inputs first."""
-    order: list[fx.Node] = []
-    seen: set[fx.Node] = set()
-    stack = [(n, False) for n in reversed(reader.all_input_nodes)]
+    """Return the tagged nodes that a reader needs and that have no copy yet, in graph order."""
+    found: set[fx.Node] = set()
+    stack = [reader]
     while stack:
-        node, inputs_done = stack.pop()
-        if inputs_done:
-            order.append(node)
-            continue
-        if node not in tagged or node in copies or node in seen:
-            continue
-        seen.add(node)
-        stack.append((node, True))
-        stack += [(n, False) for n in reversed(node.all_input_nodes)]
-    return order
+        inputs = tagged.intersection(stack.pop().all_input_nodes) - found - copies.keys()
+        found |= inputs
+        stack += inputs
+    return sorted(found)
 
 
 class _Copier:
@@ -104,7 +97,6 @@ class _Copier:
     def __init__(self, joint: JointGraph) -> None:
         self.copies: dict[fx.Node, fx.Node] = {}
         self._joint = joint
-        self._times: Counter[str] = Counter()
 
     def copy(self, node: fx.Node) -> None:
         """Copy one node with its annotations, in the phase backward and without its tag."""
@@ -117,18 +109,13 @@ class _Copier:
         if module is None:
             return self.copies.get(source, source)
         joint, target = self._joint, str(source.target)
-        name = self._free_name(target.replace(".", "_"))
+        stem = f"{target.replace('.', '_')}_recomputed"
+        names = (f"{stem}_{number}" for number in itertools.count())
+        name = next(name for name in names if not hasattr(joint.graph_module, name))
         joint.graph_module.add_submodule(name, _copy_module(module))
         attribute = joint.graph.get_attr(name)
         attribute.meta.update(source.meta)
         return attribute
-
-    def _free_name(self, stem: str) -> str:
-        while True:
-            name = f"{stem}_recomputed_{self._times[stem]}"
-            self._times[stem] += 1
-            if not hasattr(self._joint.graph_module, name):
-                return name
 
 
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from graph_trainer.core.analysis.collective_kinds import KINDS, Result
 from graph_trainer.core.analysis.collectives import collective_inputs
@@ -40,6 +39,8 @@ class PassReport:
     """Bytes that the collectives read on this rank."""
     peak_bytes: int
     """Predicted peak of what the graph allocates, above parameters and batch."""
+    changed: bool = True
+    """Whether the pass changed anything that an analysis could see, and was not rolled back."""
     rolled_back: str = ""
     """Why the pass was rolled back; empty where it was not."""
     remarks: tuple[str, ...] = ()
@@ -69,8 +70,8 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
 
 
 def state_of(joint: JointGraph) -> list[object]:
-    """Return all that an analysis depends on, node by node: equal lists for a graph that a pass did
-    not change. Linear in nodes, and far cheaper than any analysis."""
+    """Return a list that changes whenever the result of any analysis of the graph could: one tuple
+    per node. Linear in nodes, and far cheaper than any analysis."""
     return [
         (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
         + (id(value_of(n)),)
@@ -78,35 +79,9 @@ def state_of(joint: JointGraph) -> list[object]:
     ]
 
 
-class Measured:
-    """Makes report rows of one graph; measures it only where it has changed."""
-
-    def __init__(self) -> None:
-        self._state: list[object] = []
-        self._row: PassReport | None = None
-
-    def row(self, joint: JointGraph, name: str, seconds: float) -> PassReport:
-        """Make one row of the graph as it is now."""
-        state = state_of(joint)
-        if self._row is None or state != self._state:
-            self._row = measure(joint, name, seconds)
-        self._state = state
-        self._row = replace(self._row, name=name, seconds=seconds)
-        return self._row
-
-
-class Remarked(Protocol):
-    """A row of a pass that may have remarks on its work."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def remarks(self) -> tuple[str, ...]: ...
-
-
-def standing_remarks(rows: Sequence[Remarked]) -> list[str]:
-    """Return a line for every pass that has remarked on its work."""
-    return [f"{row.name}: {row.remarks[0]}" for row in rows if row.remarks]
+def standing_remarks(remarks: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return a line for every pass that has remarked on its work, given names and remarks."""
+    return [f"{name}: {summary}" for name, (summary, *_) in remarks]
 
 
 @dataclass(slots=True)
@@ -131,7 +106,7 @@ class Report:
 
     def notes(self) -> list[str]:
         """Return a line for every pass that was rolled back, and for every other with a remark."""
-        return standing_remarks(self.rows) + [
+        return standing_remarks((row.name, row.remarks) for row in self.rows if row.remarks) + [
             f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back
         ]
 

@@ -39,7 +39,8 @@ class _Checker(fx.Interpreter):
                 f"{type(error).__name__}: {error}"
             ) from error
         if n.op == "call_function":
-            made = [t for t in _flat(result) if isinstance(t, torch.Tensor)]
+            results = result if isinstance(result, (tuple, list)) else [result]
+            made = [t for t in results if isinstance(t, torch.Tensor)]
             said = tensors_of(n)
             if [_describe(t) for t in made] != [_describe(t) for t in said]:
                 raise VerificationError(
@@ -47,10 +48,6 @@ class _Checker(fx.Interpreter):
                     f"metadata says {[_describe(t) for t in said]}"
                 )
         return result
-
-
-def _flat(value: object) -> list[object]:
-    return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def _describe(tensor: torch.Tensor) -> str:

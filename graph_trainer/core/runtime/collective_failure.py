@@ -136,12 +136,7 @@ def _published_places(store: dist.Store) -> dict[int, str]:
 
 
 def report(places: dict[int, str], world: int) -> str:
-    """Say which ranks wait where, and which did not arrive.
-
-    Args:
-        places: by rank, where it waits.
-        world: number of ranks.
-    """
+    """Say which of `world` ranks wait where, given `places` by rank, and which did not arrive."""
     waiting: dict[str, list[int]] = defaultdict(list)
     for rank, place in sorted(places.items()):
         waiting[place].append(rank)

@@ -12,6 +12,7 @@ from torch import nn
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
 from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.collective_failure import failed_collective
@@ -33,14 +34,16 @@ class Step:
     Args:
         joint: the graph.
         run: the compiled graph.
+        compare_ranks: whether the first call compares the collectives of all ranks.
 
     Attributes:
         joint: the graph.
     """
 
-    def __init__(self, joint: JointGraph, run: BoxedFunction) -> None:
+    def __init__(self, joint: JointGraph, run: BoxedFunction, compare_ranks: bool = False) -> None:
         self.joint = joint
         self._run = run
+        self._compare_ranks = compare_ranks
         self._state_inputs = [i for i in joint.signature.inputs if i.kind is not InputKind.BATCH]
         self._batch_inputs = [i for i in joint.signature.inputs if i.kind is InputKind.BATCH]
         self._places: list[list[_Place]] | None = None
@@ -52,12 +55,18 @@ class Step:
         """Run the step.
 
         Raises:
-            CaptureError: the model's tensors or the batch differ from those of the capture.
+            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
+                the capture.
+            VerificationError: the ranks' graphs issue different collectives (first call only).
             CollectiveError: a collective timed out or lost its connection (gloo; see
                 `collective_failure`).
         """
+        if self._compare_ranks:
+            check_order_across_ranks(self.joint)
+            self._compare_ranks = False
         values = self._state_values(model)
-        self._check_mode(model)
+        if self.joint.settings is not None:
+            self.joint.settings.check(model)
         values += self._batch_values(args, kwargs)
         try:
             with self._without_autocast():
@@ -78,16 +87,6 @@ class Step:
                 gradients[spec.name] = tensor
         assert loss is not None
         return loss, gradients
-
-    def _check_mode(self, model: nn.Module) -> None:
-        captured = self.joint.training
-        training = tuple(module.training for module in model.modules())
-        # with another number of modules nothing tells which module is which
-        if len(captured) == len(training) and captured != training:
-            raise CaptureError(
-                "some of the model's modules were in another mode when the graph was captured "
-                "(train() or eval()); dropout and norms are another graph then: capture again"
-            )
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """Turn autocast off, because the graph already contains its casts."""
@@ -133,6 +132,7 @@ class Step:
             return modules[path]
 
         values: list[torch.Tensor] = []
+        owners: dict[int, str] = {}
         for spec, names in zip(self._state_inputs, places, strict=True):
             tensors = [vars(module_at(path))[kind][last] for path, kind, last in names]
             for alias, tensor in zip(spec.aliases, tensors[1:], strict=True):
@@ -141,6 +141,12 @@ class Step:
                         f"'{alias}' and '{spec.name}' were one tensor when the graph was "
                         "captured and are two now: capture again"
                     )
+            owner = owners.setdefault(id(tensors[0]), spec.name)
+            if owner != spec.name:
+                raise CaptureError(
+                    f"'{spec.name}' and '{owner}' were two tensors when the graph was captured and "
+                    "are one now: capture again"
+                )
             values += _parts(spec, tensors[0])
         return values
 
@@ -148,6 +154,11 @@ class Step:
         values: list[torch.Tensor] = []
         tensors = self.joint.batch.take(args, kwargs)
         for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
+            if tensor.grad_fn is not None:
+                raise CaptureError(
+                    f"'{spec.name}' of the batch was computed with gradients, which would not be "
+                    "carried further back: compute it in loss_fn and capture again, or detach it"
+                )
             values += _parts(spec, tensor)
         return values
 
@@ -172,12 +183,15 @@ def autocast_enabled(device_type: str) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
-def compile(joint: JointGraph, backend: str = "eager") -> Step:
+def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = True) -> Step:
     """Compile a joint graph into a step.
 
     Args:
         joint: as captured, or after `run_passes`.
         backend: the name of one of `backends.registry`: "eager" or "inductor".
+        compare_ranks: whether the first call of the step compares the collectives of all ranks
+            of the default process group, so that a difference is an error and not a hang. Every
+            rank has to make that call then.
 
     Returns:
         the step, a function of the model and the batch.
@@ -191,4 +205,4 @@ def compile(joint: JointGraph, backend: str = "eager") -> Step:
         loss, gradients = step(model, tokens, labels)
     """
     joint.validate()
-    return Step(joint, find_backend(backend).compile(joint))
+    return Step(joint, find_backend(backend).compile(joint), compare_ranks)

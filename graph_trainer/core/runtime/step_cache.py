@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.call_signature import Batch, constant_key
-from graph_trainer.core.capture.capture import LossFn, capture
+from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import (
     LargestOfAllRanks,
@@ -29,7 +30,7 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
 from graph_trainer.core.runtime.step import Gradients, Step, autocast_enabled, compile
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
-from graph_trainer.core.torch_private import pytree
+from graph_trainer.core.torch_private import hooks_of, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
 _ERROR_SHOWN = 4000
@@ -42,8 +43,8 @@ class TrainStep:
     """`loss, gradients = step(model, *args, **kwargs)`, captured at the first call.
 
     The step captures again for another shape, dtype or constant in the batch, and for another
-    model, set of trainable parameters, training mode or autocast (together: the program). Beyond
-    `max_graphs`, the least recently used graph is dropped.
+    model, set of trainable parameters, training mode, hooks or autocast (together: the program).
+    Beyond `max_graphs`, the least recently used graph is dropped.
 
     A change of program must happen on every rank in the same step: its first graph is checked
     against those of the other ranks. Batches may differ from rank to rank, so a rank with a new
@@ -146,7 +147,7 @@ class TrainStep:
             check_order_across_ranks(joint)
         checked = time.perf_counter()
         with _errors_sent("compile", send_compiled if together else None):
-            step = compile(joint, self.backend)
+            step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         if together:
             send_compiled(None)
@@ -190,17 +191,17 @@ def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:
     devices = {v.device.type for v in leaves if isinstance(v, torch.Tensor)} | {"cpu"}
     casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if autocast_enabled(d))
     # the model itself: another one of the same class may have other hyperparameters
-    return (weakref.ref(model), trainable, training, casts)
+    return (weakref.ref(model), trainable, training, hooks_of(model), casts)
 
 
 def _batch_key(args: Any, kwargs: Any) -> object:
     """Make a key that is equal for two batches exactly when one graph serves both."""
-    leaves, tree = pytree.tree_flatten((args, kwargs))
+    leaves, tree = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     described = tuple(
         (unwrap(v)[1], v.requires_grad) if isinstance(v, torch.Tensor) else constant_key(v)
         for v in leaves
     )
-    return (tree, described)
+    return (tree, repr(tree), described)  # equal trees may have keys 1 and True
 
 
 def _shapes(args: Any, kwargs: Any) -> list[tuple[int, ...]]:

@@ -27,7 +27,11 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from graph_trainer.core.torch_private import StridedShard, concatenate_meshes
+from graph_trainer.core.torch_private import (
+    StridedShard,
+    concatenate_meshes,
+    registered_parameter,
+)
 from graph_trainer.errors import ConfigError
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
@@ -93,7 +97,7 @@ class _Unshard(torch.autograd.Function):
             if shard.is_floating_point() and sharding.policy.param_dtype is not None:
                 full = shard.to(sharding.policy.param_dtype)
             if sharding.shard_group is not None:
-                full = _gather_rows(full, sharding)
+                full = _gather_rows(full, sharding.shard_group, sharding.rows)
             # autograd needs another tensor than its input where neither op made one
             return full.view_as(full) if full is shard else full
 
@@ -104,7 +108,7 @@ class _Unshard(torch.autograd.Function):
             if grad.is_floating_point() and sharding.policy.reduce_dtype is not None:
                 grad = grad.to(sharding.policy.reduce_dtype)
             if sharding.shard_group is not None:
-                grad = _scatter_rows(grad, sharding)
+                grad = _scatter_rows(grad, sharding.shard_group, sharding)
             for group in sharding.reduce_groups:
                 grad = all_reduce(grad.contiguous(), group)
             if sharding.divisor != 1:
@@ -112,26 +116,19 @@ class _Unshard(torch.autograd.Function):
             return grad.to(ctx.shard_dtype), None
 
 
-def _rows_per_rank(sharding: _Sharding) -> int:
-    assert sharding.shard_group is not None
-    return -(-sharding.rows // sharding.shard_group.size())
-
-
-def _gather_rows(shard: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+def _gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, rows: int) -> torch.Tensor:
     """All-gather: [local rows, ...] -> [rows, ...]. Ranks after the last full one have fewer rows
     or none, so each sends the same padded number, and all padding comes after the last row."""
-    assert sharding.shard_group is not None
-    padded = _pad_rows(shard.contiguous(), _rows_per_rank(sharding))
-    full = all_gather(padded, sharding.shard_group)
-    return full if full.shape[0] == sharding.rows else full.narrow(0, 0, sharding.rows)
+    full = all_gather(_pad_rows(shard.contiguous(), -(-rows // group.size())), group)
+    return full if full.shape[0] == rows else full.narrow(0, 0, rows)
 
 
-def _scatter_rows(grad: torch.Tensor, sharding: _Sharding) -> torch.Tensor:
+def _scatter_rows(
+    grad: torch.Tensor, group: dist.ProcessGroup, sharding: _Sharding
+) -> torch.Tensor:
     """Reduce-scatter: [rows, ...] -> [local rows, ...], summed over the group."""
-    assert sharding.shard_group is not None
-    per_rank = _rows_per_rank(sharding)
-    padded = _pad_rows(grad.contiguous(), per_rank * sharding.shard_group.size())
-    local = reduce_scatter(padded, sharding.shard_group)
+    per_rank = -(-sharding.rows // group.size())
+    local = reduce_scatter(_pad_rows(grad.contiguous(), per_rank * group.size()), group)
     return local if per_rank == sharding.local_rows else local.narrow(0, 0, sharding.local_rows)
 
 
@@ -202,14 +199,14 @@ def simple_fsdp(
         sharded[id(parameter)] = _shard(clean_fqn(fqn), parameter, mesh, mode, policy, divisor)
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in list(model.modules()):
-        direct = {name: p for name, p in module._parameters.items() if p is not None}
+        direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
         if not direct:
             continue
         module.graph_trainer_sharding = {  # type: ignore[assignment]
             name: sharded[id(p)][1] for name, p in direct.items()
         }
         for name, parameter in direct.items():
-            module._parameters[name] = sharded[id(parameter)][0]
+            module.register_parameter(name, sharded[id(parameter)][0])
         key = (type(module), tuple(direct))
         if key not in classes:
             classes[key] = _reading_class(*key)
@@ -224,8 +221,8 @@ class _Sharded:
 def _reading_class(base: type, names: tuple[str, ...]) -> type:
     """A subclass of `base` whose attributes `names` gather the parameter they name.
 
-    Python finds a property of the class before nn.Module looks in `_parameters`, so forward reads
-    the gathered tensor; named_parameters, state_dict and the optimizer read the shard.
+    Python finds a property of the class before nn.Module looks among its parameters, so forward
+    reads the gathered tensor; named_parameters, state_dict and the optimizer read the shard.
     """
     reads = {name: property(_reader(name)) for name in names}
     return type(base.__name__, (_Sharded, base), {**reads, "__module__": base.__module__})
@@ -233,7 +230,7 @@ def _reading_class(base: type, names: tuple[str, ...]) -> type:
 
 def _reader(name: str) -> Any:
     def read(module: nn.Module) -> torch.Tensor | None:
-        parameter = module._parameters[name]
+        parameter = registered_parameter(module, name)
         if parameter is None or _as_shards.get():
             return parameter
         try:

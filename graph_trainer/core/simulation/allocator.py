@@ -27,12 +27,9 @@ Pool = str
 
 
 class Segment:
-    """One expandable segment.
+    """One expandable segment, which grows by pages of `page` bytes.
 
     Each call takes logarithmic time, and the time to shift a short list.
-
-    Args:
-        page: bytes by which the segment grows.
     """
 
     def __init__(self, page: int) -> None:
@@ -109,12 +106,7 @@ def reserved_bytes(
     """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
     Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
-    the first step. Gradients of the graph are alive until the next step begins.
-
-    Args:
-        memory: the storages of one step.
-        pool_of: the pool of a storage.
-        steps: how many steps to simulate.
+    the first of `steps` equal steps. Gradients of the graph are alive until the next step begins.
     """
     always = sum(memory.by_category[c][0] for c in _GIVEN if memory.by_category[c])
     pools: dict[Pool, tuple[Segment, Segment]] = defaultdict(

@@ -70,10 +70,6 @@ def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
 
     On a CPU gloo runs, and the table of `collective_kinds` says how many. NCCL allocates its
     buffers once for a group, outside the caching allocator. Linear in nodes.
-
-    Args:
-        joint: the graph.
-        device: "cpu" or "cuda".
     """
     found = {}
     for node in joint.graph.nodes if device == "cpu" else ():

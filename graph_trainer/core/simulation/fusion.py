@@ -95,10 +95,8 @@ def fuse(
     a group has nodes of one depth. A group that a node reads and does not join gets no further
     nodes, so no two groups can depend on each other.
 
-    Args:
-        joint: the graph.
-        may_fuse: which nodes the compiler sees.
-        looks_through: which nodes to ignore: they neither fuse nor separate others.
+    The compiler sees the nodes of `may_fuse`; those of `looks_through` neither fuse nor separate
+    others.
     """
     graph = joint.graph
     depth: dict[fx.Node, int] = {}

@@ -94,11 +94,6 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
     whichever is longer, and at least the time of a launch. A fused group is launched once, reads
     only storages from outside and writes only storages that other nodes read.
-
-    Args:
-        joint: the graph.
-        hardware: the machine.
-        fusion: the groups that the backend fuses.
     """
     traffic = _Traffic(joint.graph, fusion)
     found = {}

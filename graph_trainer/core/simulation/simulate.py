@@ -61,14 +61,7 @@ def simulate(
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Simulation:
-    """Simulate the graph of one rank as it is now. Linear in nodes.
-
-    Args:
-        joint: the graph.
-        hardware: the machine.
-        other: the memory beside the graph's, and whether the backend fuses; its device counts as
-            that of the machine.
-        runtime: the program that runs the step.
+    """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
 
     Raises:
         VerificationError: a collective cannot be read (see `collectives`).

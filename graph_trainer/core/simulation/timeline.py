@@ -96,14 +96,8 @@ def play(
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute goes on meanwhile, and is idle at a wait until
     the collective is complete. While a collective runs, compute has a smaller part of the device;
-    streams do not slow each other down otherwise.
-
-    Args:
-        joint: the graph.
-        issued: its collectives, as `collectives` returns them.
-        cost: the cost of each node, as `costs` returns it.
-        hardware: the machine.
-        runtime: the program that runs the step; its copies take time too.
+    streams do not slow each other down otherwise. `issued` and `cost` are what `collectives` and
+    `costs` return; the copies that `runtime` makes of buckets take time too.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued)
@@ -156,13 +150,8 @@ def play(
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:
-    """Return the seconds of a kernel that starts now.
-
-    Args:
-        seconds: what it takes alone.
-        communicating: for how many seconds from now collectives run.
-        hardware: says which part of the device a collective occupies.
-    """
+    """Return the seconds of a kernel that takes `seconds` alone and starts now, where collectives
+    run for `communicating` more seconds."""
     left = 1 - hardware.collective_compute_share
     if communicating <= 0:
         return seconds

@@ -108,7 +108,8 @@ def _script(source: str) -> Markup:
 
 
 def _policy(scripts: list[Markup]) -> str:
-    """Make a policy that fetches nothing and runs only these scripts; plotly.js sets styles."""
+    """Return a Content-Security-Policy that forbids every fetch and allows only these scripts, by
+    their hash. Inline styles are allowed: plotly.js sets them."""
     digests = (hashlib.sha256(s.encode()).digest() for s in scripts)
     allowed = " ".join(f"'sha256-{base64.b64encode(d).decode()}'" for d in digests)
     return (

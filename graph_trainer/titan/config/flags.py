@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,19 +15,18 @@ from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.fields import (
     NONE,
-    field_hints,
     is_nullable,
-    is_suppressed,
     section_classes,
     settable_hints,
-    settable_keys,
     short_names,
 )
-from graph_trainer.titan.config.messages import COMMAND_LINE, did_you_mean_key, show
-from graph_trainer.titan.config.run_config import NOT_TORCH_COMPILE
+from graph_trainer.titan.config.merge import apply_table
+from graph_trainer.titan.config.messages import COMMAND_LINE, show
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
-_SUBCOMMAND = re.compile(r"(activation[-_]checkpoint):([a-z-]+)")
+_SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
+_TYPE = re.compile(r"--[^=]*\.type(=|$)")
+_PASSES = "--compile.passes"
 
 
 @dataclass(frozen=True)
@@ -56,70 +55,56 @@ def split_flags(argv: Sequence[str]) -> Flags:
     Raises:
         ConfigError: one of these without a value.
     """
-    named: dict[str, str] = {}
+    words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
+    examples = {word.partition("=")[0]: "none" for word in words if _TYPE.match(word)}
+    examples |= {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
+    values, rest = take_flags(words, examples)
+    module, config = values.pop("--module", None), values.pop("--config", None)
     types: dict[str, Any] = {}
+    for flag, value in values.items():
+        table = types
+        *sections, key = flag[2:].replace("-", "_").split(".")
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[key] = value
+    passes, _ = take_flags(rest, {_PASSES: "default"})
+    return Flags(module, config, types, passes.get(_PASSES, "").split(","), rest)
+
+
+def take_flags(
+    argv: Sequence[str], examples: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Take flags that have a value out of a command line.
+
+    Args:
+        argv: the command line.
+        examples: by flag, an example of its value.
+
+    Returns:
+        Value by flag, and the other words.
+
+    Raises:
+        ConfigError: one of the flags without a value.
+    """
+    values: dict[str, str] = {}
     rest: list[str] = []
     words = iter(argv)
     for word in words:
         flag, equals, value = word.partition("=")
-        if match := _SUBCOMMAND.fullmatch(word):
-            section, kind = (part.replace("-", "_") for part in match.groups())
-            types.setdefault(section, {})["type"] = kind
-            continue
-        is_type = flag.startswith("--") and flag.endswith(".type")
-        if flag not in ("--module", "--config") and not is_type:
+        if flag not in examples:
             rest.append(word)
             continue
-        if not equals:
-            value = next(words, "")
+        value = value if equals else next(words, "")
         if not value or (not equals and value.startswith("--")):
-            example = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
             raise ConfigError(
-                f"{COMMAND_LINE}: {flag} has no value. Write for example "
-                f"{flag} {example.get(flag, 'none')}."
+                f"{COMMAND_LINE}: {flag} has no value. Write for example {flag} {examples[flag]}."
             )
-        if is_type:
-            table = types
-            for part in flag[2:].replace("-", "_").split(".")[:-1]:
-                table = table.setdefault(part, {})
-            table["type"] = value
-        else:
-            named[flag[2:]] = value
-    return Flags(named.get("module"), named.get("config"), types, pass_entries(rest), rest)
-
-
-def pass_entries(argv: Sequence[str]) -> list[str]:
-    """Return the entries of the flag --compile.passes, which is written a,b,c."""
-    entries: list[str] = []
-    for word, following in zip(argv, [*argv[1:], ""], strict=False):
-        flag, equals, value = word.partition("=")
-        if flag == "--compile.passes":
-            entries += (value if equals else following).split(",")
-    return entries
-
-
-def only_passes(argv: Sequence[str], command: str) -> list[str]:
-    """Return the entries of --compile.passes, for a command that takes no other flag.
-
-    Raises:
-        ConfigError: the command line has anything else.
-    """
-    words = 1 if argv and "=" in argv[0] else 2
-    if argv and (argv[0].partition("=")[0] != "--compile.passes" or len(argv) != words):
-        raise ConfigError(
-            f"{COMMAND_LINE}: {command} takes no flag but --compile.passes NAMES, found "
-            f"{' '.join(argv)}. Leave the others out."
-        )
-    return pass_entries(argv)
+        values[flag] = value
+    return values, rest
 
 
 def parse_flags(config: Any, args: list[str], prog: str) -> Any:
-    """Return a copy of `config` with the flags applied.
-
-    Args:
-        config: the config that the flags override.
-        args: the flags.
-        prog: the command's name in the help text.
+    """Return a copy of `config` with the flags applied; `prog` is the command's name in the help.
 
     Raises:
         ConfigError: an unknown flag, or a value that it does not take.
@@ -141,7 +126,10 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
                 default=config,
                 registry=registry,
                 prog=prog,
-                description=_description(config, prog),
+                description=_DESCRIPTION.format(
+                    plan=_PLAN if prog.endswith("train") else "",
+                    sections="\n".join(_typed_sections(config)),
+                ),
                 config=(tyro.conf.AvoidSubcommands,),
                 return_unknown_args=True,
             )
@@ -177,46 +165,27 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
     if not equals:  # the word that follows it, unless that is a flag
         following = unknown[unknown.index(name) + 1 :][:1]
         value = next((word for word in following if not word.startswith("-")), "")
-    given = f" {value}" if value else ""
     remedy = f"`{prog} --help` lists every flag."
     if not name.startswith("--"):
         return ConfigError(
             f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag. {remedy}"
         )
-    key = name[2:].replace("-", "_")
-    known = list(settable_keys(config))
-    siblings = [k for k in known if k.rpartition(".")[0] == key.rpartition(".")[0]]
-    guess = did_you_mean_key(key, siblings, known)
-    for name in known:  # in the spelling of flags
-        guess = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w.])", f"--{name}", guess)
-    section, _, leaf = key.partition(".")
-    holder = getattr(config, section, None)
-    if section == "compile" and is_suppressed(field_hints(type(holder)).get(leaf)):
-        return ConfigError(f"{COMMAND_LINE}: --{key}: {'. '.join(NOT_TORCH_COMPILE)} {remedy}")
-    if "." in key and getattr(config, section, 0) is None:
-        guess = f"[{section}] is switched off; --{section}.type chooses its component. "
-    return ConfigError(f"{COMMAND_LINE}: --{key}{given}: unknown flag. {guess}{remedy}")
+    table: Any = value
+    for part in reversed(name[2:].replace("-", "_").split(".")):
+        table = {part: table}
+    try:
+        apply_table(config, table, COMMAND_LINE)
+    except ConfigError as error:
+        return error
+    return ConfigError(f"{COMMAND_LINE}: {name} {value}: unknown flag. {remedy}")
 
 
 def _plain_message(text: str, args: list[str], prog: str) -> str:
-    """Return the problem in tyro's framed message as one line, with underscores in flags."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [line.strip("│| \t") for line in text.splitlines()]
-    # Without UTF-8 the frame is spaces and dashes, and the title a separate paragraph.
-    framed = any(line.startswith("╭") for line in lines)
-    paragraphs: list[list[str]] = [[]]
-    for line in lines:
-        if line.startswith("╭"):
-            continue
-        if line and not line.strip("─╰╯-"):
-            paragraphs.append([])
-        elif line:
-            paragraphs[-1].append(line)
-    parts = [" ".join(p) for p in (paragraphs if framed else paragraphs[1:]) if p]
-    message = parts[0] if parts else " ".join(lines)
-    message = re.sub(
-        r"--[\w.-]*\w", lambda m: "--" + m.group()[2:].replace("-", "_"), message
-    ).rstrip(".")
+    """Return the problem in tyro's message as one line, with underscores in flags."""
+    # tyro writes a title, the problem and help, with a line of dashes in between.
+    _, *parts = re.split(r"\n\s*-{3,}\s*\n", text)
+    message = " ".join((parts[0] if parts else text).split()).rstrip(".")
+    message = re.sub(r"--[\w.-]*\w", lambda m: "--" + m.group()[2:].replace("-", "_"), message)
     if section := re.match(r"Error parsing ([a-z_.-]+):", message):
         # The check of a section, whose message has no flag in it.
         prefix = f"--{section.group(1).replace('-', '_')}."
@@ -243,11 +212,6 @@ _PLAN = """\
 --plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
                show predicted beside measured; without --config, with its config
 """
-
-
-def _description(config: Any, prog: str) -> str:
-    sections = "\n".join(_typed_sections(config))
-    return _DESCRIPTION.format(plan=_PLAN if prog.endswith("train") else "", sections=sections)
 
 
 def _typed_sections(config: Any, prefix: str = "") -> Iterator[str]:

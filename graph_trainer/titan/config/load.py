@@ -86,12 +86,12 @@ def _quiet_torchtitan() -> Iterator[None]:
     torchtitan logs on the root logger, whose filters do not see other loggers' records.
     """
     root = logging.getLogger()
-    root.addFilter(_is_error)
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    root.addFilter(is_error)
     try:
         yield
     finally:
-        root.removeFilter(_is_error)
-
-
-def _is_error(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR
+        root.removeFilter(is_error)

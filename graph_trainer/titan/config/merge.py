@@ -31,6 +31,8 @@ from graph_trainer.titan.config.messages import (
 )
 from graph_trainer.titan.config.run_config import NOT_TORCH_COMPILE, GraphCompileConfig
 
+_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
+
 # What pydantic finds wrong -> what was expected, and an example of it.
 _EXPECTED = {
     "bool_type": ("true or false", "true"),
@@ -160,8 +162,10 @@ class _Merge:
             raise bad_value(self.where, path, value, "expected a section", remedy)
         if entries and isinstance(value, list | tuple):
             return [self.value(v, entries, None, f"{path}[{i}]") for i, v in enumerate(value)]
+        # strict: no text or boolean becomes a number
+        adapter = TypeAdapter[Any](hint, config=_STRICT)
         try:
-            return _adapter(hint).validate_python(canonical(value, hint))
+            return adapter.validate_python(canonical(value, hint))
         except ValidationError as error:
             raise self.wrong_type(error, value, hint, path) from None
 
@@ -184,7 +188,8 @@ class _Merge:
             return bad_value(self.where, path, value, "not one of the known values", remedy)
         kinds = [_EXPECTED.get(f["type"], (f["msg"], "...")) for f in findings]
         unset = f', or list "{path.rpartition(".")[2]}" in this section\'s unset for no value'
-        remedy = f"Write {path.partition('[')[0]} = {kinds[0][1]}"
+        example = f"[{kinds[0][1]}]" if path.endswith("]") else kinds[0][1]
+        remedy = f"Write {path.partition('[')[0]} = {example}"
         return bad_value(
             self.where,
             path,
@@ -244,11 +249,6 @@ class _Merge:
             fitting = join_or(m.__qualname__ for m in members)
             raise refused(f"not a config class for this section, which takes {fitting}")
         return cls
-
-
-def _adapter(hint: Any) -> TypeAdapter[Any]:
-    """Make the check of a plain value: strict, so that no text or boolean becomes a number."""
-    return TypeAdapter(hint, config=ConfigDict(strict=True, arbitrary_types_allowed=True))
 
 
 def _choices(hint: Any) -> list[Any]:

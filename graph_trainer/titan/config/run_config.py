@@ -120,17 +120,23 @@ def with_passes(config: GraphCompileConfig, entries: Iterable[object] = ()) -> G
 
     Args:
         config: the section. Passes of a user's own in its list get a section.
-        entries: entries of other lists of passes, whose passes get a section too. Whatever is
-            not "package.module:name" is left out.
+        entries: entries of another list of passes, whose passes get a section too, in place of
+            a pass of the user's own that had it. Whatever is not "package.module:name" is left
+            out.
 
     Raises:
         PassError: an entry names no pass.
         ConfigError: two passes have a section of one name.
     """
     named = [e for e in [*config.passes, *entries] if isinstance(e, str) and ":" in e]
-    passes = [*registered_passes().values(), *config.pass_of_section.values()]
-    cls = _compile_class(tuple(dict.fromkeys([*passes, *map(load_pass, named)])))
-    return cls(**{f.name: getattr(config, f.name) for f in fields(config)})
+    loaded = [load_pass(entry) for entry in named]
+    taken = {each.section for each in loaded}
+    before = [each for each in config.pass_of_section.values() if each.section not in taken]
+    cls = _compile_class(tuple(dict.fromkeys([*registered_passes().values(), *before, *loaded])))
+    # Options of a pass whose section another has taken are of another class.
+    names = [f.name for f in fields(config)]
+    kept = [n for n in names if cls.pass_of_section.get(n) is config.pass_of_section.get(n)]
+    return cls(**{name: getattr(config, name) for name in kept})
 
 
 @functools.cache
@@ -172,11 +178,7 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
 
 
 def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
-    """Make what the pipeline is given of [compile].
-
-    Args:
-        config: the section.
-        more: fields of `PassConfig` that other sections decide.
+    """Make what the pipeline is given of [compile]; `more` are fields that other sections decide.
 
     Raises:
         PassError: a pass that is unknown or out of place.

@@ -39,14 +39,9 @@ def config_to_toml(config: GraphTrainerConfig) -> str:
 
 
 def save_resolved_config(config: GraphTrainerConfig, folder: str | Path) -> Path:
-    """Write the config to `folder`/config.toml, which `--config` takes back.
+    """Write the config to `folder`/config.toml, which `--config` takes back; return the file.
 
-    Args:
-        config: a config as `load_config` returns it.
-        folder: the run's output folder; made if it is not there.
-
-    Returns:
-        The file's path.
+    The folder is made if it is not there.
 
     Raises:
         ConfigError: the folder cannot be made or written.

@@ -9,7 +9,9 @@ import pkgutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
+
+from torchtitan.trainer import Trainer
 
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
@@ -122,23 +124,24 @@ def known_modules() -> Iterator[str]:
 
 
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
-    """Return the entries of a registry module: its public functions without arguments, by name."""
+    """Return the entries of a registry module, by name: its public functions without arguments that
+    are declared to return a config. A file that names any other function cannot call it."""
     return {
         name: function
         for name, function in inspect.getmembers(module, inspect.isfunction)
         if function.__module__ == module.__name__
         and not name.startswith("_")
         and not inspect.signature(function).parameters
+        and _is_config(get_type_hints(function).get("return"))
     }
+
+
+def _is_config(declared: object) -> bool:
+    return isinstance(declared, type) and issubclass(declared, Trainer.Config)
 
 
 def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfig:
     """Make the config of a registry function, a torchtitan config converted, with both names set.
-
-    Args:
-        module_name: the registry module, as for `registry_module`.
-        base: the function's name.
-        where: what names it, for the error message.
 
     Raises:
         ConfigError: an unknown module or function.

@@ -91,9 +91,9 @@ def check_config(
     """Refuse a config that cannot train, before any process group is created.
 
     Args:
-        config: the config, its values checked for their types.
-        world_size: the number of ranks; None leaves out what depends on it.
-        origin: where the config's keys come from, for the messages.
+        config: the config; each value already has its field's type.
+        world_size: the number of ranks. None leaves out the checks that depend on it.
+        origin: which file or flag set each key, for the messages.
 
     Raises:
         ConfigError: the first thing that is wrong, with its key, value and remedy.

@@ -23,10 +23,6 @@ _OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DistMuon":
 def check_optimizer(groups: list[Any], where: Origin) -> None:
     """Refuse parameter groups that torchtitan could not make an optimizer of.
 
-    Args:
-        groups: torchtitan's ParamGroupConfig objects, `optimizer.param_groups`.
-        where: where the config's keys come from.
-
     Raises:
         ConfigError: no group, an unknown optimizer, a pattern that is no regular expression,
             or arguments that the optimizer does not take.

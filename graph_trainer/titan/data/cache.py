@@ -10,7 +10,6 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -71,9 +70,37 @@ def load_or_build(
     Raises:
         ConfigError: the cache folder cannot be written.
     """
-    from datasets import config
+    import datasets
 
-    load = partial(_load, name=name, columns=columns, rows=rows, digest=digest)
+    def load(folder: Path, key: str) -> tuple[pa.Table, str]:
+        info = datasets.DatasetInfo(features=datasets.Features(columns))
+
+        def generate() -> Generator[dict[str, Any], None, None]:
+            # Written with the rows, in the same rename.
+            info.description = yield from rows()
+
+        try:
+            dataset = datasets.Dataset.from_generator(
+                generate,
+                cache_dir=str(folder),
+                fingerprint=key,
+                split=datasets.NamedSplit(name),
+                dataset_name=name,
+                info=info,
+                writer_batch_size=_ROWS_IN_MEMORY,
+            )
+            table = dataset.with_format("arrow")[:]
+            if digest(table) != dataset.info.description:
+                raise CorruptCacheError("the checksum is wrong")
+        except datasets.exceptions.DatasetGenerationError as error:
+            cause = error.__cause__ or error
+            raise cause from cause.__cause__
+        except Exception as error:  # damaged files raise anything, a bare OSError of Arrow's too
+            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+                raise
+            raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
+        return table, dataset.info.description
+
     folder = cache_dir()
     try:
         if key is not None:
@@ -82,7 +109,7 @@ def load_or_build(
             except CorruptCacheError as error:
                 logger.warning("the %s in %s are corrupt (%s): building again", name, folder, error)
             # Without this file `datasets` takes a build for unfinished: it replaces the build.
-            for mark in (folder / name).glob(f"*{key}/*/{config.DATASET_INFO_FILENAME}"):
+            for mark in (folder / name).glob(f"*{key}/*/{datasets.config.DATASET_INFO_FILENAME}"):
                 mark.unlink(missing_ok=True)
             return load(folder, key)
     except OSError as error:
@@ -95,43 +122,3 @@ def load_or_build(
         logger.warning("no file locks in %s (%s): the %s are not cached", folder, error, name)
     with tempfile.TemporaryDirectory() as private:  # the mapping outlives the file's name
         return load(Path(private), "private")
-
-
-def _load(
-    folder: Path,
-    key: str,
-    *,
-    name: str,
-    columns: Mapping[str, Any],
-    rows: Callable[[], Rows],
-    digest: Callable[[pa.Table], str],
-) -> tuple[pa.Table, str]:
-    import datasets
-
-    info = datasets.DatasetInfo(features=datasets.Features(columns))
-
-    def generate() -> Generator[dict[str, Any], None, None]:
-        # Written with the rows, in the same rename.
-        info.description = yield from rows()
-
-    try:
-        dataset = datasets.Dataset.from_generator(
-            generate,
-            cache_dir=str(folder),
-            fingerprint=key,
-            split=datasets.NamedSplit(name),
-            dataset_name=name,
-            info=info,
-            writer_batch_size=_ROWS_IN_MEMORY,
-        )
-        table = dataset.with_format("arrow")[:]
-        if digest(table) != dataset.info.description:
-            raise CorruptCacheError("the checksum is wrong")
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error
-        raise cause from cause.__cause__
-    except Exception as error:  # damaged files raise anything, a bare OSError of Arrow's too
-        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-            raise
-        raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
-    return table, dataset.info.description

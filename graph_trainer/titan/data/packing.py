@@ -54,13 +54,6 @@ def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> TokenizedCorpus:
     for a tokenizer without a fingerprint (neither a ByteBPETokenizer nor one with a
     ``tokenizers.Tokenizer``): every caller tokenises.
 
-    Args:
-        corpus: the documents.
-        tokenizer: any of torchtitan's.
-
-    Returns:
-        The token ids of every document.
-
     Raises:
         ConfigError: a file of the corpus cannot be used (see ``Corpus.documents``), or the cache
             folder cannot be written.

@@ -33,10 +33,6 @@ class ByteBPETokenizer(BaseTokenizer):
     Ids below ``bos_id`` are byte sequences. The two last ids, ``bos_id`` and ``eos_id``, are no
     text: nothing that a document contains can encode to them.
 
-    Args:
-        config: the vocabulary's size and the corpus to learn it from.
-        tokenizer_path: torchtitan's hf_assets_path; unused.
-
     Raises:
         ConfigError: a vocabulary too small for every byte, a dataset that cannot be read, a cache
             folder that cannot be written.

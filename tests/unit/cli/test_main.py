@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
+import tomllib
 
 import pytest
-import tomli
 
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
@@ -12,8 +12,6 @@ from graph_trainer.cli import main as cli
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(launcher, "start", lambda launch: pytest.fail("ranks were started"))
 
 
@@ -26,7 +24,7 @@ def run(capsys, *argv):
 def test_config_prints_what_the_flags_resolve_to(capsys):
     code, out, err = run(capsys, "config", "--config", "8b", "--training.steps", "3")
     assert code == 0 and err == ""
-    table = tomli.loads(out)
+    table = tomllib.loads(out)
     assert (table["base"], table["training"]["steps"]) == ("llama3_8b", 3)
 
 
@@ -34,7 +32,7 @@ def test_config_prints_what_the_flags_resolve_to(capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--training.stepz", "3"], "--training.steps"),
+        (["--training.stepz", "3"], "training.steps?"),
         (["--dataloader.dataset", "nowhere"], "stdlib"),
         (["--config", "debugmodle"], "debugmodel"),
     ],
@@ -85,7 +83,7 @@ def test_a_rank_tells_its_mistake_in_one_message_and_leaves_with_2(monkeypatch):
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert "--training.steps" in done.stderr
+    assert "training.steps?" in done.stderr
 
 
 def test_help_teaches_by_examples_without_torchtitans_seconds_of_import():

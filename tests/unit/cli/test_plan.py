@@ -19,12 +19,14 @@ def refused(capsys, monkeypatch, tmp_path):
 
     def run(*words: str) -> str:
         words = tuple(word.replace("TMP", str(tmp_path)) for word in words)
+        before = sorted(tmp_path.iterdir())
         try:
             code = cli.main(["plan", *words])
         except SystemExit as ended:  # argparse
             code = ended.code
         out, err = capsys.readouterr()
         assert (code, out) == (2, "") and "Traceback" not in err
+        assert sorted(tmp_path.iterdir()) == before
         return err.replace(str(tmp_path), "TMP")
 
     return run
@@ -35,7 +37,7 @@ BAD = {
     "no such profile file": (["--hardware", "TMP/my.toml"], "TMP/my.toml: there is no such file"),
     "unknown key": (
         ["--parallelism.tensor_paralel_degree", "2"],
-        "Did you mean --parallelism.tensor_parallel_degree",
+        "Did you mean parallelism.tensor_parallel_degree",
     ),
     "unknown flag": (["--jason", "plan.json"], "there is no --jason; did you mean --json?"),
     "shortened flag": (["--hard", "h100-sxm"], "there is no --hard; did you mean --hardware?"),

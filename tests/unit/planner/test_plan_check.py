@@ -6,7 +6,6 @@ import dataclasses
 import json
 import operator
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +18,8 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of, first_difference
 from graph_trainer.planner.plan_check import (
     PlanCheck,
-    config_differences,
+    differences,
     load_config_and_plan,
-    take_flag,
 )
 from graph_trainer.planner.verify_order import rank_classes
 from tests.unit.graphs import Builder
@@ -121,9 +119,9 @@ def test_other_versions_warn_and_are_named_where_the_step_differs(plan, saved):
     planned = plan.fingerprint(plan.of_rank(0))
     check.check(planned, 0)
     (remark,) = check.remarks()
-    assert "torch planned 2.1, now" in remark
+    assert 'torch: planned "2.1", now' in remark
     other = dataclasses.replace(planned, issues=planned.issues[1:])
-    with pytest.raises(VerificationError, match=r"Versions differ: torch planned 2\.1, now 2"):
+    with pytest.raises(VerificationError, match=r'Versions differ: torch: planned "2\.1", now "2'):
         check.check(other, 0)
 
 
@@ -150,13 +148,10 @@ def test_the_first_difference_is_found(captured, message):
     assert first_difference(planned, moved) is None and moved.digest == planned.digest
 
 
-def test_the_flag_is_taken_out_of_a_command_line():
-    assert take_flag(["--a.b", "1"]) == (["--a.b", "1"], None)
-    assert take_flag(["--plan", "p", "--a", "1"]) == (["--a", "1"], Path("p"))
-    assert take_flag(["--a", "1", "--plan=x y"]) == (["--a", "1"], Path("x y"))
-    for words in (["--plan"], ["--plan="], ["--plan", "--a"]):
-        with pytest.raises(ConfigError, match="--plan names no file"):
-            take_flag(words)
+@pytest.mark.parametrize("words", [["--plan"], ["--plan="], ["--plan", "--a"]])
+def test_the_flag_needs_a_file(words):
+    with pytest.raises(ConfigError, match="--plan has no value. Write .* plan.json"):
+        load_config_and_plan(words)
 
 
 def test_without_a_config_the_plan_gives_it_and_flags_override_it(saved):
@@ -175,7 +170,7 @@ def test_without_a_config_the_plan_gives_it_and_flags_override_it(saved):
         (["--compile.disable_passes", "rematerialize"], "planned with the passes normalize_views"),
         (["--compile.passes", "default,overlap_fsdp"], "ask for .*, overlap_fsdp. Set them as"),
         (["--compile.mode", "eager"], 'compile.mode = "eager" captures no graph'),
-        (["--training.seq_leng", "3"], "unknown flag"),
+        (["--training.seq_leng", "3"], "unknown key"),
     ],
 )
 def test_what_needs_no_capture_is_refused_before_ranks_communicate(saved, flags, message):
@@ -224,11 +219,22 @@ def test_a_plan_names_no_code_to_import(document, tmp_path, monkeypatch, line):
     assert not seen.exists()
 
 
+def test_a_plan_loads_no_checkpoint_unless_the_command_line_does(document, tmp_path):
+    path = tmp_path / "plan.json"
+    load = "checkpoint.initial_load_path"
+    config = 'base = "llama3_debugmodel"\n[checkpoint]\nenable = true\ninitial_load_path = "/x"'
+    path.write_text(json.dumps(document | {"config": config}))
+    with pytest.raises(ConfigError, match=f"--{load} /x"):
+        load_config_and_plan(["--plan", str(path)])
+    config, _ = load_config_and_plan(["--plan", str(path), f"--{load}=/y"])
+    assert config.checkpoint.initial_load_path == "/y"
+
+
 def test_differences_name_keys_that_one_side_lacks():
     before = {"metrics": {"a": 1}, "training": {"x": [1, 2]}, "base": "b", "dump_folder": "x"}
     now = {"training": {"x": [1], "y": "z"}, "base": "b", "dump_folder": "y"}
-    assert config_differences(before, now) == [
+    assert differences(before, now) == (
         "training.x: planned [1, 2], now [1]",
         'training.y: planned unset, now "z"',
         "metrics.a: planned 1, now unset",
-    ]
+    )

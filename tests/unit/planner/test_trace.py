@@ -22,7 +22,6 @@ import graph_trainer as gt
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE
-from graph_trainer.errors import ConfigError
 from graph_trainer.planner import trace
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.trace import WAITS, nanoseconds
@@ -195,18 +194,3 @@ def test_a_link_and_a_device_stay_what_they_are(tmp_path: Path):
     with published(Path(os.devnull)) as file:
         file.write("x")
     assert Path(os.devnull).is_char_device()
-
-
-@pytest.mark.parametrize(
-    ("outputs", "message"),
-    [
-        ({"--json": "."}, "is a folder"),
-        ({"--trace": "nowhere/x.json"}, "there is no folder"),
-        ({"--json": "x", "--html": "./x"}, "--json and --html both write"),
-    ],
-)
-def test_files_that_cannot_be_written_are_found_first(outputs, message, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        check_outputs({flag: Path(path) for flag, path in outputs.items()})
-    assert not os.listdir(tmp_path)

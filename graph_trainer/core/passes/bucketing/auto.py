@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -81,15 +80,9 @@ def _saturating(
 ) -> dict[str, float]:
     """Return, by group, the largest saturating size of its kinds of collectives, on any rank: of
     the groups along one axis of a mesh, one may be within a machine and another not."""
-    ranks_of = cache(group_ranks)
     caps: dict[str, int] = {}
-    seen = set()
-    for member in members:
-        group = member.route.group
-        if (member.route.tag, group) in seen:
-            continue
-        seen.add((member.route.tag, group))
-        collective = collective_of(member.node, ranks_of, None)
+    for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
+        collective = collective_of(node, group_ranks, None)
         caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
     return {group: all_reduce_max(cap) for group, cap in caps.items()}
 

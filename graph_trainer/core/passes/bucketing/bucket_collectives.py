@@ -99,7 +99,9 @@ def bucket_collectives(
     members = members_of(joint)
     buckets = without_circles(_buckets(joint, members, options, context))
     undecided = options.strategy in _BY_SIZE and context.decided is None
-    if undecided and not context.same_on_all_ranks(_fingerprint(members, buckets)):
+    place = {member: index for index, member in enumerate(members)}
+    found = fingerprint([[place[member] for member in bucket] for bucket in buckets])
+    if undecided and not context.same_on_all_ranks(found):
         joint.remarks[:] = [
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'
@@ -109,12 +111,6 @@ def bucket_collectives(
     for member in members:  # a second run must not decide again
         clear_bucket_tag(member.node)
     merge(joint, buckets)
-
-
-def _fingerprint(members: Sequence[Member], buckets: Sequence[Sequence[Member]]) -> int:
-    """Return the same number for the same members in the same buckets, whatever else a rank has."""
-    place = {member: index for index, member in enumerate(members)}
-    return fingerprint([[place[member] for member in bucket] for bucket in buckets])
 
 
 def _buckets(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import operator
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,16 +16,17 @@ from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     annotate_node,
     annotation,
+    inferred_value,
     module_of,
     phase_of,
     role_of,
     tensor_of,
-    value_of,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.graph.ops import argument, argument_nodes, aten, collective_kind, schema_of
+from graph_trainer.core.graph.ops import argument, aten, collective_kind, schema_of
 from graph_trainer.core.passes.bucketing.assign import Member
-from graph_trainer.core.torch_private import c10d_functional, detect_fake_mode
+from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
+from graph_trainer.core.torch_private import c10d_functional
 
 _Key = tuple[int, ...]
 """Sort key of a node; a node never comes before its inputs, whatever the keys are."""
@@ -42,66 +44,41 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
     rank = {name: place for place, name in enumerate(registered)}
     keys: dict[fx.Node, _Key] = {node: (i, 0) for i, node in enumerate(joint.graph.nodes)}
     gathers: list[tuple[int, list[fx.Node]]] = []
-    values = _Values()
+    known: dict[object, Any] = {}
     for bucket in buckets:
         reduces = bool(bucket[0].route.reduction)
         anchor = (max if reduces else min)(m.position for m in bucket)
         ordered = sorted(bucket, key=lambda m: (rank[m.parameter], m.position))
-        made = _Bucket(joint.graph, ordered, values).merged()
+        made = _Bucket(joint.graph, ordered, known).merged()
         keys |= {node: (anchor, 1, i) for i, node in enumerate(made)}
         if not reduces:
             gathers.append((anchor, made))
+    eliminate_dead_code(joint)  # the members, and casts and copies that no bucket needs
     for anchor, made in sorted(gathers, key=lambda entry: entry[0]):
         _move_inputs_up(made, anchor, keys)
     _sort(joint.graph, keys)
 
 
-class _Values:
-    """Fake results of ops, each computed once: layers are alike, and computing fake results is
-    most of the time of a merge."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, Any] = {}
-
-    def of(self, op: Any, args: Any, kwargs: Any) -> Any:
-        """Return the fake result of `op` with these arguments."""
-        if op is operator.getitem:  # of a list of fake tensors
-            return op(*fx.map_arg(args, value_of))
-        key = (op, _hashable(args), _hashable(kwargs))
-        if key not in self._known:
-            given = [value_of(node) for node in argument_nodes((args, kwargs))]
-            mode = detect_fake_mode(given)
-            assert mode is not None
-            with mode:
-                made = op(*fx.map_arg(args, value_of), **fx.map_arg(kwargs, value_of))
-            self._known[key] = made
-        return self._known[key]
-
-
-def _hashable(value: Any) -> object:
-    if isinstance(value, fx.Node):
-        tensor = tensor_of(value)
-        return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((key, _hashable(entry)) for key, entry in value.items())
-    return value
+def _layout(node: fx.Node) -> Any:
+    tensor = tensor_of(node)
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
 class _Bucket:
-    """One bucket, its members in the order of its payload."""
+    """One bucket, its members in the order of its payload; `known` has fake results of ops."""
 
-    def __init__(self, graph: fx.Graph, members: Sequence[Member], values: _Values) -> None:
+    def __init__(
+        self, graph: fx.Graph, members: Sequence[Member], known: dict[object, Any]
+    ) -> None:
         self.graph = graph
         self.members = members
         self.first = members[0].node
-        self.values = values
+        self.known = known
         self.made: list[fx.Node] = []
         modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
         self._as_bucket = annotation(
             phase=phase_of(self.first),
-            module=".".join(_common_start(modules)),
+            module=".".join(os.path.commonprefix(modules)),
             role=role_of(self.first),
             parameter=SEPARATOR.join(m.parameter for m in members),
         )
@@ -119,8 +96,6 @@ class _Bucket:
         for member, result in zip(self.members, results, strict=True):
             (wait,) = member.node.users
             wait.replace_all_uses_with(result)
-            self.graph.erase_node(wait)
-            self._erase_unused(member.node)
         return self.made
 
     def _gathered(self) -> list[fx.Node]:
@@ -241,19 +216,20 @@ class _Bucket:
     def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.first):
             node = self.graph.call_function(op, args, kwargs)
-        node.meta["val"] = self.values.of(op, args, kwargs)
+        node.meta["val"] = self._result(node)
         annotate_node(node, entry)
         self.made.append(node)
         return node
 
-    def _erase_unused(self, node: fx.Node) -> None:
-        """Erase a member, and the cast and the copy before it that the bucket does not need."""
-        sent = _input(node)
-        self.graph.erase_node(node)
-        while not sent.users and sent.target in _PREPARES:
-            (source,) = sent.all_input_nodes
-            self.graph.erase_node(sent)
-            sent = source
+    def _result(self, node: fx.Node) -> Any:
+        """Return the fake result of a node. Layers are alike, and computing fake results is most of
+        the time of a merge: each is computed once, but for elements of a list of tensors."""
+        if node.target is operator.getitem:
+            return inferred_value(node)
+        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), _layout)))
+        if key not in self.known:
+            self.known[key] = inferred_value(node)
+        return self.known[key]
 
 
 _PREPARES = (aten._to_copy.default, aten.clone.default)
@@ -292,15 +268,6 @@ def _number(node: fx.Node, name: str) -> int:
     return found
 
 
-def _common_start(paths: Sequence[list[str]]) -> list[str]:
-    start: list[str] = []
-    for names in zip(*paths, strict=False):
-        if len(set(names)) > 1:
-            break
-        start.append(names[0])
-    return start
-
-
 def _move_inputs_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
     """Sort the inputs of a gather before it, unless they come earlier already."""
     stack = [n for node in made for n in node.all_input_nodes]
@@ -315,19 +282,18 @@ def _move_inputs_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _K
 
 def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
     """Put the nodes in the order of their keys, each after its inputs."""
-    place = {node: index for index, node in enumerate(graph.nodes)}
-    missing = {node: len(node.all_input_nodes) for node in place}
-    ready = [(keys[node], place[node], node) for node, count in missing.items() if not count]
+    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(keys[node], node) for node, count in missing.items() if not count]
     heapq.heapify(ready)
     order: list[fx.Node] = []
     while ready:
-        _, _, node = heapq.heappop(ready)
+        _, node = heapq.heappop(ready)
         order.append(node)
         for user in node.users:
             missing[user] -= 1
             if not missing[user]:
-                heapq.heappush(ready, (keys[user], place[user], user))
-    assert len(order) == len(place), "buckets in a circle, which without_circles drops"
+                heapq.heappush(ready, (keys[user], user))
+    assert len(order) == len(missing), "buckets in a circle, which without_circles drops"
     *body, output = order
     for node in body:
         output.prepend(node)

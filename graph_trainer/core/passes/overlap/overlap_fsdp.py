@@ -128,7 +128,7 @@ def _finish_late(
     for start, parts in pieces.items():
         inside = {node for part in parts for node in part}
         free = all(user in inside or user is last for node in inside for user in node.users)
-        if inside and free and start not in joined and all(map(movable, inside)):
+        if inside and free and start not in joined and all(map(movable, (start, *inside))):
             reductions.append((start, parts))
     reductions.sort(key=lambda entry: at[entry[0]])
     starts = [start for start, _ in reductions]

@@ -19,11 +19,8 @@ def remarks_on(
     graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
 ) -> list[str]:
     """Say in one line what moved, and in one more for every collective how long compute waits for
-    it now, where that has changed. Linear in nodes.
-
-    Args:
-        order: the places of the old order, in the new one.
-        before, after: the step simulated in either order.
+    it now, where that has changed. `order` has the places of the old order, in the new one.
+    Linear in nodes.
     """
     traffic = traffic_of(graph.issued)
     old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)

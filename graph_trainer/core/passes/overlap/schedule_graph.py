@@ -20,13 +20,36 @@ Ranks along all other groups compute on tensors of the same shapes, each on a ba
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import accumulate
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.simulation.op_costs import Cost
+from graph_trainer.core.analysis.collective_kinds import Result
+from graph_trainer.core.analysis.collectives import Collective, collectives
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.annotations import Role, is_backward, role_of, tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import (
+    Storage,
+    has_effect,
+    is_collective,
+    is_getitem,
+    is_random,
+    is_wait,
+    storages_in,
+    subgraphs,
+    value_storages,
+    written_arguments,
+)
+from graph_trainer.core.ordering.sequences import may_communicate
+from graph_trainer.core.simulation.collective_costs import collective_seconds, scratch_bytes
+from graph_trainer.core.simulation.fusion import NO_FUSION, fuse
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.simulation.op_costs import Kind as CostKind
+from graph_trainer.core.simulation.op_costs import costs
 
 
 class Kind(Enum):
@@ -79,36 +102,293 @@ class Stored:
     readers: set[int] = field(default_factory=set)
 
 
-@dataclass(slots=True)
 class ScheduleGraph:
-    """The nodes of a graph by place. Lists have one entry a place."""
+    """The nodes of a graph by place; lists have one entry a place. Linear in nodes to build.
 
-    nodes: list[fx.Node]
-    kind: list[Kind]
-    reads: list[set[int]]
-    """What must run before: what a node reads, and what it may not overtake."""
-    seconds: list[float]
-    """Simulated time; of a collective the time on its group."""
-    local: list[bool]
-    """Whether other ranks may not have the node: it prepares a shard, or is a view of the rows of
-    a gradient that this rank stores."""
-    heavy: list[bool]
-    """Whether the node is a matrix product or attention."""
-    backward: list[bool]
-    group: dict[int, tuple[int, ...]]
-    """By collective, the ranks of its group."""
-    issuer: dict[int, int]
-    """By wait, the collective that it waits for."""
-    makes: list[list[Stored]]
-    keeps_alive: list[list[Stored]]
-    """What stays allocated while a node is deferred: what it reads, or its collective does."""
-    left: list[tuple[int, list[int]]]
-    """The peak, and how many bytes fewer are alive at every place: as the ops run one by one, and
-    as they run fused."""
-    issued: list[Collective]
-    cost: dict[fx.Node, Cost]
-    """What this rank's nodes cost: for remarks alone, never for a decision."""
-    gathers: list[LaunchGroup]
-    reductions: list[LaunchGroup]
-    others: list[int]
-    """The places of kind `OTHER`."""
+    Args:
+        fused: whether the backend fuses ops.
+
+    Raises:
+        VerificationError: a collective that cannot be described (see `collectives`).
+    """
+
+    def __init__(self, joint: JointGraph, hardware: Hardware, fused: bool) -> None:
+        self.nodes: list[fx.Node] = list(joint.graph.nodes)
+        self.issued = collectives(joint)
+        self._joint = joint
+        self.hardware = hardware
+        self._at = {node: place for place, node in enumerate(self.nodes)}
+        self._storages = value_storages(joint.graph)
+        self._collective = {c.node: c for c in self.issued}
+        mixed = {c.ranks for c in self.issued if c.role is None}
+        self._fsdp_groups = {c.ranks for c in self.issued} - mixed
+        if self._gathers_twice():
+            self._fsdp_groups = set()
+        waits = [node for node in self.nodes if is_wait(node) and not has_effect(node)]
+        self._issuer = {wait: wait.all_input_nodes[0] for wait in waits}
+        self._written = {
+            storage
+            for node in self.nodes
+            for target in written_arguments(node)
+            for storage in storages_in(self._storages[target])
+        }
+        self._elements = self._elements_of_tails()
+        chains = self._chains_of_gathers()
+        self._prepares = {n for chain in chains for n in chain[:-1]}
+        for *_, start in chains:
+            self._prepares.update(self._ancestors(start, _is_fsdp)[:-1])
+        # ranks with fewer rows have other FSDP nodes, which must not change what fuses
+        whole = fuse(joint, looks_through=_is_fsdp) if fused else NO_FUSION
+
+        self.kind = [self._kind(node) for node in self.nodes]
+        self.gathers = [self._launch_group(chain) for chain in chains]
+        self.reductions = [
+            self._launch_group(self._ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD))
+            for node, kind in zip(self.nodes, self.kind, strict=True)
+            if kind is Kind.REDUCTION
+        ]
+        self.cost = costs(joint, hardware, whole)
+        """What this rank's nodes cost: for remarks alone, never for a decision."""
+        self.reads = self._reads()
+        """What must run before: what a node reads, and what it may not overtake."""
+        self.seconds = [self._seconds(node) for node in self.nodes]
+        """Simulated time; of a collective the time on its group."""
+        self.heavy = [
+            n in self.cost and self.cost[n].kind in (CostKind.MATMUL, CostKind.ATTENTION)
+            for n in self.nodes
+        ]
+        """Whether the node is a matrix product or attention."""
+        self.backward = [is_backward(n) for n in self.nodes]
+        self.group = {self._at[c.node]: c.ranks for c in self.issued if c.node in self._at}
+        """By collective, the ranks of its group."""
+        self.issuer = {self._at[wait]: self._at[start] for wait, start in self._issuer.items()}
+        """By wait, the collective that it waits for."""
+        stored, self.makes, self.left = self._memory(whole.kept_inside)
+        self.local = [
+            n in self._prepares or (n in self._elements and not made)
+            for n, made in zip(self.nodes, self.makes, strict=True)
+        ]
+        """Whether other ranks may not have the node: it prepares a shard, or is a view of the rows
+        of a gradient that this rank stores."""
+        self.keeps_alive = [self._keeps_alive(n, stored) for n in self.nodes]
+        """What stays allocated while a node is deferred: what it reads, or its collective does."""
+
+    def _gathers_twice(self) -> bool:
+        """Return whether a parameter is gathered along one axis after another. How much the first
+        gather sends may then differ among the ranks of the second, and so the simulated time."""
+        inside: set[fx.Node] = set()
+        for node in self.nodes:
+            continues = any(n in inside for n in node.all_input_nodes)
+            if role_of(node) is Role.UNSHARD and (continues or node in self._collective):
+                if continues and node in self._collective:
+                    return True
+                inside.add(node)
+        return False
+
+    # --- what may move ---------------------------------------------------------------------
+
+    def _kind(self, node: fx.Node) -> Kind:
+        if node.op != "call_function":
+            return Kind.FIXED
+        if node in self._collective:
+            c = self._collective[node]
+            if has_effect(node) or c.ranks not in self._fsdp_groups:
+                return Kind.OTHER
+            if node in self._elements:
+                return Kind.TAIL
+            return Kind.GATHER if c.role is Role.UNSHARD else Kind.REDUCTION
+        if may_communicate(node) or next(subgraphs(node), None) is not None:
+            return Kind.OTHER
+        if is_wait(node):
+            later = node in self._issuer and role_of(node) is not Role.UNSHARD
+            return Kind.WAIT if later else Kind.FIXED
+        if node in self._elements and not has_effect(node) and not self._touches_written(node):
+            return Kind.TAIL
+        if _is_random_or_effect(node):
+            return Kind.FIXED
+        shares = all(storage[0] is not node for storage in storages_in(self._storages[node]))
+        if shares and not written_arguments(node) and not self._touches_written(node):
+            return Kind.FREE
+        return Kind.PLAIN
+
+    def _touches_written(self, node: fx.Node) -> bool:
+        return any(
+            s in self._written for n in self._uses(node) for s in storages_in(self._storages[n])
+        )
+
+    def _uses(self, node: fx.Node) -> list[fx.Node]:
+        """Return a node and what it reads: for a wait also what its collective reads until then."""
+        issuer = self._issuer.get(node)
+        return [node, *node.all_input_nodes, *([] if issuer is None else issuer.all_input_nodes)]
+
+    def _reads(self) -> list[set[int]]:
+        """Return by place what must run before: what a node reads, the node before it that used the
+        same written storage, and the one before it that had an effect."""
+        found: list[set[int]] = []
+        touched: dict[Storage, int] = {}
+        effect: int | None = None
+        for place, node in enumerate(self.nodes):
+            reads = {self._at[n] for n in node.all_input_nodes}
+            for source in self._uses(node):
+                for storage in storages_in(self._storages[source]):
+                    if storage in self._written:
+                        if storage in touched:
+                            reads.add(touched[storage])
+                        touched[storage] = place
+            if _is_random_or_effect(node):
+                if effect is not None:
+                    reads.add(effect)
+                effect = place
+            reads.discard(place)
+            found.append(reads)
+        return found
+
+    def _chains_of_gathers(self) -> list[list[fx.Node]]:
+        """Return every gather that may move, after the nodes that prepare it from parameters."""
+        found = []
+        for c in self.issued:
+            if c.role is Role.UNSHARD and c.ranks in self._fsdp_groups and not has_effect(c.node):
+                chain = self._ancestors(c.node, lambda n: n.op == "call_function")
+                fixed = any(
+                    is_wait(n) or n is not c.node and n in self._collective
+                    or is_backward(n) is not is_backward(c.node)
+                    or _is_random_or_effect(n) or self._touches_written(n)
+                    for n in chain
+                )  # fmt: skip
+                found.append([c.node] if fixed else chain)
+        return found
+
+    def _ancestors(self, node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
+        """Return a node and the nodes that lead to it and belong to it, in order."""
+        found = {node}
+        stack = [node]
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source not in found and belongs(source):
+                    found.add(source)
+                    stack.append(source)
+        return sorted(found, key=self._at.__getitem__)
+
+    def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
+        collective = self._collective[chain[-1]]
+        scratch = collective.input_bytes if collective.role is Role.UNSHARD else 0
+        both = collective.input_bytes + collective.output_bytes
+        return LaunchGroup([self._at[n] for n in chain], is_backward(chain[-1]), both, scratch)
+
+    # --- what it takes ---------------------------------------------------------------------
+
+    def _elements_of_tails(self) -> dict[fx.Node, int]:
+        """Return the elements of every node after a reduction: as many as the node reads, though
+        this rank may store fewer rows."""
+        found: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            if role_of(node) is not Role.REDUCE_GRAD:
+                continue
+            sources = [n for n in node.all_input_nodes if n in found or n in self._issuer]
+            sources = [n for n in sources if role_of(n) is Role.REDUCE_GRAD]
+            if node in self._issuer and self._issuer[node] not in found:
+                continue  # the wait for the first reduction, whose result is padded
+            if sources:
+                most = max(found.get(n, _elements(n)) for n in sources)
+                if node in self._collective and _scatters(self._collective[node]):
+                    most = -(-most // len(self._collective[node].ranks))
+                found[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
+        return found
+
+    def _seconds(self, node: fx.Node) -> float:
+        if node in self._collective:
+            return collective_seconds(self._as_on_every_rank(node), self.hardware)
+        if node in self._elements or node in self._prepares:
+            return 0.0
+        return self.cost[node].seconds
+
+    def _as_on_every_rank(self, node: fx.Node) -> Collective:
+        c = self._collective[node]
+        first = min(c.ranks)
+        c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
+        if node in self._elements:
+            received = _itemsize(node) * self._elements[node]
+            sent = received * (len(c.ranks) if _scatters(c) else 1)
+            c = replace(c, input_bytes=sent, output_bytes=received)
+        return c
+
+    def _memory(
+        self, kept_inside: set[Storage]
+    ) -> tuple[dict[Storage, Stored], list[list[Stored]], list[tuple[int, list[int]]]]:
+        """Return the storages; by place, those that the node allocates; and the peak with how many
+        bytes fewer are alive at every place: as the ops run one by one, and as they run fused."""
+        lives = lifetimes(self._joint, scratch=scratch_bytes(self._joint, self.hardware.device))
+        stored: dict[Storage, Stored] = {}
+        makes: list[list[Stored]] = [[] for _ in self.nodes]
+        change = [[0] * (len(self.nodes) + 1) for _ in range(2 if kept_inside else 1)]
+        for storage, size in lives.size.items():
+            node = storage[0]
+            if node in self._prepares:
+                size = 0
+            elif node in self._elements:
+                size = max(size, self._elements[node] * _itemsize(node))
+            entry = Stored(size, lives.born[storage], lives.last_use[storage])
+            stored[storage] = entry
+            makes[entry.born].append(entry)
+            for series in change[:1] if storage in kept_inside else change:
+                series[entry.born] += size
+                series[entry.last + 1] -= size
+        highest = [max(accumulate(series)) for series in change]
+        waits = {start: self._at[wait] for wait, start in self._issuer.items()}
+        for start in [self.nodes[group.start] for group in self.gathers]:
+            # alive until the wait as a prepared copy or as the shard itself: counted for both
+            last = waits.get(start, len(self.nodes) - 1)
+            entry = Stored(self._collective[start].input_bytes, self._at[start], last)
+            makes[entry.born].append(entry)
+            for series in change:
+                series[entry.born] += 2 * entry.bytes  # once more while it is prepared
+                series[entry.born + 1] -= entry.bytes
+                series[entry.last + 1] -= entry.bytes
+        for place, node in enumerate(self.nodes):
+            for source in node.all_input_nodes:
+                for storage in storages_in(self._storages[source]):
+                    if storage in stored:
+                        stored[storage].readers.add(place)
+        left = [
+            (most, [most - num for num in accumulate(series[:-1])])
+            for most, series in zip(highest, change, strict=True)
+        ]
+        return stored, makes, left
+
+    def _keeps_alive(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
+        """Return the storages that are alive while a node runs.
+
+        A wait also keeps the inputs of its collective, and the scratch memory, storage -1, that
+        the collective takes until then.
+        """
+        sources = [*node.all_input_nodes]
+        if node in self._issuer:
+            sources += self._issuer[node].all_input_nodes
+        found = {s for n in sources for s in storages_in(self._storages[n])}
+        if node in self._issuer:
+            found |= {(self._issuer[node], -1)}
+        return [stored[s] for s in found if s in stored]
+
+
+def _is_fsdp(node: fx.Node) -> bool:
+    return role_of(node) is not None
+
+
+def _is_random_or_effect(node: fx.Node) -> bool:
+    if node.op != "call_function" or is_wait(node):
+        return False
+    if is_collective(node):
+        return has_effect(node)
+    return is_random(node) or (has_effect(node) and not written_arguments(node))
+
+
+def _scatters(collective: Collective) -> bool:
+    return collective.row.result is Result.SCATTERED
+
+
+def _elements(node: fx.Node) -> int:
+    return sum(t.numel() for t in tensors_of(node))
+
+
+def _itemsize(node: fx.Node) -> int:
+    return max((t.dtype.itemsize for t in tensors_of(node)), default=0)

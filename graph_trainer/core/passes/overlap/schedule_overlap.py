@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,62 +10,14 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, fingerprint
-from graph_trainer.core.passes.overlap.build_schedule_graph import build_schedule_graph
 from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
-from graph_trainer.core.passes.overlap.schedule_state import Limits
+from graph_trainer.core.passes.overlap.schedule_state import KEY, ScheduleOverlapOptions
 from graph_trainer.core.passes.overlap.scheduler import Scheduler
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import play
-from graph_trainer.core.units import GIB, MIB
-from graph_trainer.errors import PassError
-
-KEY = "compile.schedule_overlap"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScheduleOverlapOptions:
-    """How far collectives and compute may move, and what that may cost."""
-
-    prefetch_depth: int = 2
-    """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
-
-    max_in_flight_mib: float = 2560.0
-    """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
-    parameters gathered ahead, gradients being reduced, results computed early."""
-
-    max_peak_growth: float = 0.03
-    """By what part the predicted peak of what the graph allocates may grow."""
-
-    max_consecutive_compute: int = 8
-    """
-    How many matrix products or attentions may run between the moment when a reduction could
-    start and its start, if memory allows that start, and how many a node that is run early may
-    overtake.
-    """
-
-    def __post_init__(self) -> None:
-        if self.prefetch_depth < 0:
-            raise PassError(
-                f"{KEY}.prefetch_depth is {self.prefetch_depth}; it must be 0 (no gather ahead of "
-                "its place) or more"
-            )
-        if not 0 < self.max_in_flight_mib < math.inf:
-            raise PassError(
-                f"{KEY}.max_in_flight_mib is {self.max_in_flight_mib:g}; it must be a number of "
-                "MiB above 0"
-            )
-        if not 0 <= self.max_peak_growth < math.inf:
-            raise PassError(
-                f"{KEY}.max_peak_growth is {self.max_peak_growth:g}; it must be a part of the "
-                "peak, 0 or more: 0.03 for three percent"
-            )
-        if self.max_consecutive_compute < 1:
-            raise PassError(
-                f"{KEY}.max_consecutive_compute is {self.max_consecutive_compute}; it must be at "
-                "least 1"
-            )
+from graph_trainer.core.units import GIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +68,14 @@ def schedule_overlap(
         VerificationError: a collective that cannot be described (see `collectives`).
     """
     hardware = context.require_hardware(f"the pass '{schedule_overlap.name}'")
-    graph = build_schedule_graph(joint, hardware, context.other_memory(joint).fused)
-    limits = Limits(
-        prefetch_depth=options.prefetch_depth,
-        max_in_flight=int(options.max_in_flight_mib * MIB),
-        max_growth=options.max_peak_growth,
-        max_consecutive_compute=options.max_consecutive_compute,
-    )
+    graph = ScheduleGraph(joint, hardware, context.other_memory(joint).fused)
     program = _program(joint)
     decided: Decided | None = context.decided
     again = decided is not None and decided.program == program
     if decided is not None and again:
         order = decided.order
     else:
-        order = Scheduler(graph, hardware, limits).run()
+        order = Scheduler(graph, options).run()
         if not context.same_on_all_ranks(_fingerprint(graph, order)):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "

@@ -3,32 +3,55 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graph_trainer.core.passes.overlap.schedule_graph import (
     Kind,
-    LaunchGroup,
     ScheduleGraph,
     Stored,
 )
-from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import stretched
+from graph_trainer.core.units import MIB
+from graph_trainer.errors import PassError
+
+KEY = "compile.schedule_overlap"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How far a schedule may go."""
+class ScheduleOverlapOptions:
+    """How far collectives and compute may move, and what that may cost."""
 
-    prefetch_depth: int
-    """Gathers in flight beyond the one that is used."""
-    max_in_flight: int
-    """Bytes of gathers that are in flight or not used yet, and bytes of deferred nodes."""
-    max_growth: float
-    """By what part of itself the peak of the graph may grow."""
-    max_consecutive_compute: int
-    """Heavy nodes that a heavy node may overtake."""
+    prefetch_depth: int = 2
+    """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
+
+    max_in_flight_mib: float = 2560.0
+    """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
+    parameters gathered ahead, gradients being reduced, results computed early."""
+
+    max_peak_growth: float = 0.03
+    """By what part the predicted peak of what the graph allocates may grow."""
+
+    max_consecutive_compute: int = 8
+    """
+    How many matrix products or attentions may run between the moment when a reduction could
+    start and its start, if memory allows that start, and how many a node that is run early may
+    overtake.
+    """
+
+    def __post_init__(self) -> None:
+        ahead = "0 (no gather ahead of its place) or more"
+        growth = "a part of the peak, 0 or more: 0.03 for three percent"
+        for name, holds, wanted in (
+            ("prefetch_depth", self.prefetch_depth >= 0, ahead),
+            ("max_in_flight_mib", 0 < self.max_in_flight_mib < math.inf, "a number of MiB above 0"),
+            ("max_peak_growth", 0 <= self.max_peak_growth < math.inf, growth),
+            ("max_consecutive_compute", self.max_consecutive_compute >= 1, "at least 1"),
+        ):
+            if not holds:
+                raise PassError(f"{KEY}.{name} is {getattr(self, name):g}; it must be {wanted}")
 
 
 @dataclass(slots=True, eq=False)
@@ -53,12 +76,12 @@ class ScheduleState:
     subtracted, so that the account is an upper bound.
     """
 
-    def __init__(self, graph: ScheduleGraph, hardware: Hardware, limits: Limits) -> None:
+    def __init__(self, graph: ScheduleGraph, options: ScheduleOverlapOptions) -> None:
         self.graph = graph
-        self.hardware = hardware
-        self.limits = limits
+        self.options = options
+        self.max_in_flight = int(options.max_in_flight_mib * MIB)
         allowed = [
-            [fewer + int(peak * limits.max_growth) for fewer in places]
+            [fewer + int(peak * options.max_peak_growth) for fewer in places]
             for peak, places in graph.left
         ]
         self.left = [min(several) for several in zip(*allowed, strict=True)]
@@ -78,14 +101,14 @@ class ScheduleState:
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
         self._by_end: list[tuple[float, int, Deferred]] = []
         self._bytes_of = {each.start: each.bytes for each in graph.gathers}
-        self._missing = [self._inputs_of(each) for each in graph.reductions]
+        self._missing = [
+            {p for place in each.places for p in graph.reads[place]} - {*each.places}
+            for each in graph.reductions
+        ]
         self._waiting: dict[int, list[int]] = defaultdict(list)
         for index, inputs in enumerate(self._missing):
             for place in inputs:
                 self._waiting[place].append(index)
-
-    def _inputs_of(self, group: LaunchGroup) -> set[int]:
-        return {p for each in group.places for p in self.graph.reads[each]} - {*group.places}
 
     def emit(self, place: int) -> None:
         """Run a node now: append it to the order and advance the time."""
@@ -109,7 +132,7 @@ class ScheduleState:
                 self.bytes_in_flight -= self._bytes_of[start]
         elif seconds:
             communicating = max(self._group_ends.values(), default=0.0) - self.now
-            self.now += stretched(seconds, communicating, self.hardware)
+            self.now += stretched(seconds, communicating, graph.hardware)
             self.num_heavy += graph.heavy[place]
         for index in self._waiting.pop(place, ()):
             self._missing[index].discard(place)
@@ -126,8 +149,7 @@ class ScheduleState:
     def defer(self, place: int) -> bool:
         """Defer a node whose collective has not ended, or that reads deferred nodes.
 
-        Returns:
-            False where the node has to run now.
+        Returns False where the node has to run now.
         """
         graph, kind = self.graph, self.graph.kind[place]
         if kind is Kind.WAIT:
@@ -208,21 +230,16 @@ class ScheduleState:
     def run_beyond_limit(self, place: int) -> None:
         """Run deferred nodes until those that remain fit into memory at a place."""
         while self.deferred_bytes and self.deferred_bytes > min(
-            self.limits.max_in_flight, self.left[place]
+            self.max_in_flight, self.left[place]
         ):
             self.run_oldest()
 
     # --- earlier ---------------------------------------------------------------------------
 
     def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
-        """Run nodes before `place`, if memory allows.
+        """Run nodes before `place`, in order, if memory allows. Returns whether they ran.
 
-        Args:
-            places: the nodes, in order.
-            scratch_bytes: what running them takes beside what they allocate.
-
-        Returns:
-            whether they ran.
+        Running them takes `scratch_bytes` beside what they allocate.
         """
         inside = set(places)
         alive = peak = 0

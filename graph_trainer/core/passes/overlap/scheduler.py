@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from graph_trainer.core.passes.overlap.schedule_graph import Kind, LaunchGroup, ScheduleGraph
-from graph_trainer.core.passes.overlap.schedule_state import Limits, ScheduleState
-from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions, ScheduleState
 
 _WINDOW = 256
 """Nodes that are considered to fill one gap."""
@@ -25,8 +24,8 @@ class Scheduler(ScheduleState):
     - where compute would wait, nodes that do not depend on the wait run first.
     """
 
-    def __init__(self, graph: ScheduleGraph, hardware: Hardware, limits: Limits) -> None:
-        super().__init__(graph, hardware, limits)
+    def __init__(self, graph: ScheduleGraph, options: ScheduleOverlapOptions) -> None:
+        super().__init__(graph, options)
         self.heavy_until = [0]
         for heavy in graph.heavy:
             self.heavy_until.append(self.heavy_until[-1] + heavy)
@@ -34,6 +33,7 @@ class Scheduler(ScheduleState):
         self.next_gather = 0
         self.refused_at = (-1, -1, -1)
         self.next_reduction = 0
+        self.others = [place for place, kind in enumerate(graph.kind) if kind is Kind.OTHER]
         self.next_other = 0
         self.path: list[int] | None = None
         self.path_of = -1
@@ -81,8 +81,8 @@ class Scheduler(ScheduleState):
                 continue
             if (
                 group.backward is not self.graph.backward[place]
-                or len(self.in_flight) >= self.limits.prefetch_depth
-                or self.bytes_in_flight + group.bytes > self.limits.max_in_flight
+                or len(self.in_flight) >= self.options.prefetch_depth
+                or self.bytes_in_flight + group.bytes > self.max_in_flight
             ):
                 return
             tried = (self.next_gather, len(self.in_flight), self.num_heavy)
@@ -126,17 +126,17 @@ class Scheduler(ScheduleState):
         graph = self.graph
         if not graph.seconds[place] or place in graph.group or self.ready:
             return
-        while self.next_other < len(graph.others) and self.done[graph.others[self.next_other]]:
+        while self.next_other < len(self.others) and self.done[self.others[self.next_other]]:
             self.next_other += 1
-        if self.next_other == len(graph.others):
+        if self.next_other == len(self.others):
             return
-        start = graph.others[self.next_other]
+        start = self.others[self.next_other]
         if start < place or start not in graph.group:
             return
         if self.path_of != start:
             self.path_of, self.path = start, self._path_to(start)
         ahead = self.heavy_until[start] - self.heavy_until[place]
-        if self.path is None or ahead > 2 * self.limits.max_consecutive_compute:
+        if self.path is None or ahead > 2 * self.options.max_consecutive_compute:
             return
         path = self.path = [p for p in self.path if not self.done[p]]
         if place in path or any(p in self.deferred for p in path):
@@ -146,7 +146,7 @@ class Scheduler(ScheduleState):
         heavy = sum(graph.heavy[p] for p in path)
         # no reduction starts while the path and this node run
         together = heavy + graph.heavy[place]
-        if max(together, ahead - heavy) > self.limits.max_consecutive_compute:
+        if max(together, ahead - heavy) > self.options.max_consecutive_compute:
             return
         light = not any(graph.seconds[p] for p in path[:-1])
         if (graph.heavy[place] or light) and graph.backward[start] is graph.backward[place]:
@@ -182,7 +182,7 @@ class Scheduler(ScheduleState):
             if self.done[later] or later in self.deferred:
                 continue
             passed += graph.heavy[later]
-            if passed > self.limits.max_consecutive_compute:
+            if passed > self.options.max_consecutive_compute:
                 return
             if later == place or graph.kind[later] not in (Kind.PLAIN, Kind.FREE):
                 continue

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import is_collective, is_wait
+from graph_trainer.core.graph.ops import is_wait
 from tests.unit.graphs import c10d, values_for
 
 RANKS = 2
@@ -79,7 +79,7 @@ def predicted(joint: JointGraph) -> list[int]:
     ]
 
 
-class Allocating:
+class Allocating(fx.Interpreter):
     """Runs a graph node by node, drops every value after its last reader, and counts bytes.
 
     `live` has the bytes alive when a node has run and its inputs are not dropped yet. The work of
@@ -87,41 +87,33 @@ class Allocating:
     """
 
     def __init__(self, joint: JointGraph) -> None:
-        self._inputs = iter(values_for(joint))
-        self._values: dict[fx.Node, Any] = {}
+        super().__init__(joint.graph_module, graph=joint.graph)
+        for node in joint.graph.nodes:
+            if not node.users and node.op != "output":
+                self.user_to_last_uses.setdefault(node, []).append(node)
         self._works: dict[int, list[Any]] = defaultdict(list)
         self._made = _Made()
         self.live: list[int] = []
-        dead: dict[fx.Node, list[fx.Node]] = defaultdict(list)
-        read: set[fx.Node] = set()
-        for node in reversed(joint.graph.nodes):
-            for source in {node, *node.all_input_nodes} - read:
-                dead[node].append(source)
-                read.add(source)
-        for node in joint.graph.nodes:
-            self._values[node] = self._run(node)
-            self.live.append(self._made.count())
-            if is_wait(node):
-                self._works.pop(_storage(self._values[node])._cdata, None)
-            for gone in dead[node]:
-                del self._values[gone]
-
-    def _run(self, node: fx.Node) -> Any:
-        if node.op == "placeholder":
-            value = next(self._inputs)
+        inputs = values_for(joint)
+        for value in inputs:
             self._made.give(value)
-            self._values[node] = value
-            return value
-        if node.op == "output":
-            return None
-        args = fx.map_arg(node.args, self._values.__getitem__)
-        kwargs = fx.map_arg(node.kwargs, self._values.__getitem__)
-        if not is_collective(node) and not is_wait(node):
-            result = node.target(*args, **kwargs)
-        else:
-            result = SIMULATED[node.target](*args, **kwargs)
-        self._made.add(result)
-        if is_collective(node):
+        with torch.no_grad():
+            self.run(*inputs)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op == "call_function":
+            self._made.add(result)
+        self.live.append(self._made.count())
+        if is_wait(n):
+            self._works.pop(_storage(result)._cdata, None)
+        return result
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target not in SIMULATED:
+            return target(*args, **kwargs)
+        result = SIMULATED[target](*args, **kwargs)
+        if target is not c10d.wait_tensor.default:
             for tensor in tree_leaves(result):
                 self._works[_storage(tensor)._cdata].append((args, result))
         return result

@@ -26,7 +26,7 @@ from graph_trainer.planner.run_metrics import IssuedCollectives
 from tests.unit.core.passes.rank_order import inner_first
 from tests.unit.core.simulation.machines import machine
 from tests.unit.fake_ranks import become
-from tests.unit.graphs import Decoder, c10d, mean_square
+from tests.unit.graphs import c10d, captured_decoder, mean_square
 
 OPS = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
 MADE_UP = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -59,10 +59,7 @@ def made_up(monkeypatch):
 
 
 def hybrid():
-    become(0, 8)
-    mesh = init_device_mesh("cpu", (2, 4))
-    model = gt.simple_fsdp(Decoder(tied=True), mesh, mode="hybrid_shard")
-    return gt.capture(model, mean_square, (torch.zeros(2, 3, dtype=torch.int64),))
+    return captured_decoder(tied=True, world=(2, 4), fsdp={"mode": "hybrid_shard"})
 
 
 def chained():

@@ -20,8 +20,7 @@ def graph_of(*calls, dtype=torch.float32):
     x = b.input("x", 4, dtype=dtype)
     total = b.call(aten.sum.default, x)
     for op, *args in calls:
-        waited = b.call(c10d.wait_tensor.default, b.call(op, x, *args))
-        total = b.call(aten.add.Tensor, total, b.call(aten.sum.default, waited))
+        total = b.call(aten.add.Tensor, total, b.total(b.waited(op, x, *args)))
     return b.joint(total)
 
 

@@ -19,8 +19,6 @@ from tests.examples import examples
 from tests.unit.core.analysis.run_and_count import RANKS, Allocating, measured, predicted
 from tests.unit.graphs import Builder, aten, c10d
 
-# --- random graphs -------------------------------------------------------------------------
-
 
 def val(node: fx.Node) -> torch.Tensor:
     return node.meta["val"]
@@ -151,6 +149,9 @@ def contiguous(node: fx.Node) -> bool:
     return val(node).is_contiguous()
 
 
+NORM = (None, None, None, None, True, 0.1, 1e-5)
+"""No weight, bias and statistics; training, momentum and epsilon."""
+
 simple("neg", aten.neg.default)
 simple("clone", aten.clone.default)
 simple("detach", aten.detach.default)
@@ -188,6 +189,7 @@ several("topk", aten.topk.default, 1, fits=rows)
 several("max", aten.max.dim, 0, fits=rows)
 several("var_mean", aten.var_mean.correction, [0], fits=matrix)
 several("aminmax", aten._aminmax.default)
+several("batch_norm", aten.native_batch_norm.default, *NORM, fits=lambda x: matrix(x) and rows(x))
 several("dropout", aten.native_dropout.default, 0.5, True, fits=_floating)
 several("dropout_off", aten.native_dropout.default, 0.0, False, fits=_floating_elements)
 
@@ -216,15 +218,15 @@ def index_put_(p, x, y, n):
     return [p.call(aten.index_put_.default, x, [where], part)]
 
 
-@step(small_rows)
-def cat(p, x, y, n):
-    return [p.call(aten.cat.default, [x, y])]
-
-
 @step()
 def expand(p, x, y, n):
     total = p.call(aten.sum.default, x)
     return [p.call(aten.expand.default, total, [3, 4])]
+
+
+@step(small_rows)
+def cat(p, x, y, n):
+    return [p.call(aten.cat.default, [x, y])]
 
 
 @step(matrix)
@@ -238,36 +240,29 @@ def layer_norm(p, x, y, n):
     return p.several(p.call(aten.native_layer_norm.default, x, shape, None, None, 1e-5))
 
 
-@step(lambda x: matrix(x) and len(val(x)) > 1)
-def batch_norm(p, x, y, n):
-    rest = (None, None, None, None, True, 0.1, 1e-5)
-    return p.several(p.call(aten.native_batch_norm.default, x, *rest))
+def writes(
+    name: str,
+    op: Any,
+    out: Any,
+    results: tuple[str, ...],
+    args=lambda x, y: (x,),
+    fits=lambda x: True,
+) -> None:
+    """A step that calls the `out=` variant of an op."""
+    STEPS[name] = lambda p, x, y, n: (
+        p.into_buffers(op, out, results, *args(x, y)) if fits(x) else []
+    )
 
 
-@step()
-def mul_out(p, x, y, n):
-    return p.into_buffers(aten.mul.Tensor, aten.mul.out, ("out",), x, y)
-
-
-@step(rows)
-def sort_out(p, x, y, n):
-    return p.into_buffers(aten.sort.default, aten.sort.values, ("values", "indices"), x)
-
-
-@step(rows)
-def max_out(p, x, y, n):
-    return p.into_buffers(aten.max.dim, aten.max.dim_max, ("max", "max_values"), x, 0)
-
-
-@step(matrix)
-def var_mean_out(p, x, y, n):
-    op, out = aten.var_mean.correction, aten.var_mean.correction_out
-    return p.into_buffers(op, out, ("out0", "out1"), x, [0])
-
-
-@step(small_rows)
-def cat_out(p, x, y, n):
-    return p.into_buffers(aten.cat.default, aten.cat.out, ("out",), [x, y])
+writes("mul_out", aten.mul.Tensor, aten.mul.out, ("out",), lambda x, y: (x, y))
+writes("cat_out", aten.cat.default, aten.cat.out, ("out",), lambda x, y: ([x, y],), small_rows)
+writes("sort_out", aten.sort.default, aten.sort.values, ("values", "indices"), fits=rows)
+MAX, MEAN = (
+    (aten.max.dim, aten.max.dim_max),
+    (aten.var_mean.correction, aten.var_mean.correction_out),
+)
+writes("max_out", *MAX, ("max", "max_values"), lambda x, y: (x, 0), rows)
+writes("var_mean_out", *MEAN, ("out0", "out1"), lambda x, y: (x, [0]), matrix)
 
 
 @step()
@@ -314,23 +309,6 @@ programs = st.tuples(
 )
 
 
-# Programs by hand; the first result of a step is value 3, as there are three inputs.
-INPUTS_ARE_NOT_COUNTED = [("flat_view", 0, 0), ("sum", 3, 0)], [4]
-A_VIEW_KEEPS_THE_WHOLE_STORAGE = [("neg", 0, 0), ("half", 3, 0), ("sum", 4, 0), ("sum", 4, 0)], [6]
-UNUSED_RESULTS_LIVE_AS_LONG_AS_THEIR_TUPLE = (
-    [("sort", 0, 0), ("neg", 0, 0), ("take", 0, 0), ("sum", 4, 0)],
-    [5],
-)
-A_COLLECTIVE_KEEPS_ITS_INPUT_UNTIL_THE_WAIT = (
-    [("neg", 0, 0), ("gather", 3, 0), ("neg", 0, 0), ("wait", 0, 0), ("sum", 5, 0)],
-    [6],
-)
-WITHOUT_A_WAIT_A_COLLECTIVE_IS_ALIVE_TO_THE_END = (
-    [("neg", 0, 0), ("all_reduce_coalesced", 3, 0), ("neg", 0, 0)],
-    [4],
-)
-
-
 def build(program) -> JointGraph:
     steps, returned = program
     built = Program()
@@ -350,14 +328,19 @@ def assert_predicted(joint: JointGraph) -> None:
             assert in_code == expected
 
 
+# Programs by hand: the first result of a step is value 3, as there are three inputs.
 @examples(150, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(programs)
 @example(([("neg", 0, 0), ("sort_out", 3, 0), ("take", 0, 1), ("sum", 0, 0)], [0]))
 @example(([("every_other", 0, 0), ("dropout_off", 3, 0)], []))
-@example(INPUTS_ARE_NOT_COUNTED)
-@example(A_VIEW_KEEPS_THE_WHOLE_STORAGE)
-@example(UNUSED_RESULTS_LIVE_AS_LONG_AS_THEIR_TUPLE)
-@example(A_COLLECTIVE_KEEPS_ITS_INPUT_UNTIL_THE_WAIT)
-@example(WITHOUT_A_WAIT_A_COLLECTIVE_IS_ALIVE_TO_THE_END)
+# inputs are not counted
+@example(([("flat_view", 0, 0), ("sum", 3, 0)], [4]))
+# a view keeps the whole storage
+@example(([("neg", 0, 0), ("half", 3, 0), ("sum", 4, 0), ("sum", 4, 0)], [6]))
+# unused results live as long as their tuple
+@example(([("sort", 0, 0), ("neg", 0, 0), ("take", 0, 0), ("sum", 4, 0)], [5]))
+# a collective keeps its input until the wait, or to the end
+@example(([("neg", 0, 0), ("gather", 3, 0), ("neg", 0, 0), ("wait", 0, 0), ("sum", 5, 0)], [6]))
+@example(([("neg", 0, 0), ("all_reduce_coalesced", 3, 0), ("neg", 0, 0)], [4]))
 def test_predicted_memory_is_what_a_run_allocates(program):
     assert_predicted(build(program))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.mesh_groups import Partitions, joined, partitions_of
+from graph_trainer.core.analysis.mesh_groups import joined, meshes_of, partition_of
 from tests.examples import examples
 from tests.unit.fake_ranks import become
 from tests.unit.graphs import mean_square
@@ -44,7 +44,7 @@ def test_a_group_along_any_axes_in_any_order_determines_its_partition(mesh, data
     axes = data.draw(st.lists(st.integers(0, mesh.ndim - 1), min_size=1, unique=True))
     expected = along(mesh, *axes)
     for group in expected:
-        assert Partitions([mesh]).through(group) == expected
+        assert partition_of([mesh], group) == expected
 
 
 @given(MESHES, st.data())
@@ -54,7 +54,7 @@ def test_other_ranks_have_no_partition(mesh, data):
     ranks = tuple(data.draw(st.lists(st.sampled_from(world), min_size=2, unique=True)))
     orders = [o for n in range(mesh.ndim) for o in itertools.permutations(range(mesh.ndim), n + 1)]
     known = any(ranks in along(mesh, *order) for order in orders)
-    assert (Partitions([mesh]).through(ranks) is not None) == known
+    assert (partition_of([mesh], ranks) is not None) == known
 
 
 @given(MESHES, st.data())
@@ -102,7 +102,7 @@ def test_a_slice_of_a_mesh_determines_the_parallel_slices(rank):
     become(rank, 12)
     mesh = init_device_mesh("cpu", (2, 3, 2), mesh_dim_names=("a", "b", "c"))
     joint = gt.capture(Sliced(mesh["b", "c"]), mean_square, (torch.ones(1, 2),))
-    found = partitions_of(joint, 12).through((6, 8, 10))
+    found = partition_of(meshes_of(joint, 12), (6, 8, 10))
     assert found == ((0, 2, 4), (1, 3, 5), (6, 8, 10), (7, 9, 11))
 
 
@@ -110,5 +110,5 @@ def test_a_mesh_without_some_ranks_has_no_partitions():
     become(0, 8)
     mesh = init_device_mesh("cpu", (2, 4))
     joint = gt.capture(Sliced(mesh), mean_square, (torch.ones(1, 2),))
-    assert partitions_of(joint, 8).through((0, 4)) is not None
-    assert partitions_of(joint, 9).through((0, 4)) is None
+    assert partition_of(meshes_of(joint, 8), (0, 4)) is not None
+    assert partition_of(meshes_of(joint, 9), (0, 4)) is None

@@ -9,14 +9,7 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
 from graph_trainer.core.graph.annotations import Role
-from tests.unit.graphs import (
-    BACKWARD,
-    Builder,
-    aten,
-    c10d,
-    captured,
-    captured_decoder,
-)
+from tests.unit.graphs import BACKWARD, GATHER, Builder, aten, c10d, captured, captured_decoder
 
 UNSHARD = {"role": Role.UNSHARD, "parameter": "w"}
 
@@ -28,8 +21,7 @@ class Graph(Builder):
         self.w = self.parameter("w", 2)
 
     def gather(self, shard, group="0", size=2):
-        gathered = self.call(c10d.all_gather_into_tensor.default, shard, size, group, **UNSHARD)
-        return self.call(c10d.wait_tensor.default, gathered, **UNSHARD)
+        return self.waited(GATHER, shard, size, group, **UNSHARD)
 
     def chain(self, read, *more):
         total = self.call(aten.sum.default, read)
@@ -77,25 +69,19 @@ def test_split_getitem_cat_is_part_of_the_chain():
     assert chain.forward_readers == [reader]
 
 
-def test_a_chain_ends_where_something_is_computed():
+ENDS = {
+    "something is computed": lambda g: g.call(aten.mul.Tensor, g.gather(g.w), 2),
+    "another tensor joins": lambda g: g.call(aten.cat.default, [g.gather(g.w), g.x]),
+    "what was gathered is written": lambda g: g.call(aten.mul_.Tensor, g.gather(g.w), 2),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_a_chain_ends_where(name):
     g = Graph()
-    scaled = g.call(aten.mul.Tensor, g.gather(g.w), 2)
-    view = g.call(aten.view.default, scaled, [2, 2])
-    chain = g.chain(view)
-    assert chain.forward_readers == [scaled] and scaled not in chain.nodes
-
-
-def test_a_chain_ends_where_another_tensor_joins():
-    g = Graph()
-    joined = g.call(aten.cat.default, [g.gather(g.w), g.x])
-    assert g.chain(joined).forward_readers == [joined]
-
-
-def test_a_write_into_what_was_gathered_ends_the_chain():
-    g = Graph()
-    written = g.call(aten.mul_.Tensor, g.gather(g.w), 2)
-    chain = g.chain(written)
-    assert chain.forward_readers == [written] and written not in chain.nodes
+    end = ENDS[name](g)
+    chain = g.chain(g.call(aten.view.default, end, [2, end.meta["val"].numel() // 2]))
+    assert chain.forward_readers == [end] and end not in chain.nodes
 
 
 def test_readers_of_the_shard_itself_keep_nothing_gathered_alive():
@@ -139,19 +125,6 @@ def test_uneven_shards_have_whole_chains_on_every_rank(rank):
         assert aten.slice.Tensor in targets_of(chain)
         assert chain.nodes[-1].meta["val"].shape == (5, 5)
         assert {r.target for r in chain.forward_readers} == {aten.mm.default}
-
-
-def test_hybrid_sharding_gathers_over_the_shard_dimension_only():
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from tests.unit.graphs import fake_world, mean_square
-
-    fake_world(8)
-    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    model = gt.simple_fsdp(nn.Linear(4, 4, bias=False), mesh, "hybrid_shard")
-    joint = gt.capture(model, mean_square, [torch.randn(2, 4)])
-    (chain,) = unshard_chains(joint)
-    assert targets_of(chain).count(c10d.all_gather_into_tensor.default) == 1
 
 
 # --- the last bucket -----------------------------------------------------------------------

@@ -37,12 +37,39 @@ class ByHand:
             Watched(joint.graph_module).run(*values_for(joint))
 
 
-def find(joint, change, differing=("loss",)):
-    """The first node that differs after `change`."""
-    before = copy_graph(joint)
-    change(joint)
-    joint.validate()
-    return first_difference(ByHand(), before, joint, differing)
+def find(joint, *changes, differing=("loss",)):
+    """The first node that differs after these changes of a copy of the graph."""
+    after = copy_graph(joint)
+    for change in changes:
+        change(after)
+    after.validate()
+    return first_difference(ByHand(), joint, after, differing)
+
+
+def nodes(joint, op):
+    return joint.graph.find_nodes(op="call_function", target=op)
+
+
+def factor(value, place=0):
+    """A change: the multiplication at that place is one by another number."""
+
+    def change(joint):
+        node = nodes(joint, aten.mul.Tensor)[place]
+        node.args = (node.args[0], value)
+
+    return change
+
+
+def becomes(old, new, place=0):
+    """A change: a node keeps its inputs and name, and calls another op."""
+
+    def change(joint):
+        nodes(joint, old)[place].target = new
+
+    return change
+
+
+OTHER_RELU = becomes(aten.relu.default, aten.abs.default)
 
 
 def insert(joint, before, op, *args, like, **kwargs):
@@ -73,16 +100,8 @@ def chain():
     return b.joint(total, w=gradient)
 
 
-def nodes(joint, op):
-    return joint.graph.find_nodes(op="call_function", target=op)
-
-
 def test_a_node_that_is_kept_and_changed():
-    def change(joint):
-        second = nodes(joint, aten.mul.Tensor)[1]
-        second.args = (second.args[0], 1.5)
-
-    found = find(chain(), change)
+    found = find(chain(), factor(1.5, place=1))
     assert (found.name, found.kept, found.seen_at) == ("mul_tensor_1", True, "mul_tensor_1")
     assert (found.module, found.phase, found.op) == ("layers.1", "forward", "aten.mul.Tensor")
     assert "1.5" in found.after and "%w" in found.before and "1.5" not in found.before
@@ -156,28 +175,15 @@ def test_a_new_node_without_a_counterpart_is_named_where_its_value_is_new(op, so
 
 
 def test_what_leads_to_nothing_that_differs_is_not_blamed():
-    def change(joint):
-        relu = nodes(joint, aten.relu.default)[0]
-        summed = nodes(joint, aten.sum.dim_IntList)[0]
-        relu.target = aten.abs.default  # changes the loss
-        summed.args = (summed.args[0], [0], False)
-        first = nodes(joint, aten.mul.Tensor)[0]
-        replace(joint, relu, aten.abs.default, relu.args[0])
-        assert first in summed.all_input_nodes
-
-    assert find(chain(), change, ["loss"]).op == "aten.abs.default"
-
-    def only_gradient(joint):
-        relu = nodes(joint, aten.relu.default)[0]
-        relu.target = aten.abs.default
-        summed = nodes(joint, aten.sum.dim_IntList)[0]
+    def other_sum(joint):
+        (summed,) = nodes(joint, aten.sum.dim_IntList)
         replace(joint, summed, aten.mean.dim, summed.args[0], [0])
 
-    assert find(chain(), only_gradient, ["gradient of w"]).op == "aten.mean.dim"
-    assert find(chain(), only_gradient, ["loss"]).op == "aten.abs.default"
+    for differing, blamed in (("gradient of w", "aten.mean.dim"), ("loss", "aten.abs.default")):
+        assert find(chain(), OTHER_RELU, other_sum, differing=[differing]).op == blamed
 
 
-@pytest.mark.parametrize("unrelated", [False, True])
+@pytest.mark.parametrize("unrelated", [[], [OTHER_RELU]])
 def test_gradients_that_are_returned_in_each_others_place(unrelated):
     b = Builder()
     x, _, _ = b.input("x", 3), b.parameter("v", 3), b.parameter("w", 3)
@@ -185,53 +191,35 @@ def test_gradients_that_are_returned_in_each_others_place(unrelated):
     one, two = b.call(aten.mul.Tensor, x, 2.0), b.call(aten.mul.Tensor, x, 3.0)
     joint = b.joint(b.call(aten.sum.default, x), v=one, w=two)
 
-    def change(joint):
-        if unrelated:
-            nodes(joint, aten.relu.default)[0].target = aten.abs.default
+    def swap(joint):
         loss, first, second = joint.output_values()
         joint.output_node().args = ((loss, second, first),)
 
-    found = find(joint, change, ["gradient of v", "gradient of w"])
+    found = find(joint, *unrelated, swap, differing=["gradient of v", "gradient of w"])
     assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
 
 
-@pytest.mark.parametrize("through_a_view", [False, True])
-def test_a_buffers_writer_is_blamed_and_no_unrelated_change(through_a_view):
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda b, count, x: b.call(aten.add_.Tensor, count, x),
+        lambda b, count, x: b.call(aten.add_.Tensor, b.call(aten.slice.Tensor, count, 0, 0, 3), x),
+        lambda b, count, x: b.call(aten._foreach_add_.List, [count], [x]),
+    ],
+    ids=["in place", "through a view", "by an op that returns nothing"],
+)
+def test_a_buffers_writer_is_blamed_and_no_unrelated_change(write):
     b = Builder()
     x, count = b.input("x", 3), b.buffer("norm.count", 3)
     b.call(aten.relu.default, x)
-    scaled = b.call(aten.mul.Tensor, x, 2.0)
-    written = b.call(aten.slice.Tensor, count, 0, 0, 3) if through_a_view else count
-    b.call(aten.add_.Tensor, written, scaled)
+    write(b, count, b.call(aten.mul.Tensor, x, 2.0))
     joint = b.joint(b.call(aten.sum.default, x))
-
-    def change(joint):
-        nodes(joint, aten.relu.default)[0].target = aten.abs.default
-        nodes(joint, aten.add_.Tensor)[0].target = aten.sub_.Tensor
-
-    assert find(copy_graph(joint), change, ["buffer norm.count"]).name == "add__tensor"
-
-    def earlier(joint):
-        nodes(joint, aten.relu.default)[0].target = aten.abs.default
-        (scaled,) = nodes(joint, aten.mul.Tensor)
-        scaled.args = (scaled.args[0], 2.5)
-
-    assert find(copy_graph(joint), earlier, ["buffer norm.count"]).name == "mul_tensor"
-    assert find(copy_graph(joint), earlier, ["loss"]) is None
-
-
-def test_what_is_written_by_an_op_that_returns_nothing_is_followed():
-    b = Builder()
-    x, count = b.input("x", 3), b.buffer("norm.count", 3)
-    scaled = b.call(aten.mul.Tensor, x, 2.0)
-    b.call(aten._foreach_add_.List, [count], [scaled])
-    joint = b.joint(b.call(aten.sum.default, x))
-
-    def change(joint):
-        (scaled,) = nodes(joint, aten.mul.Tensor)
-        scaled.args = (scaled.args[0], 2.5)
-
-    assert find(joint, change, ["buffer norm.count"]).name == "mul_tensor"
+    buffer = ["buffer norm.count"]
+    assert find(joint, OTHER_RELU, factor(2.5), differing=buffer).name == "mul_tensor"
+    assert find(joint, OTHER_RELU, factor(2.5)) is None
+    if writer := nodes(joint, aten.add_.Tensor):
+        other_write = becomes(aten.add_.Tensor, aten.sub_.Tensor)
+        assert find(joint, OTHER_RELU, other_write, differing=buffer).name == writer[0].name
 
 
 def test_memory_written_through_another_node_is_followed():
@@ -240,12 +228,7 @@ def test_memory_written_through_another_node_is_followed():
     scratch, scaled = b.call(aten.mul.Tensor, x, 0.0), b.call(aten.mul.Tensor, x, 2.0)
     b.call(aten.copy_.default, scratch, scaled)
     joint = b.joint(b.call(aten.sum.default, b.call(aten.exp.default, scratch)))
-
-    def change(joint):
-        scaled = nodes(joint, aten.mul.Tensor)[1]
-        scaled.args = (scaled.args[0], 2.5)
-
-    assert find(joint, change).name == "mul_tensor_1"
+    assert find(joint, factor(2.5, place=1)).name == "mul_tensor_1"
 
 
 def test_what_a_kept_reader_makes_up_for_is_not_blamed():
@@ -261,12 +244,8 @@ def test_what_a_kept_reader_makes_up_for_is_not_blamed():
             new = insert(joint, product, aten.neg.default, source, like=product)
             product.replace_input_with(source, new)
 
-    def change(joint):
-        negated(joint)
-        nodes(joint, aten.relu.default)[0].target = aten.abs.default
-
-    assert find(copy_graph(joint), negated) is None
-    assert find(copy_graph(joint), change).name == "relu_default"
+    assert find(joint, negated) is None
+    assert find(joint, negated, OTHER_RELU).name == "relu_default"
 
 
 @pytest.mark.parametrize("in_between", [False, True])
@@ -293,12 +272,7 @@ def test_what_is_random_in_itself_is_not_compared():
     noise = b.call(aten.rand.default, [64])
     scaled = b.call(aten.mul.Tensor, noise, 0.0)
     joint = b.joint(b.call(aten.sum.default, b.call(aten.add.Tensor, x, scaled)))
-
-    def change(joint):
-        (scaled,) = nodes(joint, aten.mul.Tensor)
-        scaled.args = (scaled.args[0], 1.0)
-
-    assert find(joint, change).name == "mul_tensor"
+    assert find(joint, factor(1.0)).name == "mul_tensor"
 
 
 @pytest.mark.parametrize("reduce", [c10d.all_reduce.default, c10d.all_reduce_.default])
@@ -313,18 +287,15 @@ def test_what_is_not_there_yet_is_not_compared(reduce):
     waited = b.call(c10d.wait_tensor.default, reduced)
     joint = b.joint(b.call(aten.sum.default, b.call(aten.relu.default, waited)))
 
-    def change(joint):
-        nodes(joint, aten.add.Tensor)[0].target = aten.mul.Tensor
-
-    assert find(copy_graph(joint), lambda joint: None) is None
-    assert find(copy_graph(joint), change).name == "add_tensor"
+    assert find(joint) is None
+    assert find(joint, becomes(aten.add.Tensor, aten.mul.Tensor)).name == "add_tensor"
 
     def other_input(joint):
         (reduced,) = nodes(joint, reduce)
         (copied,) = nodes(joint, aten.copy_.default)
         reduced.replace_input_with(reduced.args[0], copied)
 
-    assert find(copy_graph(joint), other_input).op.startswith("_c10d_functional.wait_tensor")
+    assert find(joint, other_input).op.startswith("_c10d_functional.wait_tensor")
 
 
 def test_a_difference_that_does_not_come_again_is_said():
@@ -348,10 +319,7 @@ def test_a_difference_that_does_not_come_again_is_said():
 
 
 def test_a_rank_without_a_difference_names_none():
-    def change(joint):
-        nodes(joint, aten.mul.Tensor)[1].target = aten.add.Tensor
-
-    assert find(chain(), change, ()) is None
+    assert find(chain(), factor(1.5), differing=()) is None
 
 
 def test_counterparts_are_found_through_chains_of_new_nodes():

@@ -1,189 +1,179 @@
 """gt.capture: the graph computes what eager does, bitwise."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import graph_trainer as gt
-from tests.unit.core.capture.steps import batch, check_against_eager, mean, net, squares
+from graph_trainer.core.graph.annotations import parameter_of
+from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
+from graph_trainer.core.torch_private import FakeTensor
+from tests.unit.core.capture.steps import (
+    batch,
+    check_against_eager,
+    check_step,
+    eager,
+    mean,
+    net,
+    squares,
+)
+from tests.unit.graphs import fake_mesh
 
 
-def test_a_plain_net() -> None:
-    joint = check_against_eager(net(), squares, *batch())
-    assert [i.name for i in joint.signature.inputs][-2:] == ["args[0]", "args[1]"]
-
-
-def test_capture_twice_gives_the_same_graph() -> None:
-    model = net()
-    first, second = (gt.capture(model, squares, batch()) for _ in range(2))
-    assert first.graph_module.code == second.graph_module.code
-    assert first.signature == second.signature
+def test_capture_twice_gives_the_same_graph_whatever_the_users_gradient_mode():
+    model, args = net(), batch()
+    first = gt.capture(model, squares, args)
+    assert [i.name for i in first.signature.inputs][-2:] == ["args[0]", "args[1]"]
     assert "flat_" not in first.graph_module.code, "names say what inputs are"
-
-
-def test_under_the_users_no_grad_and_inference_mode() -> None:
-    model, (x, y) = net(), batch()
-    code = gt.capture(model, squares, (x, y)).graph_module.code
-    with torch.no_grad():
-        assert gt.capture(model, squares, (x, y)).graph_module.code == code
-    with torch.inference_mode():
-        assert gt.capture(model, squares, (x, y)).graph_module.code == code
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            again = gt.capture(model, squares, args)
+        assert again.graph_module.code == first.graph_module.code
+        assert again.signature == first.signature
 
 
 class Twice(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.shared = nn.Linear(4, 4)
         self.head = nn.Linear(4, 1)
         self.head_again = self.head
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.head_again(self.shared(torch.tanh(self.shared(x))))
 
 
-def test_a_module_called_twice_and_one_under_two_names() -> None:
+def test_a_module_called_twice_and_one_under_two_names():
     joint = check_against_eager(Twice(), squares, *batch())
     (head,) = [i for i in joint.signature.inputs if i.name == "head.weight"]
     assert head.aliases == ("head_again.weight",)
 
 
-def test_lstm_which_keeps_its_weights_in_a_list_too() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lstm(x)[0]
-
+def test_lstm_which_keeps_its_weights_in_a_list_too():
     # oneDNN's LSTM hands its backward a workspace that fake tensors do not have
     with torch.backends.mkldnn.flags(enabled=False):
-        joint = check_against_eager(Model(), mean, torch.randn(5, 2, 4))
+        joint = check_against_eager(
+            nn.LSTM(4, 3), lambda m, x: m(x)[0].mean(), torch.randn(5, 2, 4)
+        )
     assert len(list(joint.gradients())) == 4
 
 
-def test_batch_norm_statistics_and_a_replaced_buffer() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-            self.register_buffer("average", torch.ones(4))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            old = self.average
-            self.average = 0.9 * old + x.mean(0)
-            # backward reads the old buffer, so it must not be overwritten before
-            return self.norm(x) * old * self.average
-
-    joint = check_against_eager(Model(), mean, torch.randn(5, 4))
-    mutated = {i.name for i in joint.signature.inputs if i.mutated}
-    assert mutated == {
-        "norm.running_mean",
-        "norm.running_var",
-        "norm.num_batches_tracked",
-        "average",
-    }
-
-
-class Recomputed(nn.Module):
-    def __init__(self, dropout: Callable[[torch.Tensor], torch.Tensor]) -> None:
+class Statistics(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.dropout = dropout
+        self.norm = nn.BatchNorm1d(4)
+        self.register_buffer("average", torch.ones(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = checkpoint(
-                lambda x, f=layer: torch.tanh(self.dropout(f(x))), x, use_reentrant=False
-            )
-            x = F.dropout(x, 0.1)
-        return x
+    def forward(self, x):
+        old = self.average
+        self.average = 0.9 * old + x.mean(0)
+        # backward reads the old buffer, so it must not be overwritten before
+        return self.norm(x) * old * self.average
 
 
-@pytest.mark.parametrize(
-    "dropout",
-    [
-        lambda x: x,
-        lambda x: F.dropout(x, 0.5),
-        lambda x: x * torch.rand_like(x).add_(1),
-        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
-        lambda x: F.dropout(x, 0.5) * torch.randn(3, 4),
-        lambda x: torch.native_dropout(x, 0.5, True)[0],
-    ],
-    ids=["none", "dropout", "written after", "functional", "two draws", "mask"],
-)
-def test_checkpointed_blocks_draw_the_same_numbers_again(
-    dropout: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    joint = check_against_eager(Recomputed(dropout), mean, torch.randn(3, 4))
-    assert not any("random_draw" in (n.meta.get("custom") or {}) for n in joint.graph.nodes)
+def test_batch_norm_statistics_and_a_replaced_buffer():
+    joint = check_against_eager(Statistics(), mean, torch.randn(5, 4))
+    mutated = {i.name for i in joint.signature.inputs if i.mutated}
+    of_norm = {f"norm.{n}" for n in ("running_mean", "running_var", "num_batches_tracked")}
+    assert mutated == {*of_norm, "average"}
 
 
-def test_checkpointed_blocks_read_their_parameters_from_the_graphs_inputs() -> None:
-    joint = check_against_eager(Recomputed(torch.sin), mean, torch.randn(3, 4))
-    assert not joint.graph.find_nodes(op="get_attr")
+class Shifted(nn.Module):
+    """Two buffers, one of which takes over the other's value."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("current", torch.zeros(3))
+        self.register_buffer("previous", torch.zeros(3))
+
+    def forward(self, x):
+        self.previous = self.current
+        self.current = x.mean(0)
+        return x * self.weight + self.previous
 
 
-def test_hooks_on_a_parameters_gradient() -> None:
+def test_buffers_that_hand_their_values_on():
+    captured, model = Shifted(), Shifted()
+    step = gt.compile(gt.capture(captured, mean, (torch.ones(2, 3),)))
+    for value in (1.0, 2.0, 5.0):
+        x = torch.full((2, 3), value)
+        assert torch.equal(step(captured, x)[0], eager(model, mean, x)[0])
+        assert torch.equal(captured.current, model.current)
+        assert torch.equal(captured.previous, model.previous)
+
+
+class Cached(nn.Module):
+    """Fills a dict, a list and a set while it runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.tables, self.seen, self.sizes = {}, [], set()
+
+    def forward(self, x):
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x), device=x.device)[:, None] + 1.0
+        self.seen.append(x)
+        self.sizes.add(len(x))
+        return x * self.weight * self.tables[len(x)]
+
+
+def test_caches_keep_no_fake_tensors():
+    model = Cached()
+    gt.capture(model, mean, (torch.ones(2, 3),))
+    assert model.tables == {} and model.seen == [] and model.sizes == set()
+    assert not isinstance(model(torch.ones(2, 3)), FakeTensor)
+
+
+# --- gradients ----------------------------------------------------------------------------------
+
+
+def test_hooks_on_a_parameters_gradient():
     model = net()
     model[0].weight.register_hook(lambda g: 2 * g)
     check_against_eager(model, squares, *batch())
 
 
-def test_a_hook_after_accumulation_is_refused() -> None:
-    model = net()
-    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(gt.CaptureError, match=r"0\.weight.*accumulated into \.grad"):
-        gt.capture(model, squares, batch())
-
-
 class Sums(nn.Module):
     """Gradients that autograd hands out expanded, shared, or as the batch itself."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.a = nn.Parameter(torch.randn(4))
         self.b = nn.Parameter(torch.randn(4))
         self.c = nn.Parameter(torch.randn(4))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return (self.a + self.b).tanh().sum() + self.c.sum() + Product.apply(self.c, x)
 
 
 class Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, a, x):
         ctx.save_for_backward(x)
         return a @ x
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx, grad):
         return ctx.saved_tensors[0], None
 
 
-def test_every_gradient_has_memory_of_its_own() -> None:
+def test_every_gradient_has_memory_of_its_own():
     model, x = Sums(), torch.randn(4)
-    check_against_eager(model, lambda m, x: m(x), x)
+    check_against_eager(model, mean, x)
     model.c.requires_grad_(False)
     before = x.clone()
-    for loss_fn in (lambda m, x: m(x), lambda m, x: Product.apply(m.a, x) + m.b.sum()):
-        _, gradients = gt.compile(gt.capture(model, loss_fn, (x,)))(model, x)
-        for gradient in gradients.values():
+    for loss_fn in (mean, lambda m, x: Product.apply(m.a, x) + m.b.sum()):
+        step = gt.compile(gt.capture(model, loss_fn, (x,)))
+        for gradient in step(model, x)[1].values():
             gradient.mul_(2)  # as clipping does
-        _, again = gt.compile(gt.capture(model, loss_fn, (x,)))(model, x)
         assert torch.equal(x, before)
-        for name in gradients:
-            assert torch.equal(gradients[name], 2 * again[name]), name
+        check_step(step, model, loss_fn, x)
 
 
-def test_a_loss_that_is_a_parameter_has_memory_of_its_own() -> None:
+def test_a_loss_that_is_a_parameter_has_memory_of_its_own():
     model = nn.Module()
     model.p = nn.Parameter(torch.tensor(2.0))
     loss, _ = gt.compile(gt.capture(model, lambda m: m.p.view(())))(model)
@@ -192,7 +182,14 @@ def test_a_loss_that_is_a_parameter_has_memory_of_its_own() -> None:
     assert loss == 2
 
 
-def test_frozen_and_unused_parameters() -> None:
+def test_gradients_are_laid_out_as_autograd_lays_them_out():
+    weight = nn.Linear(5, 4, bias=False)
+    check_against_eager(weight, lambda m, x: (m.weight.t() * x).sum(), torch.randn(5, 4))
+    x = torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last)
+    check_against_eager(nn.Conv2d(3, 4, 3), lambda m, x: m(x).square().sum(), x)
+
+
+def test_frozen_and_unused_parameters():
     model = net()
     model[0].requires_grad_(False)
     model.unused = nn.Parameter(torch.ones(2))
@@ -201,20 +198,46 @@ def test_frozen_and_unused_parameters() -> None:
     assert joint.signature.parameters_without_grad == ("unused",)
 
 
-def test_a_model_with_nothing_to_train() -> None:
-    model = net().requires_grad_(False)
-    joint = gt.capture(model, squares, batch())
-    loss, gradients = gt.compile(joint)(model, *batch())
-    assert torch.equal(loss, squares(model, *batch()))
-    assert gradients == {}
+def test_a_model_with_nothing_to_train():
+    check_against_eager(net().requires_grad_(False), squares, *batch())
 
 
-def test_a_batch_tensor_that_requires_a_gradient() -> None:
+def test_a_batch_tensor_that_requires_a_gradient():
     """For a penalty on the input's gradient; it is no output of the step."""
 
-    def penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def penalty(model, x):
         loss = model(x).tanh().sum()
         (g,) = torch.autograd.grad(loss, x, create_graph=True)
         return g.square().sum()
 
     check_against_eager(net(), penalty, torch.randn(3, 4, requires_grad=True))
+
+
+# --- sharded ------------------------------------------------------------------------------------
+
+
+def test_names_of_sharded_parameters_carry_no_wrapper():
+    model = nn.Sequential(checkpoint_wrapper(nn.Linear(4, 4)), nn.Linear(4, 4))
+    gt.simple_fsdp(model, fake_mesh(2))
+    joint = gt.capture(model, mean, (torch.ones(2, 4),))
+    known = {spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)}
+    served = {parameter_of(n) for n in compute_nodes(joint.graph)} - {None}
+    assert served == known == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+class Rotation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        return torch.view_as_real(x * self.turn).square()
+
+
+def test_complex_parameters_are_reduced_as_they_are():
+    dtypes = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = gt.simple_fsdp(Rotation(), fake_mesh(1), mp_policy=dtypes)
+    mean(model, torch.ones(2, 4)).backward()
+    assert model.turn.dtype is torch.complex64
+    gradient = next(model.parameters()).grad.to_local()
+    assert gradient.dtype is torch.complex64 and gradient.imag.abs().sum() > 0

@@ -1,44 +1,47 @@
 """What cannot be captured is refused with an error that names the place and the remedy."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from tests.unit.core.capture.steps import batch, check_against_eager, mean, net, squares
 
+X = batch()[0]
+
 
 class Inner(nn.Module):
-    def __init__(self, what: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, what):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.what = what
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         return self.what(self, self.linear(x))
 
 
-def reads_item(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def reads_item(module, x):
     return x * x.sum().item()
 
 
-def model_of(what: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> nn.Module:
+def model_of(what):
     return nn.Sequential(nn.Sequential(nn.Linear(4, 4), Inner(what)), nn.Linear(4, 1))
 
 
-def test_data_dependent_code_is_an_error_that_names_op_and_module() -> None:
-    with pytest.raises(gt.CaptureError, match=r"module '0\.1'.*_local_scalar_dense"):
-        gt.capture(model_of(reads_item), mean, (batch()[0],))
+class Bad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("bad backward")
 
 
-def test_an_error_that_the_model_catches_itself_is_not_blamed() -> None:
-    def falls_back(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def an_error_that_the_model_catches_itself():
+    def falls_back(module, x):
         try:
             module.linear(x[:, :1])
         except RuntimeError:
@@ -47,118 +50,171 @@ def test_an_error_that_the_model_catches_itself_is_not_blamed() -> None:
 
     model = model_of(falls_back)
     model[1] = Inner(reads_item)
-    with pytest.raises(gt.CaptureError, match=r"module '1'"):
-        gt.capture(model, mean, (batch()[0],))
+    return model, mean
 
 
-def test_an_error_in_backward_names_the_module() -> None:
-    class Bad(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("bad backward")
-
-    model = model_of(lambda m, x: Bad.apply(x))
-    with pytest.raises(gt.CaptureError, match=r"module '0\.1'.*bad backward"):
-        gt.capture(model, mean, (batch()[0],))
-
-
-def test_losses_that_cannot_be_captured() -> None:
-    model, (x, _) = net(), batch()
-    for loss_fn, message in [
-        (lambda m, x: m(x), r"scalar tensor and returned \(3, 1\)"),
-        (lambda m, x: 3.0, "returned float"),
-        (lambda m, x: m(x).detach().mean(), "does not depend on any parameter"),
-        (lambda m, x: m(x).mean().backward(), "returned NoneType"),
-    ]:
-        with pytest.raises(gt.CaptureError, match=message):
-            gt.capture(model, loss_fn, (x,))
-
-
-@pytest.mark.parametrize("detach", [False, True])
-def test_backward_inside_the_loss_is_refused(detach: bool) -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def backward_inside_the_loss(detach):
+    def loss(model, x):
         result = model(x).mean()
         result.backward(retain_graph=True)
         return result.detach() if detach else result
 
-    model = net()
-    with pytest.raises(gt.CaptureError, match=r"'0\.weight': it calls backward\(\) itself"):
-        gt.capture(model, loss, (batch()[0],))
-    assert model[0].weight.grad is None
+    return net(), loss
+
+
+def reentrant_checkpointing():
+    """Behind frozen layers autograd.grad never reaches it, and its gradients would be lost."""
+    frozen, block, head = (nn.Linear(4, 4) for _ in range(3))
+    frozen.requires_grad_(False)
+
+    def loss(model, x):
+        h = model[0](x).requires_grad_()
+        return model[2](checkpoint(model[1], h, use_reentrant=True)).sum()
+
+    return nn.ModuleList([frozen, block, head]), loss
 
 
 class Buffers(nn.Module):
-    def __init__(self, forward: Callable[[nn.Module], None]) -> None:
+    """Two buffers, the second under two names, and a forward that changes them."""
+
+    def __init__(self, change):
         super().__init__()
         self.linear = nn.Linear(4, 1)
         self.register_buffer("a", torch.zeros(2))
         self.register_buffer("b", torch.zeros(2))
-        self.c = self.b
-        self.change = forward
+        self.register_buffer("c", self.b)
+        self.change = change
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         self.change(self)
         return self.linear(x)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda m: setattr(m, "a", torch.zeros(3)), r"buffer 'a' of \(2,\).*one of \(3,\)"),
-        (lambda m: setattr(m, "a", torch.zeros(2).long()), "'a'.*int64"),
-        (lambda m: setattr(m, "a", None), r"adds or removes buffers: \['a'\]"),
-        (lambda m: m.register_buffer("d", torch.ones(1)), r"adds or removes buffers: \['d'\]"),
-    ],
-)
-def test_a_step_leaves_the_buffers_it_found(change: Any, message: str) -> None:
-    with pytest.raises(gt.CaptureError, match=message):
-        gt.capture(Buffers(change), mean, (batch()[0],))
+def buffers(name, value):
+    return Buffers(lambda m: setattr(m, name, value)), mean
 
 
-def test_replacing_one_of_two_names_of_a_buffer_is_refused() -> None:
-    model = Buffers(lambda m: setattr(m, "c", m.c + 1))
-    model.register_buffer("a", model.b)
-    with pytest.raises(gt.CaptureError, match=r"one tensor under the names \['a', 'b'\]"):
-        model.change = lambda m: setattr(m, "b", m.b + 1)
-        gt.capture(model, mean, (batch()[0],))
-
-
-def test_a_parameter_read_past_its_attribute_is_refused() -> None:
+def a_parameter_read_past_its_attribute():
     """It would be a constant: right once, and never trained."""
     model = net()
     hidden = [model[0].weight]
-    with pytest.raises(gt.CaptureError, match=r"'0\.weight' is read through something else"):
-        gt.capture(model, lambda m, x: m(x).mean() + hidden[0].sum(), (batch()[0],))
+    return model, lambda m, x: m(x).mean() + hidden[0].sum()
 
 
-def test_a_trainable_tensor_outside_the_model_is_refused() -> None:
+def a_trainable_tensor_outside_the_model():
     temperature = torch.ones(3, 1, requires_grad=True)
-    with pytest.raises(gt.CaptureError, match="its gradient would be lost"):
-        gt.capture(net(), lambda m, x: (m(x) * temperature).mean(), (batch()[0],))
+    return net(), lambda m, x: (m(x) * temperature).mean()
 
 
-def test_a_table_outside_the_model_is_a_constant() -> None:
-    table = torch.randn(3, 1)
-    check_against_eager(net(), lambda m, x: (m(x) * table).mean(), batch()[0])
-
-
-def test_a_subclass_inside_a_subclass_is_refused_by_name() -> None:
-    model = net()
-    inner = TwoTensor(torch.ones(4), torch.ones(4))
+def a_subclass_inside_a_subclass():
+    model, inner = net(), TwoTensor(torch.ones(4), torch.ones(4))
     model.register_buffer("nested", TwoTensor(inner, inner))
-    with pytest.raises(
-        gt.CaptureError, match="'nested' is a TwoTensor that holds a TwoTensor in 'a'"
-    ):
-        gt.capture(model, squares, batch())
+    return model, mean
 
 
-def test_a_failed_capture_does_not_spoil_the_next() -> None:
+def a_hook_after_accumulation():
+    model = net()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
+    return model, mean
+
+
+def added_buffer():
+    return Buffers(lambda m: m.register_buffer("d", torch.ones(1))), mean
+
+
+REFUSED = [
+    (lambda: (model_of(reads_item), mean), r"module '0\.1'.*_local_scalar_dense.*\.item\(\)"),
+    (lambda: (Inner(reads_item), mean), r"the forward of the model itself.*\.item\(\)"),
+    (an_error_that_the_model_catches_itself, "module '1'"),
+    (lambda: (model_of(lambda m, x: Bad.apply(x)), mean), r"module '0\.1'.*bad backward"),
+    (lambda: (net(), lambda m, x: m(x)), r"scalar tensor and returned \(3, 1\)"),
+    (lambda: (net(), lambda m, x: 3.0), "returned float"),
+    (lambda: (net(), lambda m, x: m(x).detach().mean()), "does not depend on any parameter"),
+    (lambda: (net(), lambda m, x: m(x).mean().backward()), "returned NoneType"),
+    (lambda: backward_inside_the_loss(False), r"'0\.weight': it calls backward\(\) itself"),
+    (lambda: backward_inside_the_loss(True), r"'0\.weight': it calls backward\(\) itself"),
+    (reentrant_checkpointing, "use_reentrant=False"),
+    (lambda: buffers("a", torch.zeros(3)), r"buffer 'a' of \(2,\).*one of \(3,\)"),
+    (lambda: buffers("a", torch.zeros(2).long()), "'a'.*int64"),
+    (lambda: buffers("a", None), r"adds or removes buffers: \['a'\]"),
+    (added_buffer, r"adds or removes buffers: \['d'\]"),
+    (lambda: buffers("b", torch.ones(2)), r"one tensor under the names \['b', 'c'\]"),
+    (a_parameter_read_past_its_attribute, r"'0\.weight' is read through something else"),
+    (a_trainable_tensor_outside_the_model, "its gradient would be lost"),
+    (a_subclass_inside_a_subclass, "'nested' is a TwoTensor that holds a TwoTensor in 'a'"),
+    (a_hook_after_accumulation, r"0\.weight.*accumulated into \.grad"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_cannot_be_captured_is_named_and_leaves_no_gradient(make, message):
+    model, loss_fn = make()
+    with pytest.raises(gt.CaptureError, match=message):
+        gt.capture(model, loss_fn, (X,))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def dense(x):
+    return x.to_dense() if x.layout is not torch.strided else x.dequantize()
+
+
+@pytest.mark.parametrize(
+    ("x", "kind"),
+    [
+        (torch.eye(4).to_sparse(), "sparse_coo"),
+        (torch.eye(4).to_sparse_csr(), "sparse_csr"),
+        (torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(2, 4)]), "nested"),
+        (torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), "quantized"),
+    ],
+)
+def test_a_batch_that_is_not_dense_is_refused(x, kind):
+    with pytest.raises(gt.CaptureError, match=rf"'args\[0\]' is a {kind} tensor"):
+        gt.capture(nn.Linear(4, 4), lambda m, x: m(dense(x)).mean(), (x,))
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "message"),
+    [
+        (nn.LazyLinear(4), X, "'weight' has no shape yet: run the model once"),
+        (nn.Embedding(9, 4, sparse=True), torch.arange(3), "the gradient of 'weight' is sparse"),
+    ],
+)
+def test_a_model_that_a_graph_cannot_hold_is_refused(model, x, message):
+    with pytest.raises(gt.CaptureError, match=message):
+        gt.capture(model, mean, (x,))
+
+
+def test_an_lstm_of_one_dnn_is_refused_at_capture():
+    with pytest.raises(gt.CaptureError, match=r"mkldnn.flags\(enabled=False\)"):
+        gt.capture(nn.LSTM(4, 3), lambda m, x: m(x)[0].mean(), (torch.randn(5, 2, 4),))
+
+
+def test_arguments_that_are_no_tuple_are_refused():
+    with pytest.raises(gt.CaptureError, match=r"\(batch,\)"):
+        gt.capture(net(), mean, X)
+
+
+def test_a_table_outside_the_model_is_a_constant():
+    table = torch.randn(3, 1)
+    check_against_eager(net(), lambda m, x: (m(x) * table).mean(), X)
+
+
+def test_a_failed_capture_does_not_spoil_the_next():
     model = net()
     code = gt.capture(model, squares, batch()).graph_module.code
     with pytest.raises(gt.CaptureError):
         gt.capture(model, lambda m, *_: m(torch.ones(1)), batch())
     assert gt.capture(model, squares, batch()).graph_module.code == code
+
+
+def test_a_step_refuses_another_mode_or_a_frozen_parameter():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9))
+    for backward in (True, False):
+        step = gt.compile(gt.capture(model.train(), mean, (X,), backward=backward))
+        step(model, X)
+        with pytest.raises(gt.CaptureError, match=r"was in train\(\) mode"):
+            step(model.eval(), X)
+    step = gt.compile(gt.capture(model, mean, (X,)))
+    model[0].bias.requires_grad_(False)
+    with pytest.raises(gt.CaptureError, match="'0.bias' was trainable"):
+        step(model, X)

@@ -1,9 +1,8 @@
 """gt.capture(backward=False): forward and loss alone, through every pass, as under no_grad."""
 
-from __future__ import annotations
-
 import dataclasses
-from typing import Any, get_args
+import itertools
+from typing import get_args
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from graph_trainer.core.graph.annotations import (
     annotation,
     is_backward,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind, compute_nodes
-from graph_trainer.core.passes.base import Pass
+from graph_trainer.core.graph.joint_graph import InputKind, OutputKind, compute_nodes
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
     Strategy,
@@ -30,6 +28,7 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
+from tests.unit.core.capture.steps import check_against_eager, check_step
 from tests.unit.graphs import (
     Decoder,
     assert_same,
@@ -37,20 +36,19 @@ from tests.unit.graphs import (
     fake_mesh,
     mean_square,
     run,
-    unshards,
 )
 
 TOKENS = torch.arange(6).reshape(2, 3)
 
 
-def forward_only(*, backward: bool = False, fsdp: Any = None, **model: Any) -> JointGraph:
+def forward_only(*, backward=False, fsdp=None, **model):
     """A decoder sharded over four fake ranks, captured in eval mode."""
     torch.manual_seed(0)
     decoder = gt.simple_fsdp(Decoder(**model), fake_mesh(), **(fsdp or {})).eval()
     return gt.capture(decoder, mean_square, (TOKENS,), backward=backward)
 
 
-def test_the_loss_is_the_only_output_and_says_so() -> None:
+def test_the_loss_is_the_only_output_and_says_so():
     joint = forward_only()
     (output,) = joint.signature.outputs
     assert (output.kind, output.name) == (OutputKind.LOSS, "loss")
@@ -67,83 +65,51 @@ def test_the_loss_is_the_only_output_and_says_so() -> None:
 class Moody(nn.Module):
     """Everything that another mode would change."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.norm = nn.BatchNorm1d(4)
         self.dropout = nn.Dropout(0.5)
         self.head = nn.Linear(4, 1)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.head(self.dropout(self.norm(x)))
         return x * (2.0 if torch.is_grad_enabled() else 3.0)
 
 
-def mean(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("users_grad", [False, True])
-def test_it_computes_what_eager_does_under_no_grad(training: bool, users_grad: bool) -> None:
-    """In either mode: loss, buffers and random numbers; no gradient is left anywhere."""
-    model, x = Moody().train(training), torch.randn(8, 4)
-    before = {n: b.clone() for n, b in model.named_buffers()}
+def test_it_computes_what_eager_does_under_no_grad(training, users_grad):
     with torch.set_grad_enabled(users_grad):
-        joint = gt.capture(model, mean, (x,), backward=False)
-        torch.manual_seed(3)
-        loss, gradients = gt.compile(joint)(model, x)
-    random, after = torch.get_rng_state(), {n: b.clone() for n, b in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
-    torch.manual_seed(3)
-    with torch.no_grad():
-        expected = mean(model, x)
-    assert torch.equal(loss, expected) and not loss.requires_grad
-    assert gradients == {}
-    assert all(p.grad is None for p in model.parameters())
-    assert torch.equal(random, torch.get_rng_state())
-    assert all(torch.equal(after[n], b) for n, b in model.named_buffers())
+        model = Moody().train(training)
+        check_against_eager(model, mean_square, torch.randn(8, 4), backward=False)
 
 
-def test_another_mode_than_captured_is_refused() -> None:
-    model, x = Moody().eval(), torch.randn(8, 4)
-    step = gt.compile(gt.capture(model, mean, (x,), backward=False))
-    step(model, x)
-    with pytest.raises(gt.CaptureError, match=r"another mode.*eval\(\)"):
-        step(model.train(), x)
-
-
-def test_a_loss_that_needs_no_gradient_and_hooks_of_backward_are_no_matter() -> None:
+def test_a_loss_that_needs_no_gradient_and_hooks_of_backward_are_no_matter():
     model, x = Moody().eval(), torch.randn(8, 4)
     model.head.weight.register_post_accumulate_grad_hook(lambda p: None)
 
-    def detached(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return mean(model, x).detach()
+    def detached(model, x):
+        return mean_square(model, x).detach()
 
     with pytest.raises(gt.CaptureError, match="a hook that runs after its gradient"):
         gt.capture(model, detached, (x,))
-    loss, _ = gt.compile(gt.capture(model, detached, (x,), backward=False))(model, x)
-    with torch.no_grad():
-        assert torch.equal(loss, mean(model, x))
+    check_against_eager(model, detached, x, backward=False)
 
 
-def test_backward_inside_the_loss_is_refused() -> None:
-    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        result = mean(model, x)
-        result.backward()
-        return result
-
+def test_backward_inside_the_loss_is_refused():
     model = Moody().eval()
     with pytest.raises(gt.CaptureError, match="does not require grad"):
-        gt.capture(model, loss, (torch.randn(8, 4),), backward=False)
+        gt.capture(
+            model, lambda m, x: mean_square(m, x).backward(), (torch.randn(8, 4),), backward=False
+        )
     assert model.head.weight.grad is None
 
 
 # --- its contract -------------------------------------------------------------------------------
 
 
-def test_a_node_of_backward_is_refused() -> None:
+def test_a_node_of_backward_is_refused():
     joint = forward_only()
     node = next(compute_nodes(joint.graph))
     annotate_node(node, annotation(phase=Phase.BACKWARD))
@@ -152,7 +118,7 @@ def test_a_node_of_backward_is_refused() -> None:
 
 
 @pytest.mark.parametrize("where", ["outputs", "parameters_without_grad"])
-def test_a_gradient_in_the_signature_is_refused(where: str) -> None:
+def test_a_gradient_in_the_signature_is_refused(where):
     joint, name = forward_only(), "norm.weight"
     trained = forward_only(backward=True)
     signature = joint.signature
@@ -172,56 +138,50 @@ def test_a_gradient_in_the_signature_is_refused(where: str) -> None:
 # --- passes -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["always", "never", "default"])
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_the_default_passes_gather_each_parameter_once(policy: str, checkpointed: bool) -> None:
-    joint = forward_only(checkpointed=checkpointed)
-    before = run(joint)
-    config = gt.PassConfig(reshard_after_forward=policy, verify_passes=True)
-    report = gt.run_passes(joint, config)
-    assert_same(before, run(joint))
-    found = unshards(joint)
-    assert len(found) == len(set(found)) == 9
-    assert report.last.nodes == len(list(compute_nodes(joint.graph)))
-
-
 HARDWARE = load_hardware("cpu", "hardware")
-STRATEGIES = get_args(Strategy)
 
 
 @pytest.mark.parametrize("graph_pass", registered_passes().values(), ids=lambda p: p.name)
 @pytest.mark.parametrize("mode", ["fully_shard", "replicate"])
-def test_each_pass_keeps_numbers_and_the_contract(graph_pass: Pass, mode: str) -> None:
+def test_each_pass_keeps_numbers_and_the_contract(graph_pass, mode):
     joint = forward_only(fsdp={"mode": mode})
     gt.run_passes(joint)
     check_pass(graph_pass, joint, context=PassContext(hardware=HARDWARE))
     assert not any(map(is_backward, compute_nodes(joint.graph)))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("policy", ["always", "never"])
-def test_all_passes_in_a_row(strategy: str, policy: str) -> None:
-    joint = forward_only()
+@pytest.mark.parametrize(
+    "strategy, policy, checkpointed",
+    [
+        *itertools.product([None], ["always", "never", "default"], [False, True]),
+        *itertools.product(get_args(Strategy), ["always", "never"], [False]),
+    ],
+)
+def test_passes_in_a_row_gather_each_parameter_once(strategy, policy, checkpointed):
+    """The default ones, and all of them with each way to make buckets."""
+    joint = forward_only(checkpointed=checkpointed)
     before = run(joint)
+    names = tuple(registered_passes()) if strategy else ("default",)
+    options = {"bucket_collectives": BucketCollectivesOptions(strategy=strategy or "none")}
     config = gt.PassConfig(
-        passes=tuple(registered_passes()),
+        passes=names,
         reshard_after_forward=policy,
         verify_passes=True,
         hardware=HARDWARE,
-        options={"bucket_collectives": BucketCollectivesOptions(strategy=strategy)},
+        options=options,
     )
     gt.run_passes(joint, config)
-    assert joint.history == list(registered_passes())
+    assert not strategy or joint.history == list(names)
     assert_same(before, run(joint))
     gathers = [c for c in collectives(joint) if c.role == "unshard"]
     assert sorted(n for c in gathers for n in c.parameters) == sorted(
         spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)
     )
     # the embedding, two blocks of three weights, the final norm with the head
-    assert len(gathers) == {"none": 9, "transformer_block": 4}.get(strategy, len(gathers))
+    assert len(gathers) == {None: 9, "none": 9, "transformer_block": 4}.get(strategy, len(gathers))
 
 
-def test_gathered_parameters_are_freed_after_their_last_reader() -> None:
+def test_gathered_parameters_are_freed_after_their_last_reader():
     """Weights are so large beside activations that two of them gathered would be seen."""
     size = {"layers": 4, "dim": 64, "hidden": 256}
     weight = 64 * 256 * 4
@@ -232,7 +192,7 @@ def test_gathered_parameters_are_freed_after_their_last_reader() -> None:
     assert lifetimes(alone).peak_bytes < lifetimes(trained).peak_bytes
 
 
-def test_the_memory_limit_holds() -> None:
+def test_the_memory_limit_holds():
     """A pass that only makes it faster is rolled back; what needs more without is refused."""
     size = {"dim": 64, "hidden": 256}
     passes = ("default", "overlap_fsdp")
@@ -255,25 +215,11 @@ def test_the_memory_limit_holds() -> None:
 # --- a step that captures itself ----------------------------------------------------------------
 
 
-def test_a_train_step_without_backward() -> None:
-    lines: list[str] = []
-    step = TrainStep(mean, backward=False, on_event=lines.append)
+def test_a_train_step_without_backward():
+    lines = []
+    step = TrainStep(mean_square, backward=False, on_event=lines.append)
     model = Moody().eval()
     for rows in (8, 8, 3):
-        x = torch.randn(rows, 4)
-        loss, gradients = step(model, x)
-        with torch.no_grad():
-            assert torch.equal(loss, mean(model, x))
-        assert gradients == {}
+        check_step(step, model, mean_square, torch.randn(rows, 4), backward=False)
     assert lines[0] == "Capturing the step without backward"
     assert [len(joint.signature.outputs) for joint in step.joint_graphs()] == [1, 1]
-
-
-def test_inductor() -> None:
-    model, x = Moody().eval(), torch.randn(8, 4)
-    loss, gradients = gt.compile(gt.capture(model, mean, (x,), backward=False), "inductor")(
-        model, x
-    )
-    with torch.no_grad():
-        torch.testing.assert_close(loss, mean(model, x))
-    assert gradients == {}

@@ -33,11 +33,6 @@ def roles(joint):
     }
 
 
-def prepared(joint):
-    """What lies in front of the gathers."""
-    return {n.name for n in joint.graph.nodes if role_of(n) is Role.UNSHARD}
-
-
 def graphs():
     torch.manual_seed(0)
     yield "even", captured_decoder()
@@ -61,7 +56,7 @@ def test_what_prepares_a_gather_belongs_to_it():
     joint = captured(nn.Linear(5, 5, bias=False), torch.randn(2, 5), rank=2)
     strip(joint)
     find_fsdp_roles(joint)
-    found = {n.target for n in joint.graph.nodes if n.name in prepared(joint)}
+    found = {n.target for n in joint.graph.nodes if role_of(n) is Role.UNSHARD}
     assert {aten.cat.default, aten.new_zeros.default} <= found
 
 
@@ -101,35 +96,16 @@ class Graph(Builder):
         return {found for found in roles(joint).values() if found[0]}
 
 
-def an_activation(g):
-    return g.x
-
-
-def a_result_of_parameter_and_activation(g):
-    return g.call(aten.mul.Tensor, g.w, g.x)
-
-
-def two_parameters(g):
-    return g.call(aten.cat.default, [g.w, g.v])
-
-
-def a_parameter_with_itself_computed(g):
-    return g.call(aten.add.Tensor, g.w, g.call(aten.neg.default, g.w))
-
-
-def a_written_buffer(g):
-    return g.call(aten.copy_.default, g.call(aten.clone.default, g.x), g.w)
-
-
 @pytest.mark.parametrize(
     "source",
     [
-        an_activation,
-        a_result_of_parameter_and_activation,
-        two_parameters,
-        a_parameter_with_itself_computed,
-        a_written_buffer,
+        lambda g: g.x,
+        lambda g: g.call(aten.mul.Tensor, g.w, g.x),
+        lambda g: g.call(aten.cat.default, [g.w, g.v]),
+        lambda g: g.call(aten.add.Tensor, g.w, g.call(aten.neg.default, g.w)),
+        lambda g: g.call(aten.copy_.default, g.call(aten.clone.default, g.x), g.w),
     ],
+    ids=["activation", "with activation", "two parameters", "with itself", "written buffer"],
 )
 def test_a_gather_of_anything_but_one_parameter_is_no_unshard(source):
     g = Graph()
@@ -144,33 +120,26 @@ def test_a_gather_of_a_cast_and_of_a_gather_is_one():
     assert g.found() == {(Role.UNSHARD, "w")}
 
 
-def test_a_reduction_that_reaches_one_gradient_is_its_own():
-    g = Graph()
-    scaled = g.call(aten.div.Tensor, g.reduce(g.x), 4, phase=BACKWARD)
-    assert g.found(w=scaled) == {(Role.REDUCE_GRAD, "w")}
+def divided(g, reduced, by=4):
+    return g.call(aten.div.Tensor, reduced, by, phase=BACKWARD)
 
 
-def test_a_reduction_that_another_tensor_joins_is_none():
-    g = Graph()
-    joined = g.call(aten.add.Tensor, g.reduce(g.x), g.x, phase=BACKWARD)
-    assert g.found(w=joined) == set()
-
-
-def test_a_reduction_that_reaches_two_gradients_is_none():
-    g = Graph()
-    reduced = g.reduce(g.x)
-    one, two = (g.call(aten.div.Tensor, reduced, by, phase=BACKWARD) for by in (2, 3))
-    assert g.found(w=one, v=two) == set()
-
-
-def test_a_reduction_returned_for_two_parameters_is_none():
-    g = Graph()
-    reduced = g.reduce(g.x)
-    assert g.found(w=reduced, v=reduced) == set()
-
-
-def test_a_reduction_that_someone_else_reads_too_is_none():
-    g = Graph()
-    reduced = g.reduce(g.x)
+def also_read(g, reduced):
     g.call(aten.sum.default, reduced, phase=BACKWARD)
-    assert g.found(w=reduced) == set()
+    return {"w": reduced}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "found"),
+    [
+        (lambda g, r: {"w": divided(g, r)}, {(Role.REDUCE_GRAD, "w")}),
+        (lambda g, r: {"w": g.call(aten.add.Tensor, r, g.x, phase=BACKWARD)}, set()),
+        (lambda g, r: {"w": divided(g, r, 2), "v": divided(g, r, 3)}, set()),
+        (lambda g, r: {"w": r, "v": r}, set()),
+        (also_read, set()),
+    ],
+    ids=["one gradient", "joined by another tensor", "two gradients", "for two", "read too"],
+)
+def test_a_reduction_that_alone_reaches_one_gradient_is_its_own(gradients, found):
+    g = Graph()
+    assert g.found(**gradients(g, g.reduce(g.x))) == found

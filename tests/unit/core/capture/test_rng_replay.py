@@ -1,103 +1,85 @@
 """Higher-order ops and random draws in a captured step."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
-
-Function = Callable[[torch.Tensor], torch.Tensor]
+from tests.unit.core.capture.steps import check_against_eager, check_step, mean
 
 
 class Model(nn.Module):
-    def __init__(self, function: Function, *, checkpointed: bool = False) -> None:
+    def __init__(self, function, checkpointed):
         super().__init__()
         torch.manual_seed(0)
         self.linear = nn.Linear(4, 4)
         self.function = function
         self.checkpointed = checkpointed
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x):
         x = self.linear(x)
         if self.checkpointed:
             return checkpoint(self.function, x, use_reentrant=False)
         return self.function(x)
 
 
-def total(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).sum()
-
-
-def step(function: Function, x: torch.Tensor, **options: bool) -> list[torch.Tensor]:
-    """Loss and gradients of a captured step; no mark of capture is left on any node."""
-    model = Model(function, **options)
-    joint = gt.capture(model, total, (x,))
+def no_mark_is_left(joint):
     for module in joint.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             assert {"random_draw", "run_again"}.isdisjoint(node.meta.get("custom") or {})
-    torch.manual_seed(1)
-    loss, gradients = gt.compile(joint)(model, x)
-    return [loss, *gradients.values()]
 
 
-def eager(function: Function, x: torch.Tensor, **options: bool) -> list[torch.Tensor]:
-    model = Model(function, **options)
-    torch.manual_seed(1)
-    loss = total(model, x)
-    loss.backward()
-    return [loss, *(p.grad for p in model.parameters())]
+def check(function, x, like=None, *, checkpointed=False, generators=()):
+    """Capture a model of `function`, and compare the step with a model of `like` run eagerly."""
+    model = Model(function, checkpointed)
+    joint = gt.capture(model, mean, (x,))
+    no_mark_is_left(joint)
+    model.function = like or function
+    check_step(gt.compile(joint), model, mean, x, generators=generators)
 
 
-def branches(x: torch.Tensor) -> torch.Tensor:
+def branches(x):
     # tuples, since torch cannot differentiate a branch that gives a tensor under make_fx
     return torch.cond(x.sum() > 0, lambda a: (a.sin(),), lambda a: (a.cos() * 2,), (x,))[0]
 
 
-def chosen(x: torch.Tensor) -> torch.Tensor:
+def chosen(x):
     return x.sin() if x.sum() > 0 else x.cos() * 2
 
 
-def without_gradient(function: Function) -> Function:
+def without_gradient(function):
     return lambda x: x * function(x.detach())
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("wrap", [lambda f: f, without_gradient], ids=["gradient", "none"])
-def test_a_condition_on_data(
-    wrap: Callable[[Function], Function], sign: float, checkpointed: bool
-) -> None:
-    x = sign * torch.arange(12.0).view(3, 4) @ Model(chosen).linear.weight.detach()
-    expected = eager(wrap(chosen), x, checkpointed=checkpointed)
-    found = step(wrap(branches), x, checkpointed=checkpointed)
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a, b)
+def test_a_condition_on_data(wrap, sign, checkpointed):
+    weight = Model(chosen, False).linear.weight.detach()
+    x = sign * torch.arange(12.0).view(3, 4) @ weight
+    check(wrap(branches), x, wrap(chosen), checkpointed=checkpointed)
 
 
-def test_a_region_that_is_compiled_once() -> None:
+def test_a_region_that_is_compiled_once():
     region = torch.compiler.nested_compile_region(lambda a: a.sin())
-    x = torch.ones(3, 4)
-    for a, b in zip(step(region, x), eager(torch.sin, x), strict=True):
-        assert torch.equal(a, b)
+    check(region, torch.ones(3, 4), torch.sin)
 
 
-def random_branches(x: torch.Tensor) -> torch.Tensor:
-    def drop(a: torch.Tensor) -> tuple[torch.Tensor]:
+def random_branches(x):
+    def drop(a):
         return (a * torch.rand_like(a),)
 
     return torch.cond(x.sum() > 0, drop, drop, (x,))[0]
 
 
-def test_draws_within_a_higher_order_op_are_captured_but_not_recomputed() -> None:
+def test_draws_within_a_higher_order_op_are_captured_but_not_recomputed():
     x = torch.ones(3, 4)
-    step(without_gradient(lambda y: random_branches(random_branches(y))), x)
+    twice = without_gradient(lambda y: random_branches(random_branches(y)))
+    no_mark_is_left(gt.capture(Model(twice, False), mean, (x,)))
     with pytest.raises(gt.CaptureError, match=r"runs cond again .*draws random numbers"):
-        step(random_branches, x, checkpointed=True)
+        gt.capture(Model(random_branches, True), mean, (x,))
 
 
 GENERATOR = torch.Generator()
@@ -109,28 +91,41 @@ GENERATOR = torch.Generator()
         lambda x: torch.rand(x.shape, generator=GENERATOR),
         lambda x: torch.ones_like(x).bernoulli_(0.5, generator=GENERATOR),
         lambda x: torch.ones_like(x).bernoulli_(0.5, generator=GENERATOR) * torch.rand_like(x),
+        lambda x: torch.rand(x.shape, generator=torch.default_generator),
     ],
-    ids=["functional", "in place", "beside a shared one"],
+    ids=["functional", "in place", "beside a shared one", "the default one by name"],
 )
-def test_a_generator_of_the_users_own_draws_anew_in_a_recomputation(noise: Function) -> None:
-    x = torch.ones(3, 4)
-
-    def noisy(y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * noise(y))
-
-    GENERATOR.manual_seed(2)
-    expected = eager(noisy, x, checkpointed=True)
-    GENERATOR.manual_seed(2)
-    for a, b in zip(step(noisy, x, checkpointed=True), expected, strict=True):
-        assert torch.equal(a, b)
+def test_a_generator_of_the_users_own_draws_anew_in_a_recomputation(noise):
+    function = lambda y: torch.sin(y * noise(y))  # noqa: E731
+    check(function, torch.ones(3, 4), checkpointed=True, generators=[GENERATOR])
 
 
-def test_the_default_generator_given_by_name_is_shared() -> None:
-    x = torch.ones(3, 4)
+class Recomputed(nn.Module):
+    def __init__(self, dropout):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.dropout = dropout
 
-    def noisy(y: torch.Tensor) -> torch.Tensor:
-        return torch.sin(y * torch.rand(y.shape, generator=torch.default_generator))
+    def forward(self, x):
+        for layer in self.layers:
+            block = lambda x, f=layer: torch.tanh(self.dropout(f(x)))  # noqa: E731
+            x = F.dropout(checkpoint(block, x, use_reentrant=False), 0.1)
+        return x
 
-    expected = eager(noisy, x, checkpointed=True)
-    for a, b in zip(step(noisy, x, checkpointed=True), expected, strict=True):
-        assert torch.equal(a, b)
+
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        lambda x: x,
+        lambda x: F.dropout(x, 0.5),
+        lambda x: x * torch.rand_like(x).add_(1),
+        lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+        lambda x: F.dropout(x, 0.5) * torch.randn(3, 4),
+        lambda x: torch.native_dropout(x, 0.5, True)[0],
+    ],
+    ids=["none", "dropout", "written after", "functional", "two draws", "mask"],
+)
+def test_checkpointed_blocks_draw_the_same_numbers_again(dropout):
+    joint = check_against_eager(Recomputed(dropout), mean, torch.randn(3, 4))
+    no_mark_is_left(joint)
+    assert not joint.graph.find_nodes(op="get_attr"), "parameters are inputs of the graph"

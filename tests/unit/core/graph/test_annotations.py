@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.graph import annotations
-from graph_trainer.core.graph.annotations import Phase, Role
+from graph_trainer.core.graph.annotations import Role
 from tests.unit.graphs import BACKWARD, FORWARD, Builder
 
 
@@ -14,23 +14,22 @@ def node():
 
 
 def test_annotations_are_read_as_they_were_written():
+    def read(n):
+        return (
+            annotations.phase_of(n),
+            annotations.module_of(n),
+            annotations.role_of(n),
+            annotations.parameter_of(n),
+        )
+
     n = node()
-    assert (
-        annotations.phase_of(n),
-        annotations.module_of(n),
-        annotations.role_of(n),
-        annotations.parameter_of(n),
-    ) == (None,) * 4
-    entry = annotations.annotation(
-        phase=Phase.BACKWARD, module="layers.0", role=Role.UNSHARD, parameter="layers.0.w"
-    )
-    annotations.annotate_node(n, entry)
-    assert annotations.phase_of(n) is Phase.BACKWARD and annotations.is_backward(n)
-    assert (annotations.module_of(n), annotations.role_of(n)) == ("layers.0", Role.UNSHARD)
-    assert annotations.parameter_of(n) == "layers.0.w"
-    annotations.annotate_node(n, annotations.annotation(phase=Phase.FORWARD))
-    assert annotations.phase_of(n) is Phase.FORWARD and not annotations.is_backward(n)
-    assert annotations.module_of(n) == "layers.0"
+    assert read(n) == (None,) * 4
+    written = (BACKWARD, "layers.0", Role.UNSHARD, "layers.0.w")
+    names = ("phase", "module", "role", "parameter")
+    annotations.annotate_node(n, annotations.annotation(**dict(zip(names, written, strict=True))))
+    assert read(n) == written and annotations.is_backward(n)
+    annotations.annotate_node(n, annotations.annotation(phase=FORWARD))
+    assert read(n) == (FORWARD, *written[1:]) and not annotations.is_backward(n)
 
 
 def test_annotating_a_node_leaves_those_alone_that_share_its_meta():

@@ -47,36 +47,27 @@ def test_arguments_are_found_wherever_they_were_passed():
 # --- random --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dropout, random", [(0.0, False), (0.1, True), (None, False)])
-def test_cpu_flash_attention_is_random_by_its_dropout(dropout, random):
+@pytest.mark.parametrize(
+    "op, args, random",
+    [
+        (aten.relu.default, (), False),
+        (aten.t.default, (), False),
+        (aten.native_dropout.default, (0.5, True), True),
+        (aten.native_dropout.default, (0.5, False), False),
+        # both draw, whatever the probability
+        (aten.native_dropout.default, (0.0, True), True),
+        (aten.bernoulli.p, (0.0,), True),
+        # these carry torch's tag of random ops even without dropout
+        (FLASH, (0.0,), False),
+        (FLASH, (0.1,), True),
+        (FLASH, (), False),
+    ],
+)
+def test_an_op_is_random_where_it_draws(op, args, random):
     g = Graph()
-    q = g.input("q", 1, 2, 4, 8)
-    given = () if dropout is None else (dropout,)
-    node = g.graph.call_function(FLASH, (q, q, q, *given))
-    assert torch.Tag.nondeterministic_seeded in FLASH.tags
-    assert is_random(node) is random
-
-
-def test_dropout_is_random_while_it_trains():
-    g = Graph()
-    assert is_random(g.f(aten.native_dropout.default, g.x, 0.5, True))
-    assert not is_random(g.f(aten.native_dropout.default, g.x, 0.5, False))
-    # it draws, whatever the probability
-    assert is_random(g.f(aten.native_dropout.default, g.x, 0.0, True))
-
-
-def test_a_probability_of_zero_still_moves_the_stream():
-    torch.manual_seed(0)
-    before = torch.random.get_rng_state()
-    torch.bernoulli(torch.zeros(4), p=0.0)
-    assert not torch.equal(before, torch.random.get_rng_state())
-    g = Graph()
-    assert is_random(g.f(aten.bernoulli.p, g.x, 0.0))
-
-
-def test_what_is_not_random():
-    g = Graph()
-    assert not any(map(is_random, (g.x, g.f(aten.relu.default, g.x), g.f(aten.t.default, g.x))))
+    inputs = [g.input("q", 1, 2, 4, 8)] * 3 if op is FLASH else [g.x]
+    assert is_random(g.f(op, *inputs, *args)) is random
+    assert not is_random(g.x)
 
 
 # --- writes --------------------------------------------------------------------------------
@@ -91,37 +82,24 @@ def test_writes_that_schemas_declare():
     assert written_arguments(g.f(aten.add.Tensor, g.x, 1)) == []
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("keywords", [False, True])
-def test_batch_norms_statistics_are_written_while_it_trains(keywords):
+def test_batch_norms_statistics_are_written_while_it_trains(keywords, training):
+    op = aten.native_batch_norm.default
     g = Graph()
     x, mean, var = g.input("rows", 3, 4), g.input("mean", 4), g.input("var", 4)
-
-    def norm(training):
-        given = (x, None, None, mean, var, training, 0.1, 1e-5)
-        if not keywords:
-            return g.graph.call_function(aten.native_batch_norm.default, given)
-        names = [a.name for a in aten.native_batch_norm.default._schema.arguments]
-        kwargs = dict(zip(names, given, strict=True))
-        return g.graph.call_function(aten.native_batch_norm.default, (), kwargs)
-
-    assert written_arguments(norm(True)) == [mean, var]
-    assert written_arguments(norm(False)) == []
+    given = (x, None, None, mean, var, training, 0.1, 1e-5)
+    named = dict(zip([a.name for a in op._schema.arguments], given, strict=True))
+    node = g.f(op, **named) if keywords else g.f(op, *given)
+    assert written_arguments(node) == ([mean, var] if training else [])
 
 
 def test_synchronised_batch_norm_writes_its_statistics_too():
     g = Graph()
-    names = [g.input(n, 4) for n in ("m", "i", "running_mean", "running_var", "counts")]
-    node = g.graph.call_function(
-        aten.batch_norm_gather_stats_with_counts.default,
-        (g.x, names[0], names[1], names[2], names[3], 0.1, 1e-5, names[4]),
-    )
-    assert written_arguments(node) == names[2:4]
-
-
-def test_the_statistics_really_are_written():
-    mean = torch.zeros(2)
-    aten.native_batch_norm(torch.ones(3, 2), None, None, mean, torch.ones(2), True, 0.5, 1e-5)
-    assert torch.equal(mean, torch.full((2,), 0.5))
+    m, i, mean, var, counts = (g.input(n, 4) for n in ("m", "i", "mean", "var", "counts"))
+    op = aten.batch_norm_gather_stats_with_counts.default
+    node = g.graph.call_function(op, (g.x, m, i, mean, var, 0.1, 1e-5, counts))
+    assert written_arguments(node) == [mean, var]
 
 
 def test_collectives_of_the_old_kind_write_what_they_are_given():
@@ -207,41 +185,37 @@ def test_a_collective_in_place_on_a_list_gives_each_storage_back():
     assert written_arguments(reduced) == [one, two]
 
 
-def test_reshape_contiguous_and_to_copy_only_where_they_must():
+EVEN, TURNED = torch.randn(2, 3), torch.randn(3, 2).t()
+
+
+@pytest.mark.parametrize(
+    "x, op, args",
+    [
+        (EVEN, aten._unsafe_view.default, ([6],)),
+        (EVEN, aten.split.Tensor, (1,)),
+        (EVEN, aten.unsafe_split.Tensor, (1,)),
+        (EVEN, aten.unsafe_split_with_sizes.default, ([1, 1],)),
+        (EVEN, aten.expand.default, ([2, 3],)),
+        # only where they must, they copy
+        (EVEN, aten.reshape.default, ([6],)),
+        (TURNED, aten.reshape.default, ([6],)),
+        (TURNED, aten.reshape.default, ([2, 3, 1],)),
+        (EVEN, aten.contiguous.default, ()),
+        (TURNED, aten.contiguous.default, ()),
+        (EVEN, aten.to.dtype, (torch.float32,)),
+        (EVEN, aten.to.dtype, (torch.float64,)),
+        (EVEN, aten.to.dtype, (torch.float32, False, True)),
+    ],
+)
+def test_an_op_aliases_its_input_where_its_kernel_does(x, op, args):
     g = Graph()
     made = g.f(aten.exp.default, g.input("square", 2, 3))
-    turned = g.f(aten.t.default, made)
-    cases = {
-        g.f(aten.reshape.default, made, [6]): made,
-        g.f(aten.reshape.default, turned, [6]): None,
-        g.f(aten.reshape.default, turned, [3, 2, 1]): turned,
-        g.f(aten.contiguous.default, made): made,
-        g.f(aten.contiguous.default, turned): None,
-        g.f(aten.to.dtype, made, torch.float32): made,
-        g.f(aten.to.dtype, made, torch.float64): None,
-        g.f(aten.to.dtype, made, torch.float32, False, True): None,
-    }
-    assert {n: aliased_input(n) for n in cases} == cases
-
-
-def test_schemas_and_kernels_agree_on_what_shares_a_storage():
-    """Every op above, on real tensors."""
-    x = torch.randn(2, 3)
-    for op, args in [
-        (aten._unsafe_view.default, ([6],)),
-        (aten.split.Tensor, (1,)),
-        (aten.unsafe_split.Tensor, (1,)),
-        (aten.unsafe_split_with_sizes.default, ([1, 1],)),
-        (aten.reshape.default, ([6],)),
-        (aten.contiguous.default, ()),
-        (aten.expand.default, ([2, 3],)),
-    ]:
-        g = Graph()
-        node = g.f(op, g.input("square", 2, 3), *args)
-        result = op(x, *args)
-        first = result[0] if isinstance(result, (list, tuple)) else result
-        shared = first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
-        assert shared is (aliased_input(node) is not None), op
+    if x is TURNED:
+        made = g.f(aten.t.default, g.f(aten.exp.default, g.input("turned", 3, 2)))
+    result = op(x, *args)
+    first = result[0] if isinstance(result, (list, tuple)) else result
+    shared = first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
+    assert aliased_input(g.f(op, made, *args)) is (made if shared else None)
 
 
 def test_a_graph_of_ordinary_functions_is_no_obstacle():

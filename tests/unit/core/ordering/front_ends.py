@@ -1,7 +1,5 @@
 """Sequences by hand, and both front ends of the order check: offline and among ranks."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from unittest import mock
@@ -47,12 +45,17 @@ def offline(sequences, classes=None):
     return None
 
 
+def exchanged(outcomes):
+    """What the exchange raises on every rank, of their sequences or errors; None if it goes on."""
+    with mock.patch.object(exchange, "issued_by", lambda sequence, world_size: sequence):
+        return in_threads(
+            len(outcomes), lambda rank: exchange.check_order_across_ranks(outcomes[rank])
+        )
+
+
 def online(sequences):
     """The message that every rank raises before its first step; None if all go on."""
-    with mock.patch.object(exchange, "issued_by", lambda sequence, world_size: sequence):
-        found = in_threads(
-            len(sequences), lambda rank: exchange.check_order_across_ranks(sequences[rank])
-        )
+    found = exchanged(sequences)
     unlike = {error and str(error).rpartition("VerificationError: ")[2] for error in found}
     assert len(unlike) == 1, unlike
     assert all(error is None or isinstance(error, gt.VerificationError) for error in found), found

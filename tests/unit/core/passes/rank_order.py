@@ -62,38 +62,28 @@ def world_of(
 def run_world(world: list[OfRank], *, integers: bool = False) -> list[list[torch.Tensor]]:
     """Run every rank's graph, each on other parameters and batches.
 
-    Ranks may have different graphs: each runs up to its next collective, and all of a group
-    go on when all have come to it. Ranks that wait for each other are an AssertionError.
+    Ranks may have different graphs, but all issue their collectives in step: those of a group at
+    once, or it is an AssertionError.
 
     Args:
         integers: small whole numbers, whose sums are exact in any order.
     """
-    returned: dict[int, list[torch.Tensor]] = {}
-    waiting: dict[int, _Asked] = {}
     ranks = []
     for rank, each in enumerate(world):
         values = values_for(each.joint, seed=rank)
         ranks.append(_rank(each, [(v * 4).round() for v in values] if integers else values))
-
-    def go_on(rank: int, result: torch.Tensor | None) -> None:
-        try:
-            waiting[rank] = ranks[rank].send(result)
-        except StopIteration as ended:
-            returned[rank] = ended.value
-
-    for rank in range(len(world)):
-        go_on(rank, None)
-    while waiting:
-        groups = {asked.ranks for asked in waiting.values()}
-        ready = [g for g in groups if all(m in waiting and waiting[m].ranks == g for m in g)]
-        assert ready, f"these wait for each other: {waiting}"
-        members = min(ready)
-        asked = [waiting.pop(member) for member in members]
-        assert len({(each.kind, each.sent.shape) for each in asked}) == 1, asked
-        parts = [each.sent for each in asked]
-        for place, member in enumerate(members):
-            go_on(member, _communicated(asked[0].kind, parts, place))
-    return [returned[rank] for rank in range(len(world))]
+    returned: list[list[torch.Tensor]] = []
+    results: list[torch.Tensor | None] = [None] * len(world)
+    while not returned:
+        asked = []
+        for of_rank, result in zip(ranks, results, strict=True):
+            try:
+                asked.append(of_rank.send(result))
+            except StopIteration as ended:
+                returned.append(ended.value)
+        assert not (asked and returned), f"these wait for ranks that have ended: {asked}"
+        results = [_communicated(asked, rank) for rank in range(len(asked))]
+    return returned
 
 
 class _Asked(NamedTuple):
@@ -121,12 +111,15 @@ def _rank(each: OfRank, values: list[torch.Tensor]) -> Generator[_Asked, torch.T
     raise AssertionError("a graph without an output")
 
 
-def _communicated(kind: str, parts: list[torch.Tensor], place: int) -> torch.Tensor:
-    """What the member at this place of a group gets of what all have sent."""
+def _communicated(asked: list[_Asked], rank: int) -> torch.Tensor:
+    """What a rank gets of what all of its group have sent."""
+    group, kind, _ = asked[rank]
+    assert len({(*asked[r][:2], asked[r].sent.shape) for r in group}) == 1, asked
+    parts = [asked[r].sent for r in group]
     if kind == "all_gather_into_tensor":
         return torch.cat(parts)
     if kind == "reduce_scatter_tensor":
-        return torch.stack([part.chunk(len(parts))[place] for part in parts]).sum(0)
+        return torch.stack([part.chunk(len(parts))[group.index(rank)] for part in parts]).sum(0)
     assert kind == "all_reduce", kind
     return torch.stack(parts).sum(0)
 

@@ -46,14 +46,30 @@ def test_passes_and_the_default_list_are_in_stage_order():
     assert {n for n, p in known.items() if p.changes_sums} == CHANGE_SUMS
 
 
-def test_an_unknown_name_shows_the_nearest_and_all():
-    refused("'rematerialise'", "did you mean 'rematerialize'?", *DEFAULT, passes=["rematerialise"])
-    refused("'quite_else'", "Known passes", passes=["quite_else"])
-    refused("disable_passes", "did you mean 'rematerialize'?", disable_passes=["rematerialyze"])
-
-
-def test_a_pass_listed_twice_is_refused():
-    refused("'rematerialize'", "twice", passes=["default", "rematerialize"])
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (
+            {"passes": ["rematerialise"]},
+            ["'rematerialise'", "did you mean 'rematerialize'?", *DEFAULT],
+        ),
+        ({"passes": ["quite_else"]}, ["'quite_else'", "Known passes"]),
+        (
+            {"disable_passes": ["rematerialyze"]},
+            ["disable_passes", "did you mean 'rematerialize'?"],
+        ),
+        ({"passes": ["default", "rematerialize"]}, ["'rematerialize'", "twice"]),
+        (
+            {"passes": ["rematerialize", "eliminate_dead_code"]},
+            ["'eliminate_dead_code'", "CLEANUP", "'rematerialize'", "REMATERIALIZE"],
+        ),
+        ({"passes": "rematerialize"}, ["lists of names", "'rematerialize'"]),
+        ({"disable_passes": "rematerialize"}, ["lists of names", "'rematerialize'"]),
+        ({"passes": [len]}, ["neither a name nor a Pass"]),
+    ],
+)
+def test_a_list_that_cannot_be_run_is_refused(how, words):
+    refused(*words, **how)
 
 
 def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
@@ -64,20 +80,6 @@ def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
         assert [n for n in selected if n != name] == DEFAULT
         assert selected == [n for n in registered_passes() if n in selected]
         assert selected == names([name, "default"])
-
-
-def test_a_list_out_of_order_names_both_passes():
-    passes = ["rematerialize", "eliminate_dead_code"]
-    refused("'eliminate_dead_code'", "CLEANUP", "'rematerialize'", "REMATERIALIZE", passes=passes)
-
-
-@pytest.mark.parametrize("key", ["passes", "disable_passes"])
-def test_a_text_where_a_list_belongs_is_refused(key):
-    refused("lists of names", "'rematerialize'", **{key: "rematerialize"})
-
-
-def test_what_is_neither_name_nor_pass_is_refused():
-    refused("neither a name nor a Pass", passes=[lambda joint, options, context: None])
 
 
 # --- passes of a user's own --------------------------------------------------------------------
@@ -149,15 +151,6 @@ def test_an_entry_that_is_no_pass_names_entry_and_remedy(mine):
         (f"{mine}.passes:rematerialize", "'rematerialize', as a built-in", "another name"),
     ):
         refused(f"compile.passes: '{entry}'", *words, passes=["default", entry])
-
-
-def test_the_decorator_names_a_pass_after_its_function():
-    @gt.graph_pass(stage=gt.Stage.TAG, summary="says what it does")
-    def my_pass(joint, options, context):
-        pass
-
-    declared = (my_pass.name, my_pass.stage, my_pass.summary, my_pass.section)
-    assert declared == ("my_pass", Stage.TAG, "says what it does", "my_pass")
 
 
 @pytest.mark.parametrize("text", [":x", ".a:x", "m:", "a. b:x", "a:b c"])

@@ -1,17 +1,18 @@
 """All readings of a parameter share one gather, and nothing else is merged."""
 
+import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from tests.unit.graphs import (
     BACKWARD,
     FORWARD,
+    GATHER,
+    SCATTER,
     Builder,
     aten,
-    c10d,
     captured,
     captured_decoder,
     check_pass,
@@ -19,31 +20,27 @@ from tests.unit.graphs import (
     unshards,
 )
 
+UNSHARD = {"role": Role.UNSHARD, "parameter": "w"}
+
 
 class Twice(nn.Module):
-    def __init__(self):
+    def __init__(self, size):
         super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
+        self.linear = nn.Linear(size, size, bias=False)
 
     def forward(self, x):
         return self.linear(torch.relu(self.linear(x)))
 
 
-def test_two_readings_share_one_gather():
-    joint = captured(Twice(), torch.randn(2, 4))
+@pytest.mark.parametrize(("size", "rank"), [(4, 0), (5, 2)], ids=["even", "padded"])
+def test_two_readings_share_one_gather_padding_and_all(size, rank):
+    joint = captured(Twice(size), torch.randn(2, size), rank=rank)
     assert unshards(joint) == ["linear.weight"] * 2
     assert check_pass(deduplicate_unshards, joint)
     assert unshards(joint) == ["linear.weight"]
-
-
-def test_two_readings_of_an_uneven_shard_share_one_gather_padding_and_all():
-    torch.manual_seed(0)
-    model = Twice()
-    model.linear = nn.Linear(5, 5, bias=False)
-    joint = captured(model, torch.randn(2, 5), rank=2)
-    assert check_pass(deduplicate_unshards, joint)
-    assert unshards(joint) == ["linear.weight"]
-    assert targets(joint).count(aten.cat.default) == 1 + 2  # one gather's, two reductions'
+    assert targets(joint).count(SCATTER) == 2, "gradients are reduced as often as before"
+    # one gather's padding, and that of two reductions
+    assert targets(joint).count(aten.cat.default) == (3 if size == 5 else 0)
 
 
 def test_a_tied_parameter_is_gathered_once():
@@ -62,83 +59,47 @@ def test_what_checkpointing_runs_again_reads_the_gathers_of_forward():
     assert unshards(joint, FORWARD) == unshards(joint) == forward
 
 
-def test_equal_gathers_of_activations_are_not_its_business():
-    b = Builder()
-    x = b.input("x", 2)
-    gathers = [b.call(c10d.all_gather_into_tensor.default, x, 2, "0") for _ in range(2)]
-    waited = [b.call(c10d.wait_tensor.default, g) for g in gathers]
-    joint = b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, *waited)))
-    assert not check_pass(deduplicate_unshards, joint)
-
-
-def unshard(b, shard, group="0", size=2):
-    tag = {"role": Role.UNSHARD, "parameter": "w"}
-    gathered = b.call(c10d.all_gather_into_tensor.default, shard, size, group, **tag)
-    return b.call(c10d.wait_tensor.default, gathered, **tag)
+def unshard(b, shard, group="0"):
+    return b.waited(GATHER, shard, 2, group, **UNSHARD)
 
 
 def cast(b, node, dtype):
-    return b.call(aten._to_copy.default, node, dtype=dtype, role=Role.UNSHARD, parameter="w")
+    return b.call(aten._to_copy.default, node, dtype=dtype, **UNSHARD)
 
 
-def product(b, one, two):
-    return b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, one, two)))
+def filled(b, node, value):
+    return b.call(aten.full_like.default, node, value, dtype=None, **UNSHARD)
 
 
-def test_another_dtype_is_another_gather():
-    b = Builder()
-    w = b.parameter("w", 2)
-    halves = [unshard(b, cast(b, w, dtype)) for dtype in (torch.bfloat16, torch.float16)]
-    assert not check_pass(deduplicate_unshards, product(b, *halves))
+def a_gathered_tensor_is_written(b, w):
+    gathered = unshard(b, w)
+    b.call(aten.mul_.Tensor, gathered, 2)
+    return gathered, unshard(b, w)
 
 
-def test_another_group_is_another_gather():
-    b = Builder()
-    w = b.parameter("w", 2)
-    joint = product(b, unshard(b, w, "0"), unshard(b, w, "1"))
-    assert not check_pass(deduplicate_unshards, joint)
-
-
-def test_another_parameter_is_another_gather():
-    b = Builder()
-    w, v = b.parameter("w", 2), b.parameter("v", 2)
-    joint = product(b, unshard(b, w), unshard(b, v))
-    assert not check_pass(deduplicate_unshards, joint)
-
-
-def test_equal_numbers_of_another_type_are_not_the_same():
-    b = Builder()
-    w = b.parameter("w", 2)
-    tag = {"role": Role.UNSHARD, "parameter": "w"}
-    whole = b.call(aten.full_like.default, w, 1, dtype=None, **tag)
-    truth = b.call(aten.full_like.default, w, True, dtype=None, **tag)
-    assert not check_pass(deduplicate_unshards, product(b, whole, truth))
-
-
-def test_a_gathered_tensor_that_the_model_writes_is_its_own():
-    b = Builder()
-    w = b.parameter("w", 2)
-    one = unshard(b, w)
-    b.call(aten.mul_.Tensor, one, 2)
-    joint = product(b, one, unshard(b, w))
-    assert not check_pass(deduplicate_unshards, joint)
-
-
-def test_a_shard_that_the_step_writes_is_gathered_again():
-    b = Builder()
-    w = b.parameter("w", 2)
-    one = unshard(b, w)
+def the_shard_is_written(b, w):
+    gathered = unshard(b, w)
     b.call(aten.mul_.Tensor, w, 2)
-    joint = product(b, one, unshard(b, w))
+    return gathered, unshard(b, w)
+
+
+NEAR_MISSES = {
+    "activations": lambda b, w: [b.waited(GATHER, w, 2, "0") for _ in range(2)],
+    "another dtype": lambda b, w: [
+        unshard(b, cast(b, w, dtype)) for dtype in (torch.bfloat16, torch.float16)
+    ],
+    "another group": lambda b, w: (unshard(b, w, "0"), unshard(b, w, "1")),
+    "another parameter": lambda b, w: (unshard(b, w), unshard(b, b.other)),
+    "equal numbers of another type": lambda b, w: (filled(b, w, 1), filled(b, w, True)),
+    "a gathered tensor that the model writes": a_gathered_tensor_is_written,
+    "a shard that the step writes": the_shard_is_written,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_MISSES)
+def test_what_is_not_one_gather_twice_stays(name):
+    b = Builder()
+    b.other = b.parameter("v", 2)
+    one, two = NEAR_MISSES[name](b, b.parameter("w", 2))
+    joint = b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, one, two)))
     assert not check_pass(deduplicate_unshards, joint)
-
-
-def test_gradients_are_reduced_as_often_as_before():
-    class Checkpointed(Twice):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
-
-    joint = captured(Checkpointed(), torch.randn(2, 4))
-    reductions = targets(joint).count(c10d.reduce_scatter_tensor.default)
-    assert check_pass(deduplicate_unshards, joint)
-    assert targets(joint).count(c10d.reduce_scatter_tensor.default) == reductions == 2

@@ -5,42 +5,82 @@ import operator
 import pytest
 
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
-from tests.unit.graphs import Builder, aten, c10d, check_pass, targets
+from tests.unit.graphs import ALL_REDUCE, Builder, aten, c10d, check_pass, targets
 
 
-def test_an_unread_chain_goes_whole():
-    b = Builder()
-    x = b.input("x", 4)
+def unread_chain(b, x):
     b.call(aten.relu.default, b.call(aten.neg.default, x))
-    joint = b.joint(b.call(aten.sum.default, x))
-    assert check_pass(eliminate_dead_code, joint)
-    assert targets(joint) == [aten.sum.default]
+    return x
 
 
-def test_an_unread_collective_goes_with_its_wait():
+def unread_collective(b, x):
+    b.waited(ALL_REDUCE, x, "sum", "0")
+    return x
+
+
+def unread_part(b, x):
+    parts = b.call(aten.split.Tensor, x, 2)
+    read = b.call(operator.getitem, parts, 0)
+    b.call(operator.getitem, parts, 1)
+    return read
+
+
+@pytest.mark.parametrize(
+    ("make", "left"),
+    [
+        (unread_chain, []),
+        (unread_collective, []),
+        (unread_part, [aten.split.Tensor, operator.getitem]),
+    ],
+)
+def test_what_nothing_reads_goes(make, left):
     b = Builder()
-    x = b.input("x", 4)
-    b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", "0"))
-    joint = b.joint(b.call(aten.sum.default, x))
+    joint = b.joint(b.total(make(b, b.input("x", 4))))
     assert check_pass(eliminate_dead_code, joint)
-    assert targets(joint) == [aten.sum.default]
+    assert targets(joint) == [*left, aten.sum.default]
 
 
-def test_a_wait_stays_whose_collective_is_read_without_it():
+def a_wait_whose_collective_is_read_without_it(b, x):
     """The reader of the collective's result relies on the wait before it."""
-    b = Builder()
-    x = b.input("x", 4)
-    reduced = b.call(c10d.all_reduce.default, x, "sum", "0")
+    reduced = b.call(ALL_REDUCE, x, "sum", "0")
     b.call(c10d.wait_tensor.default, reduced)
-    joint = b.joint(b.call(aten.sum.default, reduced))
-    assert not check_pass(eliminate_dead_code, joint)
+    return reduced
 
 
-def test_the_wait_of_an_in_place_collective_stays():
+def the_wait_of_an_in_place_collective(b, x):
+    copy = b.call(aten.clone.default, x)
+    b.waited(c10d.all_reduce_.default, copy, "sum", "0")
+    return copy
+
+
+def a_buffer_mutation(b, x):
+    b.call(aten.add_.Tensor, b.call(aten.view.default, b.buffer("steps", 4), [2, 2]), 1)
+    return x
+
+
+def a_random_op_whose_stream_later_ones_read(b, x):
+    b.call(aten.rand_like.default, x)
+    return b.call(aten.mul.Tensor, x, b.call(aten.rand_like.default, x))
+
+
+def an_assertion(b, x):
+    b.call(aten._assert_async.msg, b.call(aten.eq.Tensor, b.total(x), b.total(x)), "is itself")
+    return x
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        a_wait_whose_collective_is_read_without_it,
+        the_wait_of_an_in_place_collective,
+        a_buffer_mutation,
+        a_random_op_whose_stream_later_ones_read,
+        an_assertion,
+    ],
+)
+def test_what_has_an_effect_stays(make):
     b = Builder()
-    buffer = b.call(aten.clone.default, b.input("x", 4))
-    b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce_.default, buffer, "sum", "0"))
-    joint = b.joint(b.call(aten.sum.default, buffer))
+    joint = b.joint(b.total(make(b, b.input("x", 4))))
     assert not check_pass(eliminate_dead_code, joint)
 
 
@@ -49,17 +89,9 @@ def test_a_send_stays_whose_receiver_is_another_rank():
     x = b.input("x", 4)
     node = b.graph.call_function(c10d.isend.default, (x, 1, 0, "0"))
     node.meta.update(val=x.meta["val"], custom={"phase": "forward"})
-    joint = b.joint(b.call(aten.sum.default, x))
+    joint = b.joint(b.total(x))
     eliminate_dead_code(joint)
     assert node in joint.graph.nodes
-
-
-def test_a_buffer_mutation_stays():
-    b = Builder()
-    x, buffer = b.input("x", 4), b.buffer("steps", 4)
-    b.call(aten.add_.Tensor, b.call(aten.view.default, buffer, [2, 2]), 1)
-    joint = b.joint(b.call(aten.sum.default, x))
-    assert not check_pass(eliminate_dead_code, joint)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -72,31 +104,3 @@ def test_batch_norm_stays_while_it_writes_its_statistics(training):
     joint = b.joint(b.call(aten.sum.default, x))
     assert check_pass(eliminate_dead_code, joint) is not training
     assert (norm in targets(joint)) is training
-
-
-def test_a_random_op_stays_because_later_ones_read_its_stream():
-    b = Builder()
-    x = b.input("x", 4)
-    b.call(aten.rand_like.default, x)
-    noise = b.call(aten.rand_like.default, x)
-    joint = b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, x, noise)))
-    assert not check_pass(eliminate_dead_code, joint)
-
-
-def test_an_assertion_stays():
-    b = Builder()
-    x = b.input("x", 4)
-    total = b.call(aten.sum.default, x)
-    b.call(aten._assert_async.msg, b.call(aten.eq.Tensor, total, total), "sums to itself")
-    assert not check_pass(eliminate_dead_code, b.joint(total))
-
-
-def test_every_unread_output_of_a_multi_output_op_goes():
-    b = Builder()
-    x = b.input("x", 4)
-    parts = b.call(aten.split.Tensor, x, 2)
-    kept = b.call(operator.getitem, parts, 0)
-    b.call(operator.getitem, parts, 1)
-    joint = b.joint(b.call(aten.sum.default, kept))
-    assert check_pass(eliminate_dead_code, joint)
-    assert targets(joint) == [aten.split.Tensor, operator.getitem, aten.sum.default]

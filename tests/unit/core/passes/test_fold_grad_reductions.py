@@ -1,11 +1,12 @@
 """Gradients of one parameter are added before they are reduced, and lose nothing by it."""
 
+import functools
+
 import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
@@ -22,7 +23,7 @@ from tests.unit.graphs import (
     c10d,
     captured,
     captured_decoder,
-    code,
+    check_pass,
     fake_world,
     run,
     values_for,
@@ -38,15 +39,9 @@ def reductions(joint, parameter):
 
 
 def fold(joint):
-    """Whether the pass changed anything; the graph must hold, and a second run change nothing."""
-    text = code(joint)
-    fold_grad_reductions(joint)
-    joint.validate()
+    changed = check_pass(fold_grad_reductions, joint, same_numbers=False)
     verify_values(joint)
-    first = code(joint)
-    fold_grad_reductions(joint)
-    assert code(joint) == first, "the second run changed the graph"
-    return first != text
+    return changed
 
 
 def cleaned(joint):
@@ -85,18 +80,13 @@ def total(model, x):
     return model(x).sum()
 
 
-def hybrid(model, x, **fsdp):
-    fake_world(RANKS)
-    gt.simple_fsdp(model, init_device_mesh("cpu", (2, 2)), "hybrid_shard", **fsdp)
-    return gt.capture(model, total, (x,))
-
-
 def sharded(model, x, **fsdp):
     return captured(model, x, loss_fn=total, **fsdp)
 
 
 FOUR, FIVE = torch.zeros(2, 4), torch.zeros(2, 5)
 HALF = torch.zeros(2, 4, dtype=torch.bfloat16)
+HYBRID = {"world": (2, 2), "mode": "hybrid_shard"}
 SCATTER, REDUCE = "reduce_scatter_tensor", "all_reduce"
 MODELS = {
     "fully sharded": (lambda: sharded(Read(), FOUR), [SCATTER]),
@@ -106,10 +96,10 @@ MODELS = {
     "padded, half a shard": (lambda: sharded(Read(5), FIVE, rank=2), [SCATTER]),
     "padded, no shard": (lambda: sharded(Read(5), FIVE, rank=3), [SCATTER]),
     "replicated": (lambda: sharded(Read(), FOUR, mode="replicate"), [REDUCE]),
-    "hybrid": (lambda: hybrid(Read(), FOUR), [SCATTER, REDUCE]),
-    "hybrid, padded": (lambda: hybrid(Read(5), FIVE), [SCATTER, REDUCE]),
+    "hybrid": (lambda: sharded(Read(), FOUR, **HYBRID), [SCATTER, REDUCE]),
+    "hybrid, padded": (lambda: sharded(Read(5), FIVE, **HYBRID), [SCATTER, REDUCE]),
     "mixed precision": (lambda: sharded(Read(), HALF, mp_policy=MIXED), [SCATTER]),
-    "hybrid, mixed": (lambda: hybrid(Read(), HALF, mp_policy=MIXED), [SCATTER, REDUCE]),
+    "hybrid, mixed": (lambda: sharded(Read(), HALF, mp_policy=MIXED, **HYBRID), [SCATTER, REDUCE]),
     "checkpointed": (lambda: sharded(Checkpointed(), FOUR), [SCATTER]),
     "divided by 8": (lambda: sharded(Read(), FOUR, gradient_divide_factor=8.0), [SCATTER]),
     "undivided": (lambda: sharded(Read(), FOUR, gradient_divide_factor=1), [SCATTER]),
@@ -141,10 +131,10 @@ def test_every_rank_folds_alike():
 # --- the same numbers but for the order of summation -------------------------------------------
 
 UNIT = 2.0**-24  # of float32
-TERMS = 2 * RANKS
+GRADIENT = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "w"}
 
 
-def bound(absolute, terms=TERMS):
+def bound(absolute, terms):
     """What two sums of the same terms in float32 may differ by, whatever their orders.
 
     A sum of n terms is off by at most g * (sum of the absolute values), g = (n - 1) u /
@@ -155,22 +145,22 @@ def bound(absolute, terms=TERMS):
     return 2 * off / (1 - off) * absolute
 
 
-def reduced(b, gradient, *, cast=None, back=None, scatter=True, **change):
+def reduced(b, gradient, *, cast=None, back=None, **change):
     """The way that SimpleFSDP sends a gradient."""
-    tag = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": change.get("parameter", "w")}
+    tag = GRADIENT | {"parameter": change.get("parameter", "w")}
     node = gradient
     if cast is not None:
         node = b.call(aten._to_copy.default, node, dtype=cast, **tag)
     operation, group = change.get("operation", "sum"), change.get("group", "0")
-    if scatter:
-        node = b.call(c10d.reduce_scatter_tensor.default, node, operation, RANKS, group, **tag)
-    else:
-        node = b.call(c10d.all_reduce.default, node, operation, group, **tag)
-    node = b.call(c10d.wait_tensor.default, node, **tag)
+    node = b.waited(c10d.reduce_scatter_tensor.default, node, operation, RANKS, group, **tag)
     node = b.call(aten.div.Tensor, node, change.get("divisor", 4.0), **tag)
     if back is not None:
         node = b.call(aten._to_copy.default, node, dtype=back, **tag)
     return node
+
+
+def both(b, gradients, **how):
+    return [reduced(b, g, **how) for g in gradients]
 
 
 def plus(b, one, other, **alpha):
@@ -199,11 +189,8 @@ def scattered_sum(joint):
 def test_sums_differ_by_their_order_alone(number, dtype):
     b, loss, gradients = started(dtype, number)
     cast = None if dtype is torch.float32 else torch.float32
-    ends = [reduced(b, g, cast=cast) for g in gradients]
-    node = ends[0]
-    for end in ends[1:]:
-        node = plus(b, node, end)
-    joint = b.joint(loss, w=node)
+    ends = both(b, gradients, cast=cast)
+    joint = b.joint(loss, w=functools.reduce(lambda one, other: plus(b, one, other), ends))
     before = run(joint)[1]
     assert fold(joint)
     assert reductions(joint, "w") == [SCATTER]
@@ -213,8 +200,8 @@ def test_sums_differ_by_their_order_alone(number, dtype):
 
 def test_gradients_are_added_in_the_dtype_of_the_reduction():
     """In bfloat16 the small one would be lost."""
-    b, loss, (one, other) = started(torch.bfloat16)
-    joint = b.joint(loss, w=plus(b, *(reduced(b, g, cast=torch.float32) for g in (one, other))))
+    b, loss, gradients = started(torch.bfloat16)
+    joint = b.joint(loss, w=plus(b, *both(b, gradients, cast=torch.float32)))
     large, small = torch.full((12, 5), 256.0), torch.full((12, 5), 2.0**-8)
     inputs = [torch.zeros(3, 5), large.bfloat16(), small.bfloat16()]
     before = run(joint, inputs)
@@ -223,18 +210,22 @@ def test_gradients_are_added_in_the_dtype_of_the_reduction():
     assert torch.equal(run(joint, inputs)[1], torch.full((3, 5), 256 + 2.0**-8))
 
 
-def test_a_sum_of_sums_is_one_reduction():
-    b, loss, gradients = started(number=4)
-    one, two, three, four = (reduced(b, g) for g in gradients)
-    joint = b.joint(loss, w=plus(b, plus(b, one, two), plus(b, three, four)))
-    assert fold(joint)
-    assert reductions(joint, "w") == [SCATTER]
+FOLDS = {
+    "a sum of sums": (
+        {"number": 4},
+        lambda b, g: plus(b, plus(b, *both(b, g[:2])), plus(b, *both(b, g[2:]))),
+    ),
+    "reduced in a finer dtype than added in": (
+        {"dtype": torch.bfloat16, "weight": torch.bfloat16},
+        lambda b, g: plus(b, *both(b, g, cast=torch.float32, back=torch.bfloat16)),
+    ),
+}
 
 
-def test_what_is_reduced_to_a_finer_dtype_than_it_is_added_in_is_folded():
-    b, loss, gradients = started(torch.bfloat16, weight=torch.bfloat16)
-    ends = [reduced(b, g, cast=torch.float32, back=torch.bfloat16) for g in gradients]
-    joint = b.joint(loss, w=plus(b, *ends))
+@pytest.mark.parametrize(("how", "gradient"), FOLDS.values(), ids=FOLDS)
+def test_any_sum_of_reductions_is_one_reduction(how, gradient):
+    b, loss, gradients = started(**how)
+    joint = b.joint(loss, w=gradient(b, gradients))
     assert fold(joint)
     assert reductions(joint, "w") == [SCATTER]
 
@@ -249,28 +240,7 @@ def test_a_tied_embedding_is_reduced_once(policy):
     assert [c.parameter for c in collectives(joint) if c.parameter != "embedding.weight"] == others
 
 
-def test_it_runs_when_asked_for():
-    for passes, number in ((["default"], 2), (["default", "fold_grad_reductions"], 1)):
-        joint = captured(Read(), FOUR)
-        gt.run_passes(joint, gt.PassConfig(passes=passes, verify_passes=True))
-        assert reductions(joint, "linear.weight") == [SCATTER] * number
-
-
 # --- near misses -------------------------------------------------------------------------------
-
-OTHER = {
-    "another group": {"group": "1"},
-    "another divisor": {"divisor": 8.0},
-    "another reduction": {"operation": "avg"},
-    "another parameter": {"parameter": "v"},
-    "another dtype": {"cast": torch.float64, "back": torch.float32},
-}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_another_way_stays_another(name):
-    b, loss, (one, other) = started()
-    assert not fold(b.joint(loss, w=plus(b, reduced(b, one), reduced(b, other, **OTHER[name]))))
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -280,105 +250,108 @@ def test_gradients_that_only_adding_makes_alike_stay(shape, dtype, turned):
     fake_world(RANKS)
     b = Builder()
     w, one = b.parameter("w", 3, 5), b.input("one", 12, 5)
-    ends = [reduced(b, g) for g in (one, b.input("other", *shape, dtype=dtype))]
+    ends = both(b, (one, b.input("other", *shape, dtype=dtype)))
     ends = ends[::-1] if turned else ends
     assert not fold(b.joint(b.call(aten.sum.default, w), w=plus(b, *ends)))
 
 
-def both(b, gradients, **how):
-    return [reduced(b, g, **how) for g in gradients]
+def other(**change):
+    """The second of two gradients is reduced in another way."""
+    return lambda b, g: plus(b, reduced(b, g[0]), reduced(b, g[1], **change))
 
 
-def half_precision(dtype):
-    """Reduced in half the bits, added in float32: the sum would be rounded once more."""
-    return dtype, lambda b, g: plus(b, *both(b, g, back=torch.float32))
+def alike(**how):
+    return lambda b, g: plus(b, *both(b, g, **how))
+
+
+def bent(bend):
+    """Something happens to either reduction that gives other numbers for their sum."""
+    return lambda b, g: plus(b, *(bend(b, end) for end in both(b, g)))
+
+
+def do(op, *args, **kwargs):
+    return lambda b, node: b.call(op, node, *args, **kwargs, **GRADIENT)
+
+
+def passed_on(role, parameter):
+    """A reduction of something else, which is only divided as a gradient is."""
+
+    def gradient(b, g):
+        how = {"phase": BACKWARD, "role": role, "parameter": parameter}
+        waits = [
+            b.waited(c10d.reduce_scatter_tensor.default, x, "sum", RANKS, "0", **how) for x in g
+        ]
+        return plus(b, *(b.call(aten.div.Tensor, wait, 4.0, **GRADIENT) for wait in waits))
+
+    return gradient
 
 
 STAYS = {
-    **{
-        f"reduced by {op}": (torch.float32, lambda b, g, op=op: plus(b, *both(b, g, operation=op)))
-        for op in ("max", "min", "product")
-    },
-    "reduced in bfloat16": half_precision(torch.bfloat16),
-    "reduced in float16": half_precision(torch.float16),
-    "a weighted sum": (torch.float32, lambda b, g: plus(b, *both(b, g), alpha=2)),
-    "added to itself": (torch.float32, lambda b, g: plus(b, *both(b, g[:1]) * 2)),
-    "added to something else": (
-        torch.float32,
-        lambda b, g: plus(
-            b, reduced(b, g[0]), b.call(aten.slice.Tensor, g[1], 0, 0, 3, phase=BACKWARD)
-        ),
+    "another group": other(group="1"),
+    "another divisor": other(divisor=8.0),
+    "another reduction": other(operation="avg"),
+    "another parameter": other(parameter="v"),
+    "another dtype": other(cast=torch.float64, back=torch.float32),
+    "reduced by max": alike(operation="max"),
+    "reduced by min": alike(operation="min"),
+    "reduced by product": alike(operation="product"),
+    "a weighted sum": lambda b, g: plus(b, *both(b, g), alpha=2),
+    "added to itself": lambda b, g: plus(b, *both(b, g[:1]) * 2),
+    "added to something else": lambda b, g: plus(
+        b, reduced(b, g[0]), b.call(aten.slice.Tensor, g[1], 0, 0, 3, phase=BACKWARD)
     ),
+    "clamped": bent(do(aten.clamp.default, -1, 1)),
+    "clamped in place": bent(do(aten.clamp_.default, -1, 1)),
+    "squared": bent(lambda b, node: b.call(aten.mul.Tensor, node, node, **GRADIENT)),
+    "rounded": bent(
+        lambda b, node: do(aten._to_copy.default, dtype=torch.float32)(
+            b, do(aten._to_copy.default, dtype=torch.bfloat16)(b, node)
+        )
+    ),
+    "reduced in place": bent(
+        lambda b, node: b.waited(c10d.all_reduce_.default, node, "sum", "0", **GRADIENT)
+    ),
+    "of no gradient": passed_on(None, None),
+    "of another parameter's gradient": passed_on(Role.REDUCE_GRAD, "v"),
 }
 
 
 @pytest.mark.parametrize("name", STAYS)
 def test_what_is_no_plain_sum_of_two_reductions_stays(name):
-    dtype, gradient = STAYS[name]
-    b, loss, gradients = started(dtype)
-    assert not fold(b.joint(loss, w=gradient(b, gradients)))
+    b, loss, gradients = started()
+    assert not fold(b.joint(loss, w=STAYS[name](b, gradients)))
 
 
-def test_float16_stays():
-    """Twice a sum that fits may overflow."""
-    b, loss, gradients = started(torch.float16, weight=torch.float16)
-    assert not fold(b.joint(loss, w=plus(b, *both(b, gradients))))
+@pytest.mark.parametrize(
+    ("dtype", "weight", "back"),
+    [
+        # reduced in half the bits and added in float32: the sum would be rounded once more
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float16, torch.float32, torch.float32),
+        # twice a sum that fits may overflow
+        (torch.float16, torch.float16, None),
+    ],
+)
+def test_a_sum_that_half_precision_would_change_stays(dtype, weight, back):
+    b, loss, gradients = started(dtype, weight=weight)
+    assert not fold(b.joint(loss, w=alike(back=back)(b, gradients)))
 
 
 @pytest.mark.parametrize("back", [None, torch.float32])
 def test_a_reduction_that_another_node_reads_stays(back):
-    b, loss, (one, other) = started()
-    first, second = (reduced(b, g, back=back) for g in (one, other))
+    b, loss, gradients = started()
+    first, second = both(b, gradients, back=back)
     norm = b.call(aten.sum.default, first.args[0], phase=BACKWARD)
-    both = b.call(aten.add.Tensor, loss, norm, phase=BACKWARD)
-    assert not fold(b.joint(both, w=plus(b, first, second)))
-
-
-BENT = {
-    "clamped": lambda b, node, **tag: b.call(aten.clamp.default, node, -1, 1, **tag),
-    "clamped in place": lambda b, node, **tag: b.call(aten.clamp_.default, node, -1, 1, **tag),
-    "squared": lambda b, node, **tag: b.call(aten.mul.Tensor, node, node, **tag),
-    "rounded": lambda b, node, **tag: b.call(
-        aten._to_copy.default,
-        b.call(aten._to_copy.default, node, dtype=torch.bfloat16, **tag),
-        dtype=torch.float32,
-        **tag,
-    ),
-    "reduced in place": lambda b, node, **tag: b.call(
-        c10d.wait_tensor.default, b.call(c10d.all_reduce_.default, node, "sum", "0", **tag), **tag
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BENT)
-def test_what_does_other_things_to_a_sum_than_to_its_summands_stays(name):
-    b, loss, gradients = started()
-    tag = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "w"}
-    ends = [BENT[name](b, reduced(b, g), **tag) for g in gradients]
-    assert not fold(b.joint(loss, w=plus(b, *ends)))
-
-
-@pytest.mark.parametrize("role, parameter", [(None, None), (Role.REDUCE_GRAD, "v")])
-def test_a_reduction_of_something_else_that_is_passed_on_stays(role, parameter):
-    b, loss, gradients = started()
-    ends = []
-    for gradient in gradients:
-        tag = {"phase": BACKWARD, "role": role, "parameter": parameter}
-        node = b.call(c10d.reduce_scatter_tensor.default, gradient, "sum", RANKS, "0", **tag)
-        node = b.call(c10d.wait_tensor.default, node, **tag)
-        tag = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": "w"}
-        ends.append(b.call(aten.div.Tensor, node, 4.0, **tag))
-    assert not fold(b.joint(loss, w=plus(b, *ends)))
+    loss = b.call(aten.add.Tensor, loss, norm, phase=BACKWARD)
+    assert not fold(b.joint(loss, w=plus(b, first, second)))
 
 
 def test_activations_that_are_reduced_and_added_are_not_its_business():
     b, loss, gradients = started()
-    ends = []
-    for g in gradients:
-        summed = b.call(c10d.all_reduce.default, g, "sum", "0", phase=BACKWARD)
-        ends.append(b.call(c10d.wait_tensor.default, summed, phase=BACKWARD))
-    both = b.call(aten.sum.default, plus(b, *ends), phase=BACKWARD)
-    assert not fold(b.joint(b.call(aten.add.Tensor, loss, both, phase=BACKWARD)))
+    b.phase = BACKWARD
+    ends = [b.waited(c10d.all_reduce.default, g, "sum", "0") for g in gradients]
+    loss = b.call(aten.add.Tensor, loss, b.call(aten.sum.default, plus(b, *ends)))
+    assert not fold(b.joint(loss))
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -25,10 +25,7 @@ class Graph(Builder):
         return self.call(PUT, target, [self.index], self.values, **kwargs)
 
     def done(self, *read):
-        total = self.call(aten.sum.default, read[0])
-        for node in read[1:]:
-            total = self.call(aten.add.Tensor, total, self.call(aten.sum.default, node))
-        return self.joint(total)
+        return self.joint(self.total(*read))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])

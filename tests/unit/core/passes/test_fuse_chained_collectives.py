@@ -1,4 +1,5 @@
-"""Gathers over several axes become one, in the order of ranks that gives the same numbers."""
+"""Gathers over several axes become one, in the order of ranks that gives the same numbers, and so
+do reductions."""
 
 import dataclasses
 import math
@@ -6,6 +7,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -14,7 +16,10 @@ from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.passes import fuse_chained_collectives
-from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_all_gathers
+from graph_trainer.core.passes.fuse_chained_collectives import (
+    fuse_chained_all_gathers,
+    fuse_chained_reduce_scatters,
+)
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import process_groups
 from tests.unit.core.passes.rank_order import (
@@ -28,6 +33,8 @@ from tests.unit.fake_ranks import become
 from tests.unit.graphs import (
     BACKWARD,
     FORWARD,
+    GATHER,
+    SCATTER,
     Builder,
     aten,
     c10d,
@@ -37,18 +44,23 @@ from tests.unit.graphs import (
     unshards,
 )
 
-GATHER = c10d.all_gather_into_tensor.default
+
+def calls(joint, op=GATHER):
+    return [n for n in joint.graph.nodes if n.target is op]
 
 
-def gathers(joint):
-    return [n for n in joint.graph.nodes if n.target is GATHER]
-
-
-def same(one, other):
+def same(before, after, op):
+    """Whether both worlds give equal numbers; a sum has another order, so whole ones there."""
+    one, other = (run_world(world, integers=op is SCATTER) for world in (before, after))
     pairs = [(a, b) for x, y in zip(one, other, strict=True) for a, b in zip(x, y, strict=True)]
     return all(torch.equal(a, b) for a, b in pairs)
 
 
+both = pytest.mark.parametrize(
+    ("fuse", "op"),
+    [(fuse_chained_all_gathers, GATHER), (fuse_chained_reduce_scatters, SCATTER)],
+    ids=["gathers", "reductions"],
+)
 CASES = [
     pytest.param(sizes, make, id=f"{make.__name__}-{'x'.join(map(str, sizes))}")
     for make, sizes in [
@@ -61,34 +73,36 @@ CASES = [
 ]
 
 
+@both
 @pytest.mark.parametrize(("sizes", "make"), CASES)
-def test_one_gather_gives_every_rank_what_the_chain_gave(sizes, make):
+def test_one_collective_gives_every_rank_what_the_chain_gave(sizes, make, fuse, op):
     before = world_of(sizes, lambda: make(*sizes))
-    after = world_of(sizes, lambda: make(*sizes), fuse_chained_all_gathers)
-    assert {len(gathers(each.joint)) for each in before} == {len(sizes)}
-    assert {len(gathers(each.joint)) for each in after} == {1}
-    assert same(run_world(before), run_world(after))
+    after = world_of(sizes, lambda: make(*sizes), fuse)
+    assert {len(calls(each.joint, op)) for each in before} == {len(sizes)}
+    assert {len(calls(each.joint, op)) for each in after} == {1}
+    assert same(before, after, op)
     made = after[0].made
     assert all(each.made == made for each in after), "every rank makes every group, in one order"
     everyone = tuple(range(math.prod(sizes)))
     if make is inner_first:
-        assert not made and after[0].groups[gathers(after[0].joint)[0].args[2]] == everyone
+        assert not made and after[0].groups[calls(after[0].joint, op)[0].args[-1]] == everyone
     else:
         rows = torch.arange(math.prod(sizes)).view(sizes)
         assert made == [tuple(rows.t().flatten().tolist())]
 
 
-def test_another_order_of_ranks_gives_other_numbers():
+@both
+def test_another_order_of_ranks_gives_other_numbers(fuse, op):
     """What the tests above compare can tell an order from another."""
 
     def in_row_order(joint):
-        fuse_chained_all_gathers(joint)
-        (gather,) = gathers(joint)
-        gather.args = (*gather.args[:2], dist.group.WORLD.group_name)
+        fuse(joint)
+        (call,) = calls(joint, op)
+        call.args = (*call.args[:-1], dist.group.WORLD.group_name)
 
     before = world_of((3, 2), lambda: outer_first(3, 2))
     after = world_of((3, 2), lambda: outer_first(3, 2), in_row_order)
-    assert not same(run_world(before), run_world(after))
+    assert not same(before, after, op)
 
 
 def test_in_a_slice_of_a_larger_mesh_every_rank_makes_the_groups_of_all_slices():
@@ -99,66 +113,84 @@ def test_in_a_slice_of_a_larger_mesh_every_rank_makes_the_groups_of_all_slices()
     after = world_of((2, 3, 2), make, fuse_chained_all_gathers)
     slices = [(0, 2, 4, 1, 3, 5), (6, 8, 10, 7, 9, 11)]
     assert all(each.made == slices for each in after)
-    assert [each.groups[gathers(each.joint)[0].args[2]] for each in after] == [
+    assert [each.groups[calls(each.joint)[0].args[2]] for each in after] == [
         slices[rank // 6] for rank in range(12)
     ]
-    assert same(run_world(before), run_world(after))
+    assert same(before, after, GATHER)
 
 
-def test_a_second_pass_and_a_second_graph_make_no_group_again():
+@both
+def test_a_second_pass_and_a_second_graph_make_no_group_again(fuse, op):
     become(3, 8)
     joint = outer_first(4, 2)
-    fuse_chained_all_gathers(joint)
+    fuse(joint)
     text = code(joint)
-    fuse_chained_all_gathers(joint)
+    fuse(joint)
     assert code(joint) == text
     again = outer_first(4, 2)
     groups = len(process_groups())
     with groups_agreed_on(no_new_groups):
-        fuse_chained_all_gathers(again)
-    assert len(gathers(again)) == 1 and len(process_groups()) == groups
-    assert gathers(again)[0].args[1:] == gathers(joint)[0].args[1:]
+        fuse(again)
+    assert len(calls(again, op)) == 1 and len(process_groups()) == groups
+    assert calls(again, op)[0].args[1:] == calls(joint, op)[0].args[1:]
 
 
-def test_the_gather_that_is_left_keeps_phase_role_and_shape():
+@both
+def test_the_collective_that_is_left_keeps_phase_role_and_shape(fuse, op):
     become(0, 8)
     joint = inner_first(4, 2, dtype=torch.bfloat16)
-    last = value_of(gathers(joint)[-1])
-    fuse_chained_all_gathers(joint)
-    (gather,) = gathers(joint)
-    assert (phase_of(gather), role_of(gather), parameter_of(gather)) == (
-        FORWARD,
-        Role.UNSHARD,
+    last = calls(joint, op)[-1]
+    shape = value_of(last).shape
+    fuse(joint)
+    joint.validate()
+    (call,) = calls(joint, op)
+    kept = (phase_of, role_of, parameter_of)
+    assert [of(call) for of in kept] == [
+        *((FORWARD, Role.UNSHARD) if op is GATHER else (BACKWARD, Role.REDUCE_GRAD)),
         "weight",
-    )
-    assert value_of(gather).shape == last.shape and value_of(gather).dtype == torch.bfloat16
-    assert value_of(gather.args[0]).shape[0] * 8 == last.shape[0]
-    (chain,) = unshard_chains(joint)
-    assert gather in chain.nodes
+    ]
+    assert value_of(call).shape == shape and value_of(call).dtype == torch.bfloat16
+    if op is GATHER:
+        assert value_of(call.args[0]).shape[0] * 8 == shape[0]
+        (chain,) = unshard_chains(joint)
+        assert call in chain.nodes
 
 
-@pytest.mark.parametrize("make", [inner_first, outer_first])
-def test_backward_gathers_again_with_one_gather_too(make):
-    become(1, 8)
-    joint = make(4, 2)
-    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
-    assert "fuse_chained_all_gathers" in joint.history
-    # x @ w.t() needs the weight for the gradient of x alone, which is no output
-    assert len(unshards(joint)) == len(unshards(joint, FORWARD)) == 1
+@pytest.mark.parametrize(
+    ("off", "gathered"), [([], [2, 1]), (["fuse_chained_all_gathers"], [4, 2])]
+)
+def test_backward_gathers_again_with_one_gather_too(off, gathered):
+    """But for the first weight: x, of which it would give the gradient, is no parameter."""
+    become(1, 4)
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = nn.Sequential(InnerFirst(mesh, 4), InnerFirst(mesh, 4))
+    joint = gt.capture(model, mean_square, (torch.randn(3, 4),))
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", disable_passes=off))
+    assert [len(unshards(joint, phase)) for phase in (FORWARD, BACKWARD)] == gathered
+
+
+def test_other_reductions_of_the_two_are_left_alone():
+    become(0, 8)
+    joint = outer_first(4, 2)
+    first, second = calls(joint, SCATTER)
+    second.args = (second.args[0], "max", *second.args[2:])
+    text = code(joint)
+    fuse_chained_reduce_scatters(joint)
+    assert code(joint) == text
+    first.args = (first.args[0], "max", *first.args[2:])
+    fuse_chained_reduce_scatters(joint)
+    assert [r.args[1] for r in calls(joint, SCATTER)] == ["max"]
 
 
 def test_arguments_may_have_names():
     become(0, 8)
     joint = outer_first(4, 2)
-    for gather in gathers(joint):
+    for gather in calls(joint):
         source, size, group = gather.args
         gather.args, gather.kwargs = (source,), {"group_name": group, "group_size": size}
     fuse_chained_all_gathers(joint)
-    (gather,) = gathers(joint)
+    (gather,) = calls(joint)
     assert gather.args[1] == 8 and not gather.kwargs
-
-
-# --- left alone ------------------------------------------------------------------------------
 
 
 class Sharded(Builder):
@@ -186,15 +218,9 @@ class Sharded(Builder):
     def do(self, op, *args, role=Role.UNSHARD, **kwargs):
         return self.call(op, *args, role=role, parameter=role and self.name, **kwargs)
 
-    def gather(self, read, size, group, **kwargs):
-        made = self.do(GATHER, read, size, group, **kwargs)
-        return self.do(c10d.wait_tensor.default, made, **kwargs)
-
-    def finish(self, *values):
-        total = self.call(aten.sum.default, values[0])
-        for value in values[1:]:
-            total = self.call(aten.add.Tensor, total, self.call(aten.sum.default, value))
-        return self.joint(total)
+    def gather(self, read, size, group, role=Role.UNSHARD, **how):
+        how |= {"role": role, "parameter": role and self.name}
+        return self.waited(GATHER, read, size, group, **how)
 
 
 def chain(b, between=lambda b, x: x, **second):
@@ -208,10 +234,10 @@ def test_a_chain_by_hand_is_fused_through_views_that_change_nothing():
         return b.do(aten.t.default, there)
 
     b = Sharded()
-    joint = b.finish(chain(b, twice_transposed)[1])
+    joint = b.joint(b.total(chain(b, twice_transposed)[1]))
     fuse_chained_all_gathers(joint)
-    assert targets(joint)[:2] == [GATHER, c10d.wait_tensor.default] and len(gathers(joint)) == 1
-    assert gathers(joint)[0].args[0].op == "placeholder"
+    assert targets(joint)[:2] == [GATHER, c10d.wait_tensor.default] and len(calls(joint)) == 1
+    assert calls(joint)[0].args[0].op == "placeholder"
 
 
 def left_alone(joint):
@@ -272,7 +298,7 @@ NEAR_MISSES = {
 def test_what_is_no_chain_of_gathers_alone_is_left_alone(name):
     b = Sharded()
     values = NEAR_MISSES[name](b)
-    left_alone(b.finish(*values))
+    left_alone(b.joint(b.total(*values)))
 
 
 def test_a_transposed_square_is_left_alone():
@@ -280,14 +306,14 @@ def test_a_transposed_square_is_left_alone():
     b = Sharded(rows=8, columns=2)
     part, whole = chain(b, lambda b, x: b.do(aten.t.default, x))
     assert value_of(part).shape == (2, 2)
-    left_alone(b.finish(whole))
+    left_alone(b.joint(b.total(whole)))
 
 
 def test_uneven_shards_are_left_alone_although_nothing_stands_between_on_this_rank():
     """6 rows over 4 x 2: the last ranks hold none, and pad between their gathers."""
     become(0, 8)
     joint = inner_first(4, 2, rows=6)
-    assert gathers(joint)[1].args[0].args[0] is gathers(joint)[0]
+    assert calls(joint)[1].args[0].args[0] is calls(joint)[0]
     left_alone(joint)
 
 
@@ -296,27 +322,24 @@ def test_a_mesh_without_some_ranks_of_the_world_is_left_alone():
     become(0, 8)
     mesh = DeviceMesh("cpu", torch.tensor([[0, 1], [2, 3]]))
     joint = gt.capture(InnerFirst(mesh, 8), mean_square, (torch.randn(3, 4),))
-    assert len(gathers(joint)) == 2
+    assert len(calls(joint)) == 2
     left_alone(joint)
 
 
 def test_a_group_of_another_backend_is_left_alone(monkeypatch):
     b = Sharded()
-    joint = b.finish(chain(b)[1])
+    joint = b.joint(b.total(chain(b)[1]))
     backends = {b.inner: "gloo", b.outer: "fake"}
     monkeypatch.setattr(fuse_chained_collectives, "group_backend", backends.__getitem__)
     left_alone(joint)
     monkeypatch.undo()
     fuse_chained_all_gathers(joint)
-    assert len(gathers(joint)) == 1
-
-
-# --- errors ----------------------------------------------------------------------------------
+    assert len(calls(joint)) == 1
 
 
 def test_a_group_that_this_process_does_not_have_is_an_error():
     b = Sharded()
-    joint = b.finish(b.gather(b.gather(b.weight, 2, "gone"), 4, b.outer))
+    joint = b.joint(b.total(b.gather(b.gather(b.weight, 2, "gone"), 4, b.outer)))
     with pytest.raises(gt.PassError, match=r"all_gather_into_tensor.*'gone'.*where the graph"):
         fuse_chained_all_gathers(joint)
 
@@ -342,7 +365,7 @@ def test_ranks_that_ask_for_the_same_groups_make_them():
     asked = []
     with groups_agreed_on(lambda mine: asked.append(mine) or mine):
         fuse_chained_all_gathers(joint)
-    assert asked[0] == -asked[1] and len(gathers(joint)) == 1
+    assert asked[0] == -asked[1] and len(calls(joint)) == 1
 
 
 def test_a_rank_on_its_own_makes_no_groups():

@@ -6,6 +6,8 @@ import functools
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -16,34 +18,40 @@ from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.agreement import as_agreed, decided_by
+from tests.examples import examples
 from tests.unit.core.simulation.machines import machine
 from tests.unit.fake_ranks import become
 
 KIB = 1 / 1024
 
 
-class Split(nn.Module):
-    """A weight that tensor parallelism splits by rows, perhaps unevenly."""
+class Pairs(nn.Module):
+    """Products split by rows and by columns in turn, summed over the ranks of an axis."""
 
-    def __init__(self, mesh, rows):
+    def __init__(self, tp, dim, rows):
         super().__init__()
-        whole = torch.randn(rows, 8)
-        self.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+
+        def split(placement, *shape):
+            whole = torch.randn(*shape)
+            return nn.Parameter(distribute_tensor(whole, tp, [placement], src_data_rank=None))
+
+        self.tp = tp
+        self.up = nn.ParameterList(split(Shard(0), rows, dim) for _ in range(4))
+        self.down = nn.ParameterList(split(Shard(1), dim, rows) for _ in range(4))
 
     def forward(self, x):
-        return x @ self.weight.to_local().t()
+        x = DTensor.from_local(x, self.tp, [Replicate()])
+        for up, down in zip(self.up, self.down, strict=True):
+            y = nn.functional.linear(nn.functional.linear(x, up).relu(), down)
+            x = x + y.redistribute(self.tp, [Replicate()])
+        return x.to_local()
 
 
-def split_over_tp(rows):
-    """Three such weights over two ranks, FSDP over the other two."""
+def pairs(rows):
+    """Such a model under FSDP over the other axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), Split(mesh["tp"], rows)) for _ in "abc"))
-
-    def loss(model, x):
-        return sum(part(x).square().sum() for part in model)
-
-    gt.simple_fsdp(model, mesh["fsdp"])
-    return gt.capture(model, loss, (torch.randn(4, 8),))
+    model = gt.simple_fsdp(Pairs(mesh["tp"], 64, rows), mesh["fsdp"])
+    return gt.capture(model, lambda m, x: m(x).square().mean(), (torch.randn(64, 64),))
 
 
 def padded():
@@ -85,43 +93,14 @@ def buckets(strategy="size", **options):
     return {"bucket_collectives": BucketCollectivesOptions(strategy=strategy, **options)}
 
 
-@pytest.mark.parametrize("cap_kib", [0.4, 0.6, 100.0])
+@pytest.mark.parametrize("cap_kib", [2.2, 4.5, 100.0])
 def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_kib):
-    for rows in (5, 6):
-        make = functools.partial(split_over_tp, rows)
+    for rows in (9, 8):
+        make = functools.partial(pairs, rows)
         found, graphs = sequences(4, make, options=buckets(cap_mib=cap_kib * KIB))
         prove_order(dict(enumerate(found)))
         told = {line for joint in graphs for line in joint.remarks}
-        assert bool(told) is (rows == 5 and cap_kib < 1)
-
-
-class Pairs(nn.Module):
-    """Products split by rows and by columns in turn, summed over the ranks of an axis."""
-
-    def __init__(self, tp, dim, rows):
-        super().__init__()
-
-        def split(placement, *shape):
-            whole = torch.randn(*shape)
-            return nn.Parameter(distribute_tensor(whole, tp, [placement], src_data_rank=None))
-
-        self.tp = tp
-        self.up = nn.ParameterList(split(Shard(0), rows, dim) for _ in range(4))
-        self.down = nn.ParameterList(split(Shard(1), dim, rows) for _ in range(4))
-
-    def forward(self, x):
-        x = DTensor.from_local(x, self.tp, [Replicate()])
-        for up, down in zip(self.up, self.down, strict=True):
-            y = nn.functional.linear(nn.functional.linear(x, up).relu(), down)
-            x = x + y.redistribute(self.tp, [Replicate()])
-        return x.to_local()
-
-
-def pairs(rows):
-    """Such a model under FSDP over the other axis."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-    model = gt.simple_fsdp(Pairs(mesh["tp"], 64, rows), mesh["fsdp"])
-    return gt.capture(model, lambda m, x: m(x).square().mean(), (torch.randn(64, 64),))
+        assert bool(told) is (rows == 9 and cap_kib < 100)
 
 
 def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
@@ -156,3 +135,34 @@ def test_auto_asks_the_slowest_links_of_an_axis():
     alone = [caps(decided([rank], 12, hybrid, **config)[1])[0] for rank in kinds]
     assert len(set(alone)) > 1, "alone they would not agree"
     assert len(set(caps(decided(kinds, 12, hybrid, **config)[1]))) == 1
+
+
+def read_whole(rows, ranks):
+    """A step that reads its uneven shards by full_tensor(), twice, beside the module itself."""
+
+    def loss(model, x):
+        whole = sum(p.full_tensor().square().sum() for _ in range(2) for p in model.parameters())
+        return model(x).square().sum() + whole
+
+    model = nn.Sequential(nn.Linear(4, rows), nn.Linear(rows, 3, bias=False))
+    gt.simple_fsdp(model, init_device_mesh("cpu", (ranks,)))
+    return gt.capture(model, loss, (torch.randn(2, 4),))
+
+
+LISTS = [
+    *([name] for name in ("deduplicate_unshards", "eliminate_round_trips", "normalize_views")),
+    ["normalize_views", "deduplicate_unshards"],
+    ["default"],
+    ["default", "tag_buckets", "bucket_collectives", "overlap_fsdp"],
+]
+
+
+@examples(20)
+@given(st.integers(2, 5), st.integers(1, 9), st.sampled_from(LISTS), st.booleans())
+@example(3, 7, ["deduplicate_unshards"], True)
+@example(3, 7, ["normalize_views", "deduplicate_unshards"], True)
+def test_uneven_shards_read_by_hand_keep_one_order_after_each_list(ranks, rows, names, kept):
+    policy = "never" if kept else "always"
+    config = {"reshard_after_forward": policy} if names[0] == "default" else {}
+    found, _ = sequences(ranks, lambda: read_whole(rows, ranks), passes=names, **config)
+    prove_order(dict(enumerate(found)))

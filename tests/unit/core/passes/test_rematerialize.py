@@ -1,9 +1,12 @@
 """What is tagged runs again in backward, and gives what it gave before."""
 
 import operator
+from collections import Counter
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx, nn
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -21,6 +24,7 @@ from graph_trainer.core.graph.annotations import (
     set_recompute_policy,
 )
 from graph_trainer.core.passes.rematerialize import rematerialize
+from tests.examples import examples
 from tests.unit.graphs import (
     BACKWARD,
     FORWARD,
@@ -28,8 +32,6 @@ from tests.unit.graphs import (
     Builder,
     assert_same,
     aten,
-    c10d,
-    captured,
     captured_decoder,
     check_pass,
     run,
@@ -44,7 +46,8 @@ WHATEVER = torch.ops.higher_order.invoke_subgraph
 
 def tag(*nodes, policy=RECOMPUTE):
     for node in nodes:
-        set_recompute_policy(node, policy, ac_graph_id=1)
+        if policy is not None:
+            set_recompute_policy(node, policy, ac_graph_id=1)
     return nodes[-1]
 
 
@@ -66,9 +69,7 @@ class Graph(Builder):
         return total
 
     def done(self, *forward, backward):
-        total = self.call(aten.sum.default, forward[0], phase=LOSS)
-        for node in forward[1:]:
-            total = self.call(aten.add.Tensor, total, self.call(aten.sum.default, node))
+        total = self.total(*forward, phase=LOSS)
         read = self.call(aten.sum.default, self.backward(*backward), phase=BACKWARD)
         return self.joint(self.call(aten.add.Tensor, total, read, phase=BACKWARD))
 
@@ -77,66 +78,54 @@ def copies_of(joint, op):
     return [n for n in joint.graph.nodes if n.target is op and is_backward(n)]
 
 
-def test_a_copy_stands_directly_before_its_first_reader_and_serves_all_later_ones():
+POLICIES = st.sampled_from([RECOMPUTE, RECOMPUTE, None, *CheckpointPolicy])
+NUMBERS = st.integers(0, 9)
+STEPS = st.tuples(
+    st.sampled_from([aten.exp.default, aten.mul.Tensor, aten.rand_like.default, operator.getitem]),
+    *(NUMBERS, NUMBERS, POLICIES, POLICIES),
+)
+
+
+def may_run_again(node):
+    if node.target is operator.getitem:
+        return recompute_policy(node) in (None, RECOMPUTE) and may_run_again(node.args[0])
+    return recompute_policy(node) is RECOMPUTE and node.target is not aten.rand_like.default
+
+
+@given(
+    st.lists(STEPS, min_size=1, max_size=8),
+    st.lists(NUMBERS, min_size=1, max_size=2),
+    st.lists(NUMBERS, max_size=3),
+)
+@examples(100)
+def test_backward_reads_one_copy_of_all_that_may_run_again(steps, in_loss, in_backward):
     g = Graph()
-    made = tag(g.f(aten.exp.default, g.x))
-    joint = g.done(made, backward=[made, made])
-    assert check_pass(rematerialize, joint)
-    (copy,) = copies_of(joint, aten.exp.default)
-    first, second = copy.users
-    assert copy.next is first and first.target is second.target is aten.add.Tensor
-    assert all(not is_backward(user) for user in made.users)
+    values = [g.x]
+    for op, one, two, policy, of_part in steps:
+        args = values[one % len(values)], values[two % len(values)]
+        if op is operator.getitem:
+            both = tag(g.f(aten.cat.default, [*args]), policy=policy)
+            parts = tag(g.f(aten.split.Tensor, both, 4), policy=policy)
+            values.append(tag(g.f(op, parts, two % 2), policy=of_part))
+        else:
+            args = args if op is aten.mul.Tensor else args[:1]
+            values.append(tag(g.f(op, *args), policy=policy))
+    loss, read = ([values[i % len(values)] for i in each] for each in (in_loss, in_backward))
+    joint = g.done(*loss, backward=read)
+    again = {n for n in joint.graph.nodes if n.op == "call_function" and may_run_again(n)}
+    needed = [n for n in dict.fromkeys(read) if n in again]
+    for node in needed:
+        needed += [n for n in node.all_input_nodes if n in again and n not in needed]
+    names = {n.name for n in joint.graph.nodes}
 
-
-def test_a_chain_is_copied_in_order_as_far_as_it_is_tagged():
-    g = Graph()
-    saved = g.f(aten.exp.default, g.x)
-    one = tag(g.f(aten.sin.default, saved))
-    two = tag(g.f(aten.cos.default, one))
-    joint = g.done(two, backward=[two])
-    assert check_pass(rematerialize, joint)
-    (sine,), (cosine,) = copies_of(joint, aten.sin.default), copies_of(joint, aten.cos.default)
-    assert sine.next is cosine and cosine.args == (sine,) and sine.args == (saved,)
-    assert not copies_of(joint, aten.exp.default)
-
-
-def test_a_later_reader_of_a_chains_middle_reads_the_copy_made_for_its_end():
-    g = Graph()
-    one = tag(g.f(aten.sin.default, g.x))
-    two = tag(g.f(aten.cos.default, one))
-    joint = g.done(two, backward=[two, one])
-    assert check_pass(rematerialize, joint)
-    assert len(copies_of(joint, aten.sin.default)) == 1
-
-
-def test_readers_in_the_loss_keep_the_original():
-    g = Graph()
-    made = tag(g.f(aten.exp.default, g.x))
-    in_loss = g.f(aten.neg.default, made, phase=LOSS)
-    joint = g.done(in_loss, backward=[made])
-    assert check_pass(rematerialize, joint)
-    assert in_loss.args == (made,)
-
-
-def test_a_chain_that_only_backward_reads_moves_there_whole():
-    g = Graph()
-    made = tag(g.f(aten.exp.default, g.x))
-    joint = g.done(g.x, backward=[made])
-    assert check_pass(rematerialize, joint)
-    assert made not in joint.graph.nodes and len(copies_of(joint, aten.exp.default)) == 1
-
-
-@pytest.mark.parametrize("policy", [p for p in CheckpointPolicy if p is not RECOMPUTE])
-def test_any_other_tag_is_left_alone(policy):
-    g = Graph()
-    made = tag(g.f(aten.exp.default, g.x), policy=policy)
-    assert not check_pass(rematerialize, g.done(made, backward=[made]))
-
-
-def test_what_backward_does_not_read_is_left_alone():
-    g = Graph()
-    made = tag(g.f(aten.exp.default, g.x))
-    assert not check_pass(rematerialize, g.done(made, backward=[g.x]))
+    assert check_pass(rematerialize, joint) is bool(needed)
+    copies = [n for n in joint.graph.nodes if n.name not in names]
+    assert Counter(n.target for n in copies) == Counter(n.target for n in needed)
+    assert all(is_backward(n) and recompute_policy(n) is None for n in copies)
+    assert all(n.next in n.users or n.next in copies for n in copies), "directly before a reader"
+    for node in joint.graph.nodes:
+        assert not is_backward(node) or again.isdisjoint(node.all_input_nodes)
+        assert node.users or node not in needed, "what only backward reads moves there"
 
 
 def test_what_stands_in_backward_already_is_left_alone():
@@ -145,41 +134,12 @@ def test_what_stands_in_backward_already_is_left_alone():
     assert not check_pass(rematerialize, g.done(g.x, backward=[made]))
 
 
-def test_a_random_op_counts_as_saved():
-    g = Graph()
-    noise = tag(g.f(aten.rand_like.default, g.x))
-    scaled = tag(g.f(aten.mul.Tensor, noise, 2))
-    joint = g.done(scaled, backward=[scaled])
-    assert check_pass(rematerialize, joint)
-    assert targets(joint).count(aten.rand_like.default) == 1
-    assert targets(joint).count(aten.mul.Tensor) == 2
-
-
 def test_dropout_and_the_mask_it_gives_are_saved():
     g = Graph()
     dropped = tag(g.f(aten.native_dropout.default, g.x, 0.5, True))
     mask = tag(g.f(operator.getitem, dropped, 1))
     joint = g.done(g.f(operator.getitem, dropped, 0), backward=[mask])
     assert not check_pass(rematerialize, joint)
-
-
-def test_a_getitem_follows_the_op_that_made_the_tuple():
-    g = Graph()
-    parts = tag(g.f(aten.split.Tensor, g.f(aten.exp.default, g.x), 2))
-    first = g.f(operator.getitem, parts, 0)
-    both = g.f(aten.cat.default, [first, first], phase=BACKWARD)
-    joint = g.done(first, backward=[both])
-    assert check_pass(rematerialize, joint)
-    (again,) = copies_of(joint, operator.getitem)
-    assert copies_of(joint, aten.split.Tensor) == [again.args[0]]
-    assert both.args == ([again, again],)
-
-
-def test_a_getitem_that_the_user_keeps_is_kept():
-    g = Graph()
-    parts = tag(g.f(aten.split.Tensor, g.x, 4))
-    first = tag(g.f(operator.getitem, parts, 0), policy=SAVE)
-    assert not check_pass(rematerialize, g.done(first, backward=[first]))
 
 
 def test_a_copy_has_annotations_of_its_own_and_no_tag():
@@ -383,15 +343,3 @@ def test_backward_gathers_in_the_order_in_which_it_reads():
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always"))
     layers = [int(n.split(".")[1]) for n in unshards(joint, BACKWARD) if n.startswith("layers")]
     assert layers == sorted(layers, reverse=True)
-
-
-def test_the_users_tags_on_ordinary_compute_work():
-    joint = captured(nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)), torch.randn(2, 4))
-    for node in joint.graph.nodes:
-        if node.target in (aten.addmm.default, aten.gelu.default) and not is_backward(node):
-            tag(node)
-    before = run(joint)
-    gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", verify_passes=True))
-    assert_same(before, run(joint))
-    assert len(copies_of(joint, aten.gelu.default)) == 1
-    assert c10d.all_gather_into_tensor.default in targets(joint)

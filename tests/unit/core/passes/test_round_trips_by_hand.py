@@ -13,14 +13,11 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from tests.unit.core.passes.test_eliminate_round_trips import communication, fires
-from tests.unit.graphs import Builder, aten, c10d, fake_world
+from tests.unit.graphs import ALL_REDUCE, GATHER, Builder, aten, fake_world
 
 
-def gathered(b, source, ranks=2, group="0"):
-    return b.call(
-        c10d.wait_tensor.default,
-        b.call(c10d.all_gather_into_tensor.default, source, ranks, group),
-    )
+def gathered(b, source):
+    return b.waited(GATHER, source, 2, "0")
 
 
 def cut(b, whole, start, stop, dim=0, group="0"):
@@ -117,7 +114,7 @@ def transposed(b):
 
 
 def reduced(b, x):
-    return b.call(c10d.wait_tensor.default, b.call(c10d.all_reduce.default, x, "sum", "0"))
+    return b.waited(ALL_REDUCE, x, "sum", "0")
 
 
 NEAR_MISSES = {

@@ -1,5 +1,7 @@
 """Which chains are kept and which are gathered again, by policy."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -36,68 +38,45 @@ def tag(joint, policy="default", **settings):
     return found
 
 
-def gathered_again(joint, policy="default", **settings):
-    return {name for name, found in tag(joint, policy, **settings).items() if found is RECOMPUTE}
+def of_policy(found, policy):
+    return {name for name, each in found.items() if each is policy}
 
 
-def test_always_gathers_everything_again_that_backward_reads():
-    assert gathered_again(captured_decoder(), "always") == LAYERS | LAST
-
-
-def test_never_keeps_everything():
-    found = tag(captured_decoder(), "never")
-    assert {name for name, policy in found.items() if policy is SAVE} == LAYERS | LAST
-
-
-def test_default_keeps_the_last_bucket():
-    assert gathered_again(captured_decoder()) == LAYERS
-
-
-def test_default_keeps_a_tied_embedding_with_the_head():
-    found = tag(captured_decoder(tied=True))
-    assert {name for name, policy in found.items() if policy is SAVE} == {
-        "norm.weight",
-        "embedding.weight",
-    }
-
-
-def test_pipeline_parallelism_keeps_everything_under_default_only():
-    assert gathered_again(captured_decoder(), pipeline_parallel=True) == set()
-    assert gathered_again(captured_decoder(), "always", pipeline_parallel=True) == LAYERS | LAST
+@pytest.mark.parametrize(
+    ("decoder", "settings", "saved", "again"),
+    [
+        ({}, {"policy": "always"}, set(), LAYERS | LAST),
+        ({}, {"policy": "never"}, LAYERS | LAST, set()),
+        ({}, {}, LAST, LAYERS),
+        ({"tied": True}, {}, {"norm.weight", "embedding.weight"}, LAYERS),
+        ({"checkpointed": True}, {}, LAST, LAYERS),
+        ({}, {"pipeline_parallel": True}, LAYERS | LAST, set()),
+        ({}, {"policy": "always", "pipeline_parallel": True}, set(), LAYERS | LAST),
+    ],
+)
+def test_what_is_kept_and_what_is_gathered_again(decoder, settings, saved, again):
+    found = tag(captured_decoder(**decoder), **settings)
+    assert of_policy(found, SAVE) == saved and of_policy(found, RECOMPUTE) == again
 
 
 def test_a_model_without_blocks_keeps_the_module_it_reads_last():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.encode = nn.Linear(4, 4)
-            self.decode = nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.decode(torch.relu(self.encode(x)))
-
-    x = torch.randn(2, 4, requires_grad=True)
-    found = tag(captured(Plain(), x))
-    assert found["decode.weight"] is SAVE
+    linear = nn.Linear(4, 4)
+    model = nn.Sequential(OrderedDict(encode=linear, relu=nn.ReLU(), decode=nn.Linear(4, 4)))
+    found = tag(captured(model, torch.randn(2, 4, requires_grad=True)))
     # x is no parameter: backward does not read encode, nor any bias
-    assert {name for name, policy in found.items() if policy is not None} == {"decode.weight"}
+    assert of_policy(found, SAVE) == {"decode.weight"} and not of_policy(found, RECOMPUTE)
 
 
 def test_a_sequential_keeps_its_last_module():
     model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
-    assert gathered_again(captured(model, torch.randn(2, 4))) == {"1.weight", "2.weight"}
-
-
-def test_what_backward_does_not_read_is_left_alone():
-    found = tag(captured_decoder(), "always")
-    assert found["embedding.weight"] is None
+    assert of_policy(tag(captured(model, torch.randn(2, 4))), RECOMPUTE) == {"1.weight", "2.weight"}
 
 
 def test_a_frozen_parameter_is_gathered_again_where_backward_reads_it():
     model = Decoder()
     model.layers["1"].up.weight.requires_grad_(False)
     joint = captured(model, torch.zeros(2, 3, dtype=torch.int64))
-    assert "layers.1.up.weight" in gathered_again(joint)
+    assert "layers.1.up.weight" in of_policy(tag(joint), RECOMPUTE)
 
 
 def test_the_whole_chain_is_tagged_with_casts_padding_and_transposes():
@@ -133,7 +112,7 @@ def test_a_preference_is_overwritten(preference):
     for chain in unshard_chains(joint):
         for node in chain.nodes:
             set_recompute_policy(node, preference, ac_graph_id=7)
-    assert gathered_again(joint) == LAYERS
+    assert of_policy(tag(joint), RECOMPUTE) == LAYERS
 
 
 def test_tags_have_a_checkpoint_region_of_their_own():
@@ -141,15 +120,6 @@ def test_tags_have_a_checkpoint_region_of_their_own():
     tag(joint)
     ids = {n.meta["ac_graph_id"] for n in joint.graph.nodes if recompute_policy(n) is not None}
     assert ids == {FSDP_AC_GRAPH_ID} and min(ids) > 2**32
-
-
-def test_checkpointing_changes_no_decision():
-    assert gathered_again(captured_decoder(checkpointed=True)) == LAYERS
-
-
-def test_a_graph_without_fsdp_is_left_alone():
-    joint = gt.capture(nn.Linear(4, 4), lambda m, x: m(x).sum(), [torch.randn(2, 4)])
-    assert not check_pass(tag_fsdp_unshards, joint)
 
 
 def test_an_unknown_policy_names_the_nearest():

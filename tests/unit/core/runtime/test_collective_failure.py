@@ -1,12 +1,7 @@
 """A collective that fails is named by its node, and the ranks that wait find out who does not."""
 
-from __future__ import annotations
-
-import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -25,9 +20,8 @@ from graph_trainer.core.runtime.collective_failure import (
     published_failure,
     report,
 )
-from graph_trainer.core.runtime.step import Step
 from graph_trainer.errors import CollectiveError
-from tests.unit.fake_ranks import become
+from tests.unit.fake_ranks import become, in_threads
 
 TIMED_OUT = (
     "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5ms for recv "
@@ -39,11 +33,11 @@ LOST = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection
 class Fails(TorchDispatchMode):
     """The n-th call of an op raises what gloo does."""
 
-    def __init__(self, op: str, nth: int, message: str) -> None:
+    def __init__(self, op, nth, message):
         super().__init__()
         self.op, self.left, self.message = op, nth, message
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func.name() == f"_c10d_functional::{self.op}":
             self.left -= 1
             if self.left == 0:
@@ -51,7 +45,7 @@ class Fails(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def a_step() -> tuple[Step, nn.Module, torch.Tensor]:
+def a_step():
     become(0, 2)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
@@ -63,7 +57,7 @@ def a_step() -> tuple[Step, nn.Module, torch.Tensor]:
 
 
 @pytest.mark.parametrize("op", ["wait_tensor", "all_gather_into_tensor"])
-def test_every_collective_is_named_where_it_fails(op: str) -> None:
+def test_every_collective_is_named_where_it_fails(op):
     step, model, x = a_step()
     issued = collectives(step.joint)
     if op != "wait_tensor":
@@ -80,8 +74,8 @@ def test_every_collective_is_named_where_it_fails(op: str) -> None:
         step(model, x)
 
 
-def test_a_collective_of_the_loop_is_named_by_the_function_that_called_it() -> None:
-    def clip_the_gradients() -> None:
+def test_a_collective_of_the_loop_is_named_by_the_function_that_called_it():
+    def clip_the_gradients():
         raise RuntimeError(TIMED_OUT)
 
     with pytest.raises(RuntimeError) as caught:
@@ -92,32 +86,22 @@ def test_a_collective_of_the_loop_is_named_by_the_function_that_called_it() -> N
     assert failed_outside_graph(RuntimeError("The size of tensor a must match")) is None
 
 
-def ranks_ask(
-    monkeypatch: pytest.MonkeyPatch, *failures: tuple[str, str] | None, grace: float = 0.5
-) -> list[str | None]:
+def ranks_ask(monkeypatch, *failures, grace=0.5):
     """What each rank hears; None stands for a rank that does not come."""
     monkeypatch.setattr(collective_failure, "GRACE", grace)
     monkeypatch.setattr(collective_failure, "_LOST", 0.3)
-    store: Any = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
-    heard: list[str | None] = [None] * len(failures)
+    store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
 
-    def ask(rank: int, place: str, reason: str) -> None:
-        own = dist.TCPStore("localhost", store.port, is_master=False)
-        heard[rank] = find_missing_ranks(CollectiveError(place, reason), own, rank, len(failures))
+    def ask(rank):
+        if failures[rank] is None:
+            return None
+        client = dist.TCPStore("localhost", store.port, is_master=False)
+        return find_missing_ranks(CollectiveError(*failures[rank]), client, rank, len(failures))
 
-    threads = [
-        threading.Thread(target=ask, args=(rank, *failure))
-        for rank, failure in enumerate(failures)
-        if failure is not None
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    return heard
+    return in_threads(len(failures), ask)
 
 
-def test_the_ranks_that_wait_all_hear_who_did_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ranks_that_wait_all_hear_who_did_not_come(monkeypatch):
     """Rank 1 stalls; rank 2 loses its connection to rank 0, which ran out of time first."""
     here = ("the gather of w", TIMED_OUT)
     first, silent, second, third = ranks_ask(
@@ -129,7 +113,7 @@ def test_the_ranks_that_wait_all_hear_who_did_not_come(monkeypatch: pytest.Monke
     )
 
 
-def test_where_all_wait_their_programs_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_all_wait_their_programs_differ(monkeypatch):
     start = time.monotonic()
     heard = ranks_ask(monkeypatch, ("a", TIMED_OUT), ("b", TIMED_OUT), grace=15)
     assert heard[0] == heard[1] == report({0: "a", 1: "b"}, 2)
@@ -137,19 +121,18 @@ def test_where_all_wait_their_programs_differ(monkeypatch: pytest.MonkeyPatch) -
     assert time.monotonic() - start < 10, "nobody is missing, so nobody is waited for"
 
 
-def test_without_a_time_out_nobody_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_time_out_nobody_is_waited_for(monkeypatch):
     (heard, _) = ranks_ask(monkeypatch, ("a", LOST), None)
     assert heard is not None and "another one has ended" in heard
 
 
 @pytest.mark.parametrize(("count", "expected"), [(33, "and 1 more"), (32, "31, from which")])
-def test_many_missing_ranks_are_counted(count: int, expected: str) -> None:
+def test_many_missing_ranks_are_counted(count, expected):
     assert expected in report({}, count)
 
 
-def test_a_failure_is_told_through_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    store: Callable[[], Any] = dist.HashStore
-    dist.init_process_group("gloo", store=store(), rank=0, world_size=1)
+def test_a_failure_is_told_through_the_store(monkeypatch):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert published_failure() == ""
     publish_failure("could not capture the step again, CaptureError: why")
     assert published_failure() == "rank 0 could not capture the step again, CaptureError: why"

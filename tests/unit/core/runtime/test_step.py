@@ -1,10 +1,7 @@
 """gt.compile: what the step frees, what it refuses, and that nothing but plain ops runs in it."""
 
-from __future__ import annotations
-
-import gc
+import copy
 import weakref
-from typing import Any
 
 import pytest
 import torch
@@ -16,15 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.runtime.backends.eager import compile_graph
 from graph_trainer.core.runtime.step import Step
+from tests.unit.core.capture.steps import allocated_during, batch, check_step, eager, squares
 from tests.unit.fake_ranks import become
 
-Batch = tuple[torch.Tensor, torch.Tensor]
 
-
-def net(width: int = 8) -> nn.Module:
+def net(width=8):
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Linear(4, width),
@@ -35,16 +30,7 @@ def net(width: int = 8) -> nn.Module:
     )
 
 
-def squares(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(x), y)
-
-
-def batch(rows: int = 3) -> Batch:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 1, generator=generator)
-
-
-def captured(model: nn.Module, args: Batch, *, backward: bool = True) -> JointGraph:
+def captured(model, args, *, backward=True):
     joint = gt.capture(model, squares, args, backward=backward)
     gt.run_passes(joint)
     return joint
@@ -53,12 +39,12 @@ def captured(model: nn.Module, args: Batch, *, backward: bool = True) -> JointGr
 class Ops(TorchDispatchMode):
     """Every op that runs, and the types of its tensors."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.ops: list[Any] = []
-        self.tensors: set[type] = set()
+        self.ops = []
+        self.tensors = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.ops.append(func)
         result = func(*args, **(kwargs or {}))
         flat = torch.utils._pytree.tree_leaves((args, kwargs, result))
@@ -69,27 +55,8 @@ class Ops(TorchDispatchMode):
 # --- the eager backend --------------------------------------------------------------------------
 
 
-def measured_peak(run: Any, values: list[torch.Tensor]) -> int:
-    """The most bytes above what was allocated before, by the events of the profiler."""
-    gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        outputs = run(values)
-    del outputs
-    events = sorted(
-        (e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    )
-    peak = current = 0
-    for event in events:
-        current += event.nbytes()
-        peak = max(peak, current)
-    return peak
-
-
 @pytest.mark.parametrize("backward", [True, False])
-def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
+def test_every_intermediate_is_freed_at_its_last_use(backward):
     """What really is allocated is what the order of nodes says, to a few percent."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6)))
     model.append(nn.Linear(64, 1)).insert(0, nn.Linear(4, 64))
@@ -99,7 +66,7 @@ def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
     run = compile_graph(joint)
     values = [t.detach() for t in (*model.parameters(), *args)]
     run(list(values))  # caches of kernels
-    found = measured_peak(run, list(values))
+    found = allocated_during(lambda: run(list(values)))
     kept = sum(
         t.numel() * 4 for n in joint.graph.nodes if isinstance(t := n.meta.get("val"), torch.Tensor)
     )
@@ -107,7 +74,7 @@ def test_every_intermediate_is_freed_at_its_last_use(backward: bool) -> None:
     assert found == pytest.approx(predicted, rel=0.03)
 
 
-def test_inputs_are_boxed() -> None:
+def test_inputs_are_boxed():
     """The caller gives its tensors away: what only the step holds is freed inside it."""
     become(0, 1)
     model, args = net(), batch()
@@ -115,10 +82,10 @@ def test_inputs_are_boxed() -> None:
     run = compile_graph(joint)
     values = [t.detach().clone() for t in (*model.parameters(), *args)]
     watched = weakref.ref(values[-1])
-    alive: list[bool] = []
+    alive = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             result = func(*args, **(kwargs or {}))
             alive.append(watched() is not None)
             return result
@@ -129,7 +96,7 @@ def test_inputs_are_boxed() -> None:
     assert alive[0] and not alive[-1]
 
 
-def test_compiling_leaves_the_joint_graph_as_it_was() -> None:
+def test_compiling_leaves_the_joint_graph_as_it_was():
     model, args = net(), batch()
     joint = captured(model, args)
     code, module = joint.graph_module.code, joint.graph_module
@@ -142,16 +109,16 @@ def test_compiling_leaves_the_joint_graph_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_no_subclass_and_no_autograd_inside(sharded: bool) -> None:
+def test_no_subclass_and_no_autograd_inside(sharded):
     model, args = net(), batch()
     if sharded:
         become(1, 3)
         gt.simple_fsdp(model, init_device_mesh("cpu", (3,)))
     joint = captured(model, args)
     run = compile_graph(joint)
-    given: list[torch.Tensor] = []
+    given = []
 
-    def recording(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def recording(values):
         given.extend(values)
         return run(values)
 
@@ -180,28 +147,29 @@ def test_no_subclass_and_no_autograd_inside(sharded: bool) -> None:
     )
 
 
-def test_autocast_does_not_cast_a_second_time() -> None:
+def test_autocast_does_not_cast_a_second_time():
     model, args = net(), batch()
 
-    def loss(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    def loss(model, x, y):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             result = model(x)
         # a product in float32 of what bfloat16 cannot hold
         return F.mse_loss((result.float() + 0.1234567) @ torch.ones(1, 1), y)
 
     step = gt.compile(gt.capture(model, loss, args))
-    expected, gradients = step(model, *args)
-    assert torch.equal(expected, loss(model, *args))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        again, gradients_again = step(model, *args)
-    assert torch.equal(again, expected)
-    assert all(torch.equal(gradients[n], gradients_again[n]) for n in gradients)
+    for enabled in (False, True):
+
+        def under_autocast(*call, enabled=enabled):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                return step(*call)
+
+        check_step(under_autocast, model, loss, *args)
 
 
 # --- the model that is passed -------------------------------------------------------------------
 
 
-def test_another_model_of_the_same_layout_and_replaced_modules() -> None:
+def test_another_model_of_the_same_layout_and_replaced_modules():
     model, args = net(), batch()
     step = gt.compile(captured(model, args))
     step(model, *args)
@@ -219,7 +187,7 @@ def test_another_model_of_the_same_layout_and_replaced_modules() -> None:
     assert torch.equal(step(model, *args)[0], loss), "and without it again"
 
 
-def test_a_model_that_no_longer_fits_is_refused_by_name() -> None:
+def test_a_model_that_no_longer_fits_is_refused_by_name():
     become(0, 2)
     args = batch()
     step = gt.compile(captured(net(), args))
@@ -236,15 +204,15 @@ def test_a_model_that_no_longer_fits_is_refused_by_name() -> None:
             step(model, *args)
 
 
-def test_parameters_that_are_no_longer_tied_are_refused() -> None:
+def test_parameters_that_are_no_longer_tied_are_refused():
     class Tied(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.a = nn.Linear(4, 4)
             self.b = nn.Linear(4, 4)
             self.b.weight = self.a.weight
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x):
             return self.b(self.a(x)).sum(1, keepdim=True)
 
     model, args = Tied(), batch()
@@ -258,49 +226,44 @@ def test_parameters_that_are_no_longer_tied_are_refused() -> None:
 # --- backends -----------------------------------------------------------------------------------
 
 
-def test_an_unknown_backend_names_the_nearest() -> None:
+def test_an_unknown_backend_names_the_nearest():
     joint = captured(net(), batch())
     with pytest.raises(gt.ConfigError, match="'inductr'; did you mean 'inductor'"):
         gt.compile(joint, backend="inductr")
 
 
-def test_an_invalid_graph_is_refused() -> None:
+def test_an_invalid_graph_is_refused():
     joint = captured(net(), batch())
     output = joint.graph.output_node()
-    output.args = (output.args[0][:-1],)  # type: ignore[index]
+    output.args = (output.args[0][:-1],)
     with pytest.raises(gt.VerificationError):
         gt.compile(joint)
 
 
-def test_inductor_on_one_process() -> None:
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x)).sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_inductor_on_one_process(backward):
     """Buffers, gradients and loss within float32 rounding of reordered sums."""
-
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.norm(self.linear(x)).sum(1, keepdim=True)
-
     model, args = Normed(), batch(16)
-    joint = captured(model, args)
+    joint = captured(model, args, backward=backward)
     code = joint.graph_module.code
     step = gt.compile(joint, backend="inductor")
     joint.graph_module.recompile()
     assert joint.graph_module.code == code, "compiling leaves the joint graph as it was"
-    before = {n: b.clone() for n, b in model.named_buffers()}
+    other = copy.deepcopy(model)
     loss, gradients = step(model, *args)
-    found = {n: b.clone() for n, b in model.named_buffers()}
-    for name, buffer in model.named_buffers():
-        buffer.copy_(before[name])
-    expected = squares(model, *args)
-    expected.backward()
+    expected, expected_gradients = eager(other, squares, *args, backward=backward)
     assert not loss.requires_grad
     torch.testing.assert_close(loss, expected)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-4)
-    assert any(not torch.equal(found[n], before[n]) for n in before)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(found[name], buffer)
+    torch.testing.assert_close(gradients, expected_gradients, atol=1e-5, rtol=1e-4)
+    assert model.norm.num_batches_tracked == 1
+    torch.testing.assert_close(dict(model.named_buffers()), dict(other.named_buffers()))

@@ -1,9 +1,5 @@
 """One seed gives one model, whatever the mesh."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import nn
@@ -22,7 +18,7 @@ from tests.unit.fake_ranks import become
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.up = nn.Linear(4, 9)
         self.down = nn.Linear(9, 5)
@@ -30,7 +26,7 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.zeros(()))
         self.register_buffer("noise", torch.zeros(3))
 
-    def reset(self) -> None:
+    def reset(self):
         # trunc_normal_ asks all ranks whether to draw again: see the integration tests
         nn.init.normal_(self.up.weight, std=0.5)
         nn.init.uniform_(self.up.bias, -1, 1)
@@ -44,7 +40,7 @@ class Net(nn.Module):
             self.up.weight.add_(0.1 * torch.randn_like(self.up.weight))
 
 
-def one_rank() -> dict[str, torch.Tensor]:
+def one_rank():
     torch.manual_seed(5)
     model = Net()
     torch.manual_seed(5)
@@ -52,15 +48,15 @@ def one_rank() -> dict[str, torch.Tensor]:
     return {n: t.detach() for n, t in model.state_dict().items()}
 
 
-def fully_shard(ranks: int) -> Callable[[nn.Module], None]:
+def fully_shard(ranks):
     return lambda m: gt.simple_fsdp(m, init_device_mesh("cpu", (ranks,)))
 
 
-def hybrid(model: nn.Module) -> None:
+def hybrid(model):
     gt.simple_fsdp(model, init_device_mesh("cpu", (2, 2)), "hybrid_shard")
 
 
-def tensor_parallel(model: nn.Module) -> None:
+def tensor_parallel(model):
     both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     parallelize_module(model, both["tp"], plan)
@@ -79,9 +75,7 @@ def tensor_parallel(model: nn.Module) -> None:
     ],
     ids=["1", "3", "8", "2x2 hybrid", "2x2 with tensor parallelism"],
 )
-def test_shards_are_those_of_one_rank(
-    ranks: int, shard: Callable[[nn.Module], None], on_meta: bool
-) -> None:
+def test_shards_are_those_of_one_rank(ranks, shard, on_meta):
     """shard_of cuts the one-rank model; test_simple_fsdp holds it to assemble the whole."""
     whole = one_rank()
     for rank in range(ranks):
@@ -107,7 +101,7 @@ def test_shards_are_those_of_one_rank(
         assert torch.equal(torch.get_rng_state(), after), "every rank drew everything"
 
 
-def test_random_tensors_like_a_parameter_leave_it_alone() -> None:
+def test_random_tensors_like_a_parameter_leave_it_alone():
     become(1, 2)
     model = gt.simple_fsdp(nn.Linear(4, 6), init_device_mesh("cpu", (2,)))
     weight = model._parameters["weight"]
@@ -122,7 +116,7 @@ def test_random_tensors_like_a_parameter_leave_it_alone() -> None:
     assert torch.equal(noise.to_local(), torch.rand(6, 4)[3:])
 
 
-def test_ops_that_cannot_be_the_same_on_every_mesh_are_refused() -> None:
+def test_ops_that_cannot_be_the_same_on_every_mesh_are_refused():
     become(0, 2)
     model = gt.simple_fsdp(nn.Linear(4, 6), init_device_mesh("cpu", (2,)))
     weight = model._parameters["weight"]
@@ -133,7 +127,7 @@ def test_ops_that_cannot_be_the_same_on_every_mesh_are_refused() -> None:
             weight.bernoulli_(weight)
 
 
-def test_plain_tensors_are_none_of_its_business() -> None:
+def test_plain_tensors_are_none_of_its_business():
     torch.manual_seed(1)
     expected = torch.randn(3), torch.rand(2)
     torch.manual_seed(1)

@@ -1,14 +1,8 @@
 """Hardware in round numbers, and random graphs to play on it."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from hypothesis import strategies as st
-from torch import fx
 
 from graph_trainer.core.graph.annotations import Phase
-from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.hardware import Hardware
 from tests.unit.graphs import Builder, aten, c10d
 
@@ -16,9 +10,9 @@ GROUPS = {"a": (0, 1), "b": (0, 2)}
 """The process groups of random graphs, by name."""
 
 
-def machine(**changes: Any) -> Hardware:
+def machine(**changes):
     """A machine on which everything takes a round number of seconds, and no launch any."""
-    values: dict[str, Any] = {
+    values = {
         "name": "round",
         "device": "cuda",
         "memory_gib": 1.0,
@@ -44,7 +38,7 @@ def machine(**changes: Any) -> Hardware:
     return Hardware(**(values | changes))
 
 
-def same_seconds(seconds: float, **changes: Any) -> Hardware:
+def same_seconds(seconds, **changes):
     """A machine on which every collective takes `seconds`."""
     return machine(
         collective_seconds=seconds,
@@ -67,11 +61,11 @@ steps = st.lists(
 """What `random_graph` makes nodes of."""
 
 
-def random_graph(program: list[tuple[str, int, int, Phase]]) -> JointGraph:
+def random_graph(program):
     """Elementwise ops, views, matmuls and collectives that are waited for sooner or later."""
     b = Builder()
     values = [b.input("x", 4, 4), b.input("y", 4, 4)]
-    under_way: list[fx.Node] = []
+    under_way = []
     for op, one, two, phase in program:
         x, y = values[one % len(values)], values[two % len(values)]
         if op == "start":

@@ -1,7 +1,5 @@
 """What the caching allocator takes: at least what is alive, gaps included, pools apart."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from hypothesis import given

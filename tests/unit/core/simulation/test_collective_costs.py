@@ -1,7 +1,5 @@
 """Seconds of collectives: properties on any machine, and figures on given ones."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

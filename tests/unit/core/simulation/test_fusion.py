@@ -1,7 +1,5 @@
 """Which nodes become one kernel."""
 
-from __future__ import annotations
-
 import graphlib
 
 import torch

@@ -1,7 +1,5 @@
 """FLOPs, bytes and seconds of nodes."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 
@@ -31,19 +29,15 @@ def attention(query_rows, *, causal, heads=2, rows=16, size=8):
     return b, node
 
 
-def test_a_matmul_takes_two_flops_a_product():
+@pytest.mark.parametrize(
+    ("op", "left", "right", "batch"),
+    [(aten.mm.default, (3, 5), (5, 7), 1), (aten.bmm.default, (4, 3, 5), (4, 5, 7), 4)],
+)
+def test_a_matmul_takes_two_flops_a_product(op, left, right, batch):
     b = Builder()
-    x, w = b.input("x", 3, 5), b.input("w", 5, 7)
-    node = b.call(aten.mm.default, x, w)
-    found = cost_of(b, node)
-    assert (found.kind, found.flops) == (Kind.MATMUL, 2 * 3 * 5 * 7)
-    assert found.bytes == FLOAT * (3 * 5 + 5 * 7 + 3 * 7)
-
-
-def test_a_batch_of_matmuls_takes_them_all():
-    b = Builder()
-    node = b.call(aten.bmm.default, b.input("x", 4, 3, 5), b.input("w", 4, 5, 7))
-    assert cost_of(b, node).flops == 4 * 2 * 3 * 5 * 7
+    found = cost_of(b, b.call(op, b.input("x", *left), b.input("w", *right)))
+    assert (found.kind, found.flops) == (Kind.MATMUL, batch * 2 * 3 * 5 * 7)
+    assert found.bytes == FLOAT * batch * (3 * 5 + 5 * 7 + 3 * 7)
 
 
 def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_bytes():
@@ -58,27 +52,25 @@ def test_a_large_matmul_is_bound_by_flops_and_a_thin_one_by_bytes():
         assert found.seconds == max(times.values()) == times[bound]
 
 
+def matmul_seconds(hardware, rows=1024, dtype=torch.float32):
+    b = Builder()
+    x, w = b.input("x", rows, 512, dtype=dtype), b.input("w", 512, 512, dtype=dtype)
+    return cost_of(b, b.call(aten.mm.default, x, w), hardware).seconds
+
+
 def test_a_capped_clock_slows_matmuls_and_not_memory():
     full, capped = (
         machine(power_limit_watts=limit, memory_bytes_per_second=1e8) for limit in (100, 50)
     )
     assert capped.clock < full.clock
-    for shape, slower in (((1024, 512), 1 / capped.clock), ((1, 512), 1.0)):
-        seconds = []
-        for hardware in (capped, full):
-            b = Builder()
-            node = b.call(aten.mm.default, b.input("x", *shape), b.input("w", 512, 512))
-            seconds.append(cost_of(b, node, hardware).seconds)
-        assert seconds[0] / seconds[1] == pytest.approx(slower)
+    for rows, slower in ((1024, 1 / capped.clock), (1, 1.0)):
+        ratio = matmul_seconds(capped, rows) / matmul_seconds(full, rows)
+        assert ratio == pytest.approx(slower)
 
 
 def test_the_peak_is_that_of_the_dtype():
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        b = Builder()
-        x, w = b.input("x", 512, 512, dtype=dtype), b.input("w", 512, 512, dtype=dtype)
-        seconds[dtype] = cost_of(b, b.call(aten.mm.default, x, w)).seconds
-    assert seconds[torch.float32] == pytest.approx(4 * seconds[torch.bfloat16])
+    single, half = (matmul_seconds(machine(), dtype=d) for d in (torch.float32, torch.bfloat16))
+    assert single == pytest.approx(4 * half)
 
 
 def test_causal_attention_computes_half():

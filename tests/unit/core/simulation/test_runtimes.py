@@ -1,13 +1,8 @@
 """How plain torchtitan differs from the joint graph, one cause at a time."""
 
-from __future__ import annotations
-
 import pytest
 
-from graph_trainer.core.graph.annotations import (
-    layer_of,
-    module_of,
-)
+from graph_trainer.core.graph.annotations import layer_of, module_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate
@@ -59,3 +54,5 @@ def test_copies_take_time_on_both_streams_and_only_in_torchtitan():
 def test_what_a_gpu_needs_is_no_less_than_what_is_alive(runtime):
     simulation = simulate(captured_decoder(layers=2), H100, OtherMemory(64), runtime)
     assert simulation.reserved_bytes() >= simulation.memory.peak_bytes
+    on_cpu = simulate(captured_decoder(layers=2), load_hardware("cpu"), OtherMemory(64), runtime)
+    assert on_cpu.reserved_bytes() == on_cpu.memory.peak_bytes

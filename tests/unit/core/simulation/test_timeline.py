@@ -1,8 +1,5 @@
 """A step simulated on streams."""
 
-from __future__ import annotations
-
-import itertools
 from collections import defaultdict
 
 import pytest
@@ -53,55 +50,37 @@ class Steps(Builder):
 A, B = (describe_ranks(GROUPS[name]) for name in "ab")
 
 
-def test_hidden_communication_costs_nothing():
-    b = Steps()
-    started = b.start()
-    for _ in range(3):
-        b.compute()
-    b.wait(started)
-    b.compute()
-    found = b.played(collective_seconds=3.0)
-    assert found.step_seconds == found.busy[COMPUTE] == 4.0
-    assert found.busy[A] == 3.0 and found.exposed == [] and found.exposed_seconds() == {}
+# In a program "c" computes, "v" is a view, "a" and "b" start a collective on that group, and a
+# number waits for the node at that place. Of each exposed wait: its place, that of the node that
+# it delays, and the seconds.
+PROGRAMS = {
+    "hidden": ("a c c c 0 c", 3.0, 4.0, []),
+    "a wait blocks": ("c a c 1 c", 2.5, 4.5, [(3, 4, 1.5)]),
+    "nothing to delay": ("a 0", 2.0, 2.0, [(1, None, 2.0)]),
+    "waits in a row delay one node": ("a a 0 1 v c", 2.0, 5.0, [(2, 5, 2.0), (3, 5, 2.0)]),
+    "one stream a group": ("a a 0 1", 2.0, 4.0, [(2, None, 2.0), (3, None, 2.0)]),
+    "groups overlap": ("a b 0 1", 2.0, 2.0, [(2, None, 2.0)]),
+    "never waited for": ("a c", 5.0, 5.0, []),
+    "waited for twice": ("a 0 0", 2.0, 2.0, [(1, None, 2.0)]),
+}
 
 
-def test_a_wait_blocks_until_its_collective_is_done():
-    b = Steps()
-    b.compute()
-    started = b.start(role=Role.UNSHARD, parameter="w")
-    b.compute()
-    wait = b.wait(started)
-    delayed = b.compute()
-    found = b.played(collective_seconds=2.5)
-    (exposed,) = found.exposed
-    assert (exposed.wait, exposed.delayed, exposed.seconds) == (wait, delayed, 1.5)
-    assert exposed.collective.node is started
-    assert found.exposed_seconds() == {Traffic.UNSHARD: 1.5}
-    assert found.step_seconds == 4.5 == found.busy[COMPUTE] + 1.5
-    starts = {event.node: event.start for event in found.events}
-    assert starts[started] == 1.0 and starts[delayed] == 3.5
-
-
-def test_a_wait_at_the_end_delays_no_node():
-    b = Steps()
-    wait = b.wait(b.start())
-    found = b.played(collective_seconds=2.0)
-    (exposed,) = found.exposed
-    assert (exposed.wait, exposed.delayed, exposed.seconds) == (wait, None, 2.0)
-    assert found.step_seconds == 2.0
-
-
-def test_waits_in_a_row_delay_the_same_node():
-    b = Steps()
-    started = [b.start(), b.start()]
-    waits = [b.wait(s) for s in started]
-    b.call(aten.t.default, waits[0])  # a view does not compute
-    delayed = b.compute(waits[1])
-    found = b.played(collective_seconds=2.0)
-    assert [(e.wait, e.delayed, e.seconds) for e in found.exposed] == [
-        (waits[0], delayed, 2.0),
-        (waits[1], delayed, 2.0),
-    ]
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_program_takes_and_where_it_waits(name):
+    program, collective_seconds, step_seconds, exposed = PROGRAMS[name]
+    b, nodes, program = Steps(), [], program.split()
+    for step in program:
+        if step.isdigit():
+            nodes.append(b.wait(nodes[int(step)]))
+        elif step in "ab":
+            nodes.append(b.start(step))
+        else:
+            nodes.append(b.compute() if step == "c" else b.call(aten.t.default, b.x))
+    found = b.played(collective_seconds=collective_seconds)
+    assert found.step_seconds == step_seconds
+    place = {None: None} | {node: i for i, node in enumerate(nodes)}
+    assert [(place[e.wait], place[e.delayed], e.seconds) for e in found.exposed] == exposed
+    assert all(place[e.collective.node] == int(program[place[e.wait]]) for e in found.exposed)
 
 
 def test_a_wait_does_not_delay_the_copies_of_its_bucket():
@@ -111,33 +90,7 @@ def test_a_wait_does_not_delay_the_copies_of_its_bucket():
     delayed = b.compute()
     found = b.played(collective_seconds=2.0)
     assert [(e.wait, e.delayed, e.seconds) for e in found.exposed] == [(wait, delayed, 2.0)]
-    assert found.step_seconds == 4.0
-
-
-def test_a_group_has_one_stream_and_groups_overlap():
-    seconds = {}
-    for groups in ("aa", "ab"):
-        b = Steps()
-        for started in [b.start(group) for group in groups]:
-            b.wait(started)
-        seconds[groups] = b.played(collective_seconds=2.0).step_seconds
-    assert seconds == {"aa": 4.0, "ab": 2.0}
-
-
-def test_a_collective_without_a_wait_ends_before_the_step():
-    b = Steps()
-    b.start()
-    b.compute()
-    found = b.played(collective_seconds=5.0)
-    assert found.step_seconds == 5.0 and found.exposed == []
-
-
-def test_a_second_wait_for_the_same_is_free():
-    b = Steps()
-    started = b.start()
-    b.wait(started)
-    b.wait(started)
-    assert [e.seconds for e in b.played(collective_seconds=2.0).exposed] == [2.0]
+    assert found.step_seconds == 4.0 and found.exposed_seconds() == {Traffic.UNSHARD: 2.0}
 
 
 def test_communication_uses_a_part_of_the_device():
@@ -195,9 +148,11 @@ def test_of_every_step(program):
     for event in timeline.events:
         streams[event.stream].append(event)
     for name, events in streams.items():
-        for before, after in itertools.pairwise(events):  # in order, one at a time
-            assert after.start >= before.start + before.seconds - 1e-12
-            assert place[before.node] < place[after.node]
+        end = 0.0  # in order, one at a time, each as soon as it can
+        for event in events:
+            assert event.start == pytest.approx(max(end, timeline.starts[place[event.node]]))
+            end = event.start + event.seconds
+        assert [e.node for e in events] == [n for n in nodes if n in {e.node for e in events}]
         assert timeline.busy[name] == pytest.approx(sum(e.seconds for e in events))
         assert events[-1].start + events[-1].seconds <= timeline.step_seconds + 1e-12
 

@@ -1,307 +1,293 @@
-"""Every kind of bad input: what is given, and the key, value and remedy that its error names."""
+"""Every kind of bad input: what is given, and what its error says of it."""
 
-from tests.unit.titan.config.bad_values import VALUES, Bad
+from typing import NamedTuple
 
-IN_FILES = {
-    "unknown key": Bad(
-        "[training]\nstepz = 3", "training.stepz", "= 3", "Did you mean training.steps?"
+
+class Bad(NamedTuple):
+    """One mistake in a file or on a command line."""
+
+    said: str
+    """The key and its value, as the message names them."""
+    remedy: str
+    """What the message says to do."""
+    given: str | list[str] = ""
+    """The text of a file after its line `base`, or the flags; by default those that `said` is."""
+
+    @property
+    def text(self) -> str:
+        """What the file holds."""
+        key, _, value = self.said.partition(" = ")
+        section, _, name = key.rpartition(".")
+        heading = f"[{section}]\n" if section else ""
+        return self.given or f"{heading}{name} = {value}"
+
+    @property
+    def flags(self) -> list[str]:
+        """The words of the command line."""
+        return self.given or self.said.split(" ", 1)
+
+
+KEYS_AND_TYPES = (
+    Bad("training.stepz = 3", "Did you mean training.steps?"),
+    Bad("trainning = { steps = 3 }", "Did you mean training?"),
+    Bad("steps = 3", "Did you mean training.steps"),
+    Bad("metrics.seq_len = 3", "Did you mean training.seq_len?"),
+    Bad('training.steps = "ten"', "Write training.steps = 1"),
+    Bad("training.steps = true", "Write training.steps = 1"),
+    Bad("training.steps = 1.5", "Write training.steps = 1"),
+    Bad("metrics.enable_tensorboard = 1", "Write metrics.enable_tensorboard = true"),
+    Bad('compile.passes = "default"', "Write compile.passes = [...]"),
+    Bad("compile.passes[0] = 1", 'Write compile.passes = ["text"]', "[compile]\npasses = [1]"),
+    Bad("training = 3", "under a [training] heading"),
+    Bad("training = [{ steps = 3 }]", "under a [training] heading"),
+    Bad(
+        'parallelism.fsdp_reshard_after_forward = "allways"',
+        'Did you mean always? Write "default", "always" or "never"',
     ),
-    "unknown section": Bad(
-        "[trainning]\nsteps = 3", "trainning", "{ steps = 3 }", "Did you mean training?"
-    ),
-    "key without its section": Bad("steps = 3", "steps", "= 3", "Did you mean training.steps"),
-    "key in the wrong section": Bad(
-        "[metrics]\nseq_len = 3", "metrics.seq_len", "= 3", "Did you mean training.seq_len?"
-    ),
-    "string for an integer": Bad(
-        '[training]\nsteps = "ten"', "training.steps", '"ten"', "Write training.steps = 1"
-    ),
-    "boolean for an integer": Bad(
-        "[training]\nsteps = true", "training.steps", "true", "Write training.steps = 1"
-    ),
-    "float for an integer": Bad(
-        "[training]\nsteps = 1.5", "training.steps", "1.5", "Write training.steps = 1"
-    ),
-    "integer for a boolean": Bad(
-        "[metrics]\nenable_tensorboard = 1",
-        "metrics.enable_tensorboard",
-        "= 1",
-        "Write metrics.enable_tensorboard = true",
-    ),
-    "integer too large for a float": Bad(
-        f"[lr_scheduler]\nmin_lr_factor = {10**400}",
-        "lr_scheduler.min_lr_factor",
-        "1000",
-        "Write lr_scheduler.min_lr_factor = 0.5",
-    ),
-    "string for a list": Bad(
-        '[compile]\npasses = "default"',
-        "compile.passes",
-        '"default"',
-        "Write compile.passes = [...]",
-    ),
-    "integer in a list of strings": Bad(
-        "[compile]\npasses = [1]", "compile.passes[0]", "= 1", 'Write compile.passes = "text"'
-    ),
-    "value for a section": Bad("training = 3", "training", "= 3", "under a [training] heading"),
-    "list for a section": Bad(
-        "[[training]]\nsteps = 3", "training", "[{ steps = 3 }]", "under a [training] heading"
-    ),
-    "unknown policy": Bad(
-        '[parallelism]\nfsdp_reshard_after_forward = "allways"',
-        "parallelism.fsdp_reshard_after_forward",
-        '"allways"',
-        'Write "default", "always" or "never"',
-    ),
-    "unknown mode": Bad(
-        '[compile]\nmode = "jit"', "compile.mode", '"jit"', 'Write "aot_fx_trace" or "eager"'
-    ),
-    "unknown backend": Bad(
-        '[compile]\nbackend = "inducter"', "compile.backend", '"inducter"', "Did you mean inductor?"
-    ),
-    "unknown pass": Bad(
-        '[compile]\npasses = ["default", "rematerialise"]',
-        "compile.passes",
-        '"rematerialise"',
+    Bad('compile.mode = "jit"', 'Write "aot_fx_trace" or "eager"'),
+    Bad('compile.backend = "inducter"', "Did you mean inductor?"),
+    Bad(
+        'compile.passes = ["default", "rematerialise"]: "rematerialise" is not a pass',
         "Did you mean rematerialize? Known passes: ",
+        '[compile]\npasses = ["default", "rematerialise"]',
     ),
-    "unknown disabled pass": Bad(
-        '[compile]\ndisable_passes = ["dedup_unshards"]',
-        "compile.disable_passes",
-        '"dedup_unshards"',
-        "Did you mean deduplicate_unshards",
+    Bad('compile.disable_passes = ["dedup_unshards"]', "Did you mean deduplicate_unshards"),
+    Bad("compile.enable = true", "set compile.mode, compile.backend"),
+    Bad('compile.components = ["loss"]', "set compile.mode, compile.backend"),
+    Bad('model_spec = { name = "x" }', "`base` names"),
+    Bad('dataloader.type = "txt"', 'Did you mean text? Write "text", "huggingface"'),
+    Bad("dataloader.type = 3", 'Write "text"'),
+    Bad(
+        "activation_checkpoint.debug = true",
+        "Choose another type",
+        '[activation_checkpoint]\ntype = "none"\ndebug = true',
     ),
-    "option of a pass that does not run": Bad(
-        "[compile.schedule_overlap]\nprefetch_depth = 3",
-        "compile.schedule_overlap.prefetch_depth",
-        "= 3: has no effect",
+    Bad('activation_checkpoint.type = "memory_budget"', 'Write "selective"'),
+    Bad(
+        '[optimizer.param_groups[0]] = { pattern = ".*" }',
+        "Add optimizer.param_groups[0].optimizer_name",
+        "[[optimizer.param_groups]]\npattern = '.*'",
+    ),
+    Bad('training.unset = "steps"', 'unset = ["key"]'),
+    Bad('training.unset = ["steps"]', "set training.steps instead"),
+    Bad('debug.unset = ["sed"]', "Did you mean debug.seed?"),
+    Bad("module = 3", "graph_trainer.llama3"),
+)
+"""What the schema refuses as well: a wrong key, type or choice, for itself alone."""
+
+SCHEDULED = '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+OVERLAPPED = '[compile]\npasses = ["default", "overlap_fsdp"]\n'
+
+
+def of_a_pass(said: str, remedy: str, compile_section: str) -> Bad:
+    """An option's bad value where the pass runs."""
+    return Bad(said, remedy, f"{compile_section}{Bad(said, remedy).text}")
+
+
+def of_a_group(
+    said: str, remedy: str, pattern: str = ".*", name: str = "AdamW", arguments: str = "lr = 1e-3"
+) -> Bad:
+    """A mistake in the only parameter group."""
+    given = f'[[optimizer.param_groups]]\npattern = "{pattern}"\noptimizer_name = "{name}"\n'
+    given += f"optimizer_kwargs = {{ {arguments} }}"
+    return Bad(f"optimizer.param_groups[0].{said}", remedy, given)
+
+
+TAKES = "such as { lr = 1e-3 }"
+IN_FILES = (
+    *KEYS_AND_TYPES,
+    Bad(
+        f"lr_scheduler.min_lr_factor = 1{'0' * 70}",
+        "Write lr_scheduler.min_lr_factor = 0.5",
+        f"[lr_scheduler]\nmin_lr_factor = {10**400}",
+    ),
+    Bad(
+        "compile.schedule_overlap.prefetch_depth = 3: has no effect",
         'Add "schedule_overlap" to compile.passes',
+        "[compile.schedule_overlap]\nprefetch_depth = 3",
     ),
-    "option of a pass that is disabled": Bad(
-        '[compile]\npasses = ["default", "overlap_fsdp"]\ndisable_passes = ["overlap_fsdp"]\n'
-        "[compile.overlap_fsdp]\nin_flight = 8",
-        "compile.overlap_fsdp.in_flight",
-        'the pass overlap_fsdp is in compile.disable_passes = ["overlap_fsdp"]',
+    Bad(
+        "compile.overlap_fsdp.in_flight = 8: has no effect: the pass overlap_fsdp is in "
+        'compile.disable_passes = ["overlap_fsdp"]',
         'Take "overlap_fsdp" out of compile.disable_passes, or leave',
+        f'{OVERLAPPED}disable_passes = ["overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 8',
     ),
-    "buckets of what is not tagged": Bad(
-        '[compile]\ndisable_passes = ["tag_buckets"]\n[compile.bucketing]\nstrategy = "size"',
-        "compile.bucketing.strategy",
-        '"size": has no effect: the pass tag_buckets is in',
+    Bad(
+        'compile.bucketing.strategy = "size": has no effect: the pass tag_buckets is in',
         'Take "tag_buckets" out of compile.disable_passes',
+        '[compile]\ndisable_passes = ["tag_buckets"]\n[compile.bucketing]\nstrategy = "size"',
     ),
-    "buckets in a list that tags nothing": Bad(
-        '[compile]\npasses = ["bucket_collectives"]\n[compile.bucketing]\nstrategy = "size"',
-        "compile.bucketing.strategy",
-        '"size": has no effect: the pass tag_buckets is not in compile.passes',
+    Bad(
+        'compile.bucketing.strategy = "size": has no effect: the pass tag_buckets is not in',
         'Add "tag_buckets" to compile.passes',
+        '[compile]\npasses = ["bucket_collectives"]\n[compile.bucketing]\nstrategy = "size"',
     ),
-    "nothing in flight": Bad(
-        '[compile]\npasses = ["default", "overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 0',
-        "compile.overlap_fsdp.in_flight",
-        "0",
-        "it must be at least 1",
+    of_a_pass("compile.overlap_fsdp.in_flight = 0", "must be at least 1", OVERLAPPED),
+    of_a_pass("compile.schedule_overlap.prefetch_depth = -1", "it must be 0", SCHEDULED),
+    of_a_pass(
+        "compile.schedule_overlap.max_in_flight_mib = 0.0", "a number of MiB above 0", SCHEDULED
     ),
-    "gathers less than in place": Bad(
-        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
-        "[compile.schedule_overlap]\nprefetch_depth = -1",
-        "compile.schedule_overlap.prefetch_depth",
-        "-1",
-        "it must be 0",
+    of_a_pass("compile.schedule_overlap.max_peak_growth = -0.5", "a part of the peak", SCHEDULED),
+    of_a_pass(
+        "compile.schedule_overlap.max_consecutive_compute = 0", "must be at least 1", SCHEDULED
     ),
-    "no bytes in flight": Bad(
-        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
-        "[compile.schedule_overlap]\nmax_in_flight_mib = 0.0",
-        "compile.schedule_overlap.max_in_flight_mib",
-        "0.0",
-        "a number of MiB above 0",
-    ),
-    "a peak that shrinks": Bad(
-        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
-        "[compile.schedule_overlap]\nmax_peak_growth = -0.5",
-        "compile.schedule_overlap.max_peak_growth",
-        "-0.5",
-        "it must be a part of the peak",
-    ),
-    "no compute at all": Bad(
-        '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
-        "[compile.schedule_overlap]\nmax_consecutive_compute = 0",
-        "compile.schedule_overlap.max_consecutive_compute",
-        "0",
-        "it must be at least 1",
-    ),
-    "pass listed twice": Bad(
-        '[compile]\npasses = ["rematerialize", "rematerialize"]',
-        "compile.passes",
-        '["rematerialize", "rematerialize"]',
-        "remove one",
-    ),
-    "passes out of order": Bad(
-        '[compile]\npasses = ["rematerialize", "normalize_views"]',
-        "compile.passes",
-        '["rematerialize", "normalize_views"]',
-        "put it in front",
-    ),
-    "torch.compile switch": Bad(
-        "[compile]\nenable = true", "compile.enable", "= true", "set compile.mode, compile.backend"
-    ),
-    "torch.compile components": Bad(
-        '[compile]\ncomponents = ["loss"]',
-        "compile.components",
-        '["loss"]',
-        "set compile.mode, compile.backend",
-    ),
-    "model in a file": Bad(
-        "[model_spec]\nname = 'x'", "model_spec", '{ name = "x" }', "`base` names"
-    ),
-    "unknown type": Bad(
-        '[dataloader]\ntype = "txt"',
-        "dataloader.type",
-        '"txt"',
-        'Did you mean text? Write "text", "huggingface"',
-    ),
-    "type that is no string": Bad("[dataloader]\ntype = 3", "dataloader.type", "3", '"text"'),
-    "type of another section": Bad(
-        '[dataloader]\ntype = "torchtitan.components.loss:CrossEntropyLoss.Config"',
-        "dataloader.type",
-        "CrossEntropyLoss.Config",
+    Bad('compile.passes = ["rematerialize", "rematerialize"]', "remove one"),
+    Bad('compile.passes = ["rematerialize", "normalize_views"]', "put it in front"),
+    Bad(
+        'dataloader.type = "torchtitan.components.loss:CrossEntropyLoss.Config"',
         'Write "text", "huggingface"',
     ),
-    "type that cannot be imported": Bad(
-        '[dataloader]\ntype = "no_such_module:X.Config"',
-        "dataloader.type",
-        "no_such_module",
-        "package.module:Class.Config",
-    ),
-    "type that is no path": Bad(
-        '[dataloader]\ntype = "a b:c"', "dataloader.type", "a b:c", "package.module:Class.Config"
-    ),
-    "key of a section that is off": Bad(
-        '[activation_checkpoint]\ntype = "none"\ndebug = true',
-        "activation_checkpoint.debug",
-        "true",
-        "Choose another type",
-    ),
-    "key of a section that was off": Bad(
-        "[activation_checkpoint]\ndebug = true",
-        "activation_checkpoint",
-        "debug",
+    Bad('dataloader.type = "no_such_module:X.Config"', "package.module:Class.Config"),
+    Bad('dataloader.type = "a b:c"', "package.module:Class.Config"),
+    Bad(
+        "[activation_checkpoint] is switched off, so its keys (debug) have no effect",
         'Add type = "selective" or "full"',
+        "[activation_checkpoint]\ndebug = true",
     ),
-    "memory budget without a compiler": Bad(
-        '[activation_checkpoint]\ntype = "memory_budget"',
-        "activation_checkpoint.type",
-        '"memory_budget"',
-        '"selective"',
+    Bad("debug.seed = 1", "Keep one", '[debug]\nunset = ["seed"]\nseed = 1'),
+    Bad("training.steps = 0", "to 1 or more"),
+    Bad(f"training.steps = {2**63}", "below 2**63"),
+    Bad("comm.init_timeout_seconds = 31536001", "at most a year"),
+    Bad("comm.train_timeout_seconds = 31536001", "at most a year"),
+    Bad("training.local_batch_size = -1", "1 or"),
+    Bad("training.global_batch_size = 0", "-1 for one"),
+    Bad("training.max_norm = 0", "to a positive number"),
+    Bad("training.max_norm = nan", "to a positive number"),
+    Bad("metrics.log_freq = 0", "1 or more"),
+    Bad("lr_scheduler.decay_ratio = 1.5", "fraction"),
+    Bad("checkpoint.keep_latest_k = 1", "Change one of them"),
+    Bad("checkpoint.load_step = -2", "-1 for the last one"),
+    Bad("validator.steps = 0", "must be positive or -1"),
+    Bad("compile.max_graphs = 0", "1 or more"),
+    Bad("compile.memory_limit_gib = 0.0", "positive number of GiB"),
+    Bad("training.disable_cuda_graphs = false", "= true"),
+    Bad('parallelism.spmd_backend = "spmd_types"', '"partial_dtensor"'),
+    Bad("parallelism.pipeline_parallel_degree = 2", "= 1"),
+    Bad("parallelism.tensor_parallel_degree = -1", "1 or more"),
+    Bad(
+        "training.seq_len = 255",
+        "Set training.seq_len to a multiple of 2 such as 254",
+        "[training]\nseq_len = 255\n[parallelism]\ntensor_parallel_degree = 2",
     ),
-    "missing key in a list of tables": Bad(
-        "[[optimizer.param_groups]]\npattern = '.*'",
-        "optimizer.param_groups[0]",
-        '{ pattern = ".*" }',
-        "Add optimizer.param_groups[0].optimizer_name",
+    Bad(
+        "parallelism.tensor_parallel_degree = 3",
+        "Set it to a divisor of 16: 1, 2, 4, 8, 16",
+        "[training]\nseq_len = 300\n[parallelism]\ntensor_parallel_degree = 3",
     ),
-    "unset that is no list": Bad(
-        '[training]\nunset = "steps"', "training.unset", '"steps"', 'unset = ["key"]'
+    Bad("training.seq_len = 200000", "131072 or less"),
+    Bad("tokenizer.vocab_size = 4096", "2048 or less"),
+    Bad("tokenizer.vocab_size = 100", "258"),
+    Bad(
+        "dataloader: unknown dataset 'stdlip'",
+        "Did you mean 'stdlib'?",
+        '[dataloader]\ndataset = "stdlip"',
     ),
-    "unset of what cannot be unset": Bad(
-        '[training]\nunset = ["steps"]', "training.unset", '["steps"]', "set training.steps instead"
+    Bad(
+        "dataloader: dataset_path 'no/such/folder'",
+        "Name a .txt or .jsonl file",
+        '[dataloader]\ndataset = "text"\ndataset_path = "no/such/folder"',
     ),
-    "unset of an unknown key": Bad(
-        '[debug]\nunset = ["sed"]', "debug.unset", '["sed"]', "Did you mean debug.seed?"
+    Bad(
+        "validator.dataloader: dataset_path 'no/such'",
+        "Name a .txt or .jsonl file",
+        "[validator]\nenable = true\n"
+        '[validator.dataloader]\ndataset = "text"\ndataset_path = "no/such"',
     ),
-    "set and unset": Bad('[debug]\nunset = ["seed"]\nseed = 1', "debug.seed", "1", "Keep one"),
-} | VALUES
+    Bad(
+        'dataloader.dataset = "c44"',
+        "Did you mean c4?",
+        '[dataloader]\ntype = "huggingface"\ndataset = "c44"',
+    ),
+    Bad(
+        'dataloader.sources[0].dataset = "c44"',
+        "Write c4 or",
+        '[dataloader]\ntype = "huggingface_interleaved"\nsources = [{ dataset = "c44" }]',
+    ),
+    Bad(
+        'hf_assets_path = "no/assets"',
+        "Name the folder that holds tokenizer.json",
+        'hf_assets_path = "no/assets"\n[tokenizer]\ntype = "huggingface"',
+    ),
+    Bad('dump_folder = "out\\u0000put"', "Name a folder"),
+    Bad('dump_folder = ""', "Name a folder"),
+    Bad('module = "graph_trainer.lama3"', "Did you mean graph_trainer.llama3?"),
+    Bad("optimizer.param_groups = []", 'pattern = ".*"'),
+    Bad(f"debug.seed = {2**64}", "unset it"),
+    Bad("debug.seed = -1", "a seed from 0 to"),
+    Bad(
+        "profiler.profile_freq = 2",
+        "profile_freq to 4 or more",
+        "[profiler]\nenable_profiling = true\nprofile_freq = 2",
+    ),
+    of_a_group('optimizer_name = "Adamm"', 'Write "Adam", "AdamW"', name="Adamm"),
+    of_a_group('pattern = "("', 'such as ".*"', pattern="("),
+    of_a_group('pattern = "a{9999999999999}"', 'such as ".*"', pattern="a{9999999999999}"),
+    of_a_group("optimizer_kwargs = { lrr = 0.001 }", TAKES, arguments="lrr = 1e-3"),
+    of_a_group("optimizer_kwargs = { lr = -1.0 }", TAKES, arguments="lr = -1.0"),
+    of_a_group('optimizer_kwargs = { lr = "x" }', TAKES, arguments="lr = 'x'"),
+)
 
-ON_THE_COMMAND_LINE = {
-    "unknown flag": Bad(
-        ["--training.stepz", "3"], "--training.stepz", " 3", "Did you mean --training.steps?"
-    ),
-    "unknown flag with =": Bad(
-        ["--training.stepz=3"], "--training.stepz", " 3", "Did you mean --training.steps?"
-    ),
-    "flag without its section": Bad(
+HELP = "`graph-trainer train --help` says"
+ON_THE_COMMAND_LINE = (
+    Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz", "3"]),
+    Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz=3"]),
+    Bad(
+        'tensor_parallel_degree = "2"',
+        "Did you mean parallelism.tensor_parallel_degree?",
         ["--tensor_parallel_degree", "2"],
-        "--tensor_parallel_degree",
-        " 2",
-        "Did you mean --parallelism.tensor_parallel_degree?",
     ),
-    "wrong type": Bad(["--training.steps", "ten"], "--training.steps", "'ten'", "--help` says"),
-    "no value": Bad(["--training.steps"], "--training.steps", "Missing value", "--help` says"),
-    "unknown choice": Bad(
-        ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
-        "--parallelism.fsdp_reshard_after_forward",
-        "'sometimes'",
+    Bad(
+        "--training.steps: invalid literal for int() with base 10: 'ten'",
+        HELP,
+        ["--training.steps", "ten"],
+    ),
+    Bad("Missing value for argument '--training.steps'", HELP, ["--training.steps"]),
+    Bad(
+        "'sometimes' for argument '--parallelism.fsdp_reshard_after_forward'",
         "one of ('default', 'always', 'never')",
+        ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
     ),
-    "stray word": Bad(["steps"], "unexpected", '"steps"', "every value follows its flag"),
-    "torch.compile switch": Bad(
-        ["--compile.enable"], "--compile.enable", "torch.compile switch", "set compile.mode"
+    Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
+    Bad(
+        'compile.enable = "": torchtitan\'s torch.compile switch',
+        "set compile.mode",
+        ["--compile.enable"],
     ),
-    "section's own check": Bad(
-        ["--checkpoint.interval", "0"], "--checkpoint.interval", " 0", "at least 1 step"
-    ),
-    "section's assertion": Bad(
-        ["--validator.steps", "0"], "--validator.steps", " 0", "must be positive or -1"
-    ),
-    "flag of a section that is off": Bad(
+    Bad("--checkpoint.interval 0", "at least 1 step"),
+    Bad("--validator.steps 0", "must be positive or -1"),
+    Bad(
+        "[activation_checkpoint] is switched off, so its keys (debug)",
+        'Add type = "selective" or "full"',
         ["--activation_checkpoint.debug"],
-        "--activation_checkpoint.debug",
-        "switched off",
-        "--activation_checkpoint.type chooses",
     ),
-    "option of a pass that does not run": Bad(
-        ["--compile.schedule_overlap.prefetch_depth", "3"],
-        "command line: compile.schedule_overlap.prefetch_depth",
-        "= 3: has no effect",
+    Bad(
+        "command line: compile.schedule_overlap.prefetch_depth = 3: has no effect",
         'Add "schedule_overlap" to compile.passes',
+        ["--compile.schedule_overlap.prefetch_depth", "3"],
     ),
-    "unknown type": Bad(
-        ["--dataloader.type", "hf"], "dataloader.type", '"hf"', 'Write "text", "huggingface"'
-    ),
-    "type of no section": Bad(
-        ["--trainign.type", "x"], "trainign", '{ type = "x" }', "Did you mean training?"
-    ),
-    "type without a value": Bad(
-        ["--dataloader.type"],
-        "--dataloader.type",
-        "no value",
+    Bad('dataloader.type = "hf"', 'Write "text", "huggingface"', ["--dataloader.type", "hf"]),
+    Bad('trainign = { type = "x" }', "Did you mean training?", ["--trainign.type", "x"]),
+    Bad(
+        "--dataloader.type has no value",
         "Write for example --dataloader.type none",
+        ["--dataloader.type"],
     ),
-    "config without a value": Bad(
-        ["--config"], "--config", "no value", "Write for example --config debugmodel"
-    ),
-    "module without a value": Bad(
-        ["--module", "--config", "8b"],
-        "--module",
-        "no value",
+    Bad("--config has no value", "Write for example --config debugmodel", ["--config"]),
+    Bad(
+        "--module has no value",
         "Write for example --module graph_trainer.llama3",
+        ["--module", "--config", "8b"],
     ),
-    "unknown config": Bad(["--config", "8c"], "--config", "8c", "Did you mean 8b? Known configs: "),
-    "unknown file": Bad(["--config", "no/such.toml"], "--config", "no/such.toml", "Check the path"),
-    "config with a name too long for a file": Bad(
-        ["--config", "a" * 300], "--config", "a" * 300, "Known configs: "
-    ),
-    "config with a NUL in its name": Bad(["--config", "x\0"], "--config", "x\0", "Known configs: "),
-    "file with a name too long": Bad(
-        ["--config", "a" * 300 + ".toml"], "--config", "a" * 300, "Name a readable"
-    ),
-    "file with a NUL in its name": Bad(
-        ["--config", "x\0.toml"], "--config", "x\0.toml", "Name a readable"
-    ),
-    "unknown module": Bad(
-        ["--module", "graph_trainer.lama3"],
-        "--module",
-        "graph_trainer.lama3",
-        "Did you mean graph_trainer.llama3?",
-    ),
-    "impossible module": Bad(
-        ["--module", "..a b"], "--module", "..a b", "Known modules: graph_trainer.llama3"
-    ),
-    "module without configs": Bad(
-        ["--module", "json"], "--module", "json", "Known modules: graph_trainer.llama3"
-    ),
-    "bad value": Bad(["--training.steps", "0"], "training.steps", "= 0", "to 1 or more"),
-    "unknown pass": Bad(
-        ["--compile.passes", "x,default"], "compile.passes", '"x"', "Known passes: "
-    ),
-}
+    Bad("--config 8c", "Did you mean 8b? Known configs: "),
+    Bad("--config no/such.toml", "Check the path"),
+    # names that no system has: too long, or with a NUL
+    Bad(f"--config {'a' * 300}", "Known configs: "),
+    Bad("--config x\0", "Known configs: "),
+    Bad(f"--config {'a' * 300}.toml", "Name a readable"),
+    Bad("--config x\0.toml", "Name a readable"),
+    Bad("--module graph_trainer.lama3", "Did you mean graph_trainer.llama3?"),
+    Bad("--module ..a b", "Known modules: graph_trainer.llama3"),
+    Bad("--module json", "Known modules: graph_trainer.llama3"),
+    Bad("training.steps = 0", "to 1 or more", ["--training.steps", "0"]),
+    Bad('compile.passes = ["x"', "Known passes: ", ["--compile.passes", "x,default"]),
+)

@@ -15,26 +15,23 @@ from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE
 BASE = 'base = "llama3_debugmodel"\n'
 
 
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def refused(argv, world_size=None):
     with pytest.raises(ConfigError) as caught:
         load_config(argv, world_size=world_size)
     return str(caught.value)
 
 
-@pytest.mark.parametrize("bad", [pytest.param(b, id=k) for k, b in IN_FILES.items()])
+def shortly(bad):
+    return bad.said[:60]
+
+
+@pytest.mark.parametrize("bad", IN_FILES, ids=shortly)
 def test_a_bad_file_is_one_error_that_names_file_key_value_and_remedy(bad, tmp_path):
     path = tmp_path / "bad.toml"
-    path.write_text(BASE + bad.given + "\n")
+    path.write_text(BASE + bad.text + "\n")
     message = refused(["--config", str(path)])
     assert message.startswith(f"{path}: ")
-    for part in (bad.key, bad.value, bad.remedy):
-        assert part in message, message
+    assert bad.said in message and bad.remedy in message, message
 
 
 @pytest.mark.parametrize(
@@ -81,20 +78,12 @@ def test_a_file_without_base_and_a_folder_are_refused(tmp_path):
     assert "cannot be read" in refused(["--config", str(tmp_path) + "/"])
 
 
-@pytest.mark.parametrize("bad", [pytest.param(b, id=k) for k, b in ON_THE_COMMAND_LINE.items()])
+@pytest.mark.parametrize("bad", ON_THE_COMMAND_LINE, ids=shortly)
 def test_bad_flags_are_one_error_that_names_key_value_and_remedy(bad, capsys):
-    message = refused(bad.given)
-    for part in (bad.key, bad.value, bad.remedy):
-        assert part in message, message
+    message = refused(bad.flags)
+    assert bad.said in message and bad.remedy in message, message
     assert "╭" not in message and "\n" not in message
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_tables_name_a_key_a_value_and_a_remedy_each():
-    assert len(IN_FILES) >= 30 and len(ON_THE_COMMAND_LINE) >= 20
-    for kind, bad in (*IN_FILES.items(), *ON_THE_COMMAND_LINE.items()):
-        assert all(part.strip() for part in bad[1:]), kind
-        assert len(set(bad[1:])) == 3, kind
 
 
 @pytest.mark.parametrize(

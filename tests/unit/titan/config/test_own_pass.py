@@ -2,9 +2,9 @@
 
 import json
 import sys
+import tomllib
 
 import pytest
-import tomli
 
 from graph_trainer.cli import main as cli
 from graph_trainer.core.passes.catalogue import resolve_passes
@@ -58,7 +58,6 @@ OPTIONS = "[compile.keep_small_unshards]\nmax_kib = 8\n"
 def own_passes(tmp_path, monkeypatch):
     (tmp_path / "own_passes.py").write_text(SOURCE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     yield
     sys.modules.pop("own_passes", None)
 
@@ -75,7 +74,7 @@ def test_a_file_lists_it_and_sets_its_options_and_flags_override_them(tmp_path):
     config = load(tmp_path, LISTED + OPTIONS, "--compile.keep_small_unshards.max_kib", "9")
     assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 9
     document = config_to_toml(config)
-    assert tomli.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9, "names": []}
+    assert tomllib.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9, "names": []}
     again = load(tmp_path, document.removeprefix(BASE).replace(BASE, "", 1))
     assert config_to_toml(again) == document and again.compile == config.compile
 
@@ -112,8 +111,21 @@ def test_beside_default_each_joins_the_list_at_its_stage_and_can_be_disabled_by_
     assert "keep_small_unshards" not in names
 
 
-def test_help_schema_and_table_show_it(capsys):
+def test_flags_name_another_pass_with_the_section_of_the_files(tmp_path):
+    other = tmp_path / "other_passes.py"
+    other.write_text(SOURCE.replace("max_kib", "max_gib"))
+    flags = [f"--compile.passes={NAME.replace('own', 'other')}"]
+    config = load(tmp_path, LISTED, *flags, "--compile.keep_small_unshards.max_gib=2")
+    assert pass_config(config.compile).options["keep_small_unshards"].max_gib == 2
+    sys.modules.pop("other_passes")
+
+
+@pytest.mark.parametrize("in_file", [False, True])
+def test_help_schema_and_table_show_it(in_file, tmp_path, capsys):
     flag = ["--compile.passes", f"default,{NAME}"]
+    if in_file:
+        (tmp_path / "run.toml").write_text(BASE + LISTED)
+        flag = ["--config", str(tmp_path / "run.toml")]
     with pytest.raises(SystemExit) as ended:
         load_config([*flag, "--help"])
     out = capsys.readouterr().out

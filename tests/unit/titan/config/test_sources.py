@@ -4,11 +4,11 @@ import dataclasses
 import re
 import shutil
 import sys
+import tomllib
 import types
 from pathlib import Path
 
 import pytest
-import tomli
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
@@ -23,12 +23,6 @@ from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
-
-
-@pytest.fixture(autouse=True)
-def no_launcher(monkeypatch):
-    for name in ("WORLD_SIZE", "RANK", "NGPU", "NNODES"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def without_model(config):
@@ -257,13 +251,6 @@ def test_any_value_survives_the_way_to_toml_and_back(data, tmp_path):
     assert without_model(again) == without_model(config)
 
 
-def test_none_is_written_even_where_the_base_has_a_value(tmp_path):
-    config = load_config([])
-    assert config.lr_scheduler.decay_ratio is not None
-    config.lr_scheduler.decay_ratio = None
-    assert reload(config, tmp_path).lr_scheduler.decay_ratio is None
-
-
 def test_what_toml_cannot_say_is_listed_and_comes_from_base(tmp_path):
     config = load_config([])
     config.override.imports = [object()]
@@ -276,7 +263,7 @@ def test_saving_makes_the_folder_and_refuses_a_file_in_its_place(tmp_path):
     config = load_config([])
     path = save_resolved_config(config, tmp_path / "new" / "run")
     assert path == tmp_path / "new" / "run" / "config.toml"
-    assert tomli.loads(path.read_text())["base"] == "llama3_debugmodel"
+    assert tomllib.loads(path.read_text())["base"] == "llama3_debugmodel"
     with pytest.raises(ConfigError, match="dump_folder"):
         save_resolved_config(config, path)
 
@@ -293,3 +280,21 @@ def test_options_of_a_pass_reach_it_where_it_is_listed():
     options = pass_config(load_config(flags).compile).options
     assert options["overlap_fsdp"].in_flight == 7
     assert "overlap_fsdp" not in pass_config(load_config([]).compile).options
+
+
+def test_a_base_is_a_function_that_is_declared_to_return_a_config(tmp_path, monkeypatch):
+    """Any other, a command of graph_trainer for one, is not called."""
+    (tmp_path / "planted.py").write_text(
+        "from graph_trainer.llama3.config_registry import GraphTrainer, llama3_debugmodel\n"
+        "def small() -> GraphTrainer.Config: return llama3_debugmodel()\n"
+        "def undeclared(): raise AssertionError('called')\n"
+        "def other() -> int: raise AssertionError('called')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path = tmp_path / "run.toml"
+    for base in ("undeclared", "other", "GraphTrainer"):
+        path.write_text(f'module = "planted"\nbase = "{base}"\n')
+        with pytest.raises(ConfigError, match=f'base = "{base}".*Write "small"'):
+            load_config(["--config", str(path)])
+    path.write_text('module = "planted"\nbase = "small"\n')
+    assert load_config(["--config", str(path)]).base == "small"

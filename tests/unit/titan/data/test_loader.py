@@ -5,7 +5,6 @@ import json
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
@@ -259,25 +258,3 @@ def test_less_text_than_a_global_batch_is_refused_with_both_numbers(dataset):
 def test_a_bad_seed_is_refused(dataset):
     with pytest.raises(ConfigError, match="seed = -1 is negative"):
         make(dataset, seed=-1)
-
-
-def test_the_default_run_reads_the_standard_library():
-    from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
-
-    tokenizer = ByteBPETokenizer.Config().build(tokenizer_path="./not/there")
-
-    def batch(split):
-        loader = TextDataLoader.Config(split=split).build(
-            dp_world_size=8, dp_rank=3, tokenizer=tokenizer, seq_len=2048, local_batch_size=8
-        )
-        inputs, labels = next(iter(loader))
-        assert inputs.keys() == {"input", "positions"}
-        for other in (inputs["positions"], labels):
-            assert (other.shape, other.dtype) == (inputs["input"].shape, inputs["input"].dtype)
-        return inputs["input"]
-
-    train, validation = batch("train"), batch("validation")
-    for tensor in (train, validation):
-        assert tensor.shape == (8, 2048) and tensor.dtype == torch.int64
-    assert train.min() >= 0 and train.max() < tokenizer.get_vocab_size()
-    assert "import" in tokenizer.decode(train.flatten().tolist())

@@ -84,19 +84,6 @@ def test_tokenised_once_and_again_for_other_text_or_another_tokenizer(path, buil
     assert len(builds) == 3
 
 
-def test_a_wrong_token_on_disk_is_made_again_with_a_log_line(path, caplog):
-    tokenizer = bpe(path)
-    expected = tokenized(path, tokenizer)
-    (file,) = Path(os.environ["GRAPH_TRAINER_CACHE"], "tokens").rglob("*.arrow")
-    (last,) = expected.tokens[-1:].to_pylist()
-    last_bytes = np.array(last, dtype="<u2").tobytes()
-    data = file.read_bytes()
-    assert last_bytes in data
-    file.write_bytes(data.replace(last_bytes, last_bytes[::-1]))
-    assert tokenized(path, tokenizer).digest == expected.digest
-    assert "corrupt" in caplog.text
-
-
 def hugging_face(folder: Path, eos: str) -> HuggingFaceTokenizer:
     words = {word: i for i, word in enumerate(sorted({w for t in TEXTS for w in t.split()}))}
     words |= {"<s>": len(words), "</s>": len(words) + 1, "<end>": len(words) + 2}

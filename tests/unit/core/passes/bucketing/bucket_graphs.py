@@ -7,7 +7,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from tests.unit.graphs import BACKWARD, aten, c10d
+from tests.unit.graphs import BACKWARD, GATHER, aten
 
 STRATEGIES = {
     "block": {"strategy": "transformer_block"},
@@ -44,15 +44,15 @@ def finish(b, loss, gradients):
     return b.joint(loss, **{name.replace(".", "__"): node for name, node in gradients.items()})
 
 
-def gathering(b, parameters):
+def gathering(b, parameters, empty=None):
     """Forward gathers and sums each parameter; its gradient is a copy of the shard."""
-    total, gradients = None, {}
     shards = [(name, group, b.parameter(name, 3, dtype=dtype)) for name, group, dtype in parameters]
+    if empty is not None:
+        name, group, dtype = empty
+        shards.append((name, group, b.parameter(name, 0, dtype=dtype)))
+    wholes = []
     for name, group, shard in shards:
         role = {"role": Role.UNSHARD, "parameter": name, "module": name.rpartition(".")[0]}
-        whole = b.call(c10d.all_gather_into_tensor.default, shard, 2, group, **role)
-        whole = b.call(c10d.wait_tensor.default, whole, **role)
-        part = b.call(aten.sum.default, whole)
-        total = part if total is None else b.call(aten.add.Tensor, total, part)
-        gradients[name] = b.call(aten.clone.default, shard, phase=BACKWARD)
-    return finish(b, total, gradients)
+        wholes.append(b.waited(GATHER, shard, 2, group, **role))
+    loss = b.total(*wholes)
+    return finish(b, loss, {n: b.call(aten.clone.default, s, phase=BACKWARD) for n, _, s in shards})

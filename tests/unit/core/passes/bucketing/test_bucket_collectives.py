@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
-from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collective_inputs
@@ -27,6 +26,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.errors import PassError
 from tests.examples import examples
 from tests.unit.core.passes.bucketing.bucket_graphs import (
@@ -38,11 +38,13 @@ from tests.unit.core.passes.bucketing.bucket_graphs import (
 )
 from tests.unit.graphs import (
     Builder,
+    Decoder,
     assert_same,
     aten,
     captured_decoder,
     check_pass,
-    fake_world,
+    fake_mesh,
+    mean_square,
     run,
 )
 
@@ -57,18 +59,10 @@ def prepared(policy="always", **decoder):
     return joint
 
 
-def on_a_mesh(mode, layers=3):
-    """A decoder under HSDP or DDP, on fake ranks."""
-    from tests.unit.graphs import Decoder, mean_square
-
-    fake_world(4)
-    shape = (2, 2) if mode == "hybrid_shard" else (4,)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("a", "b")[: len(shape)])
-    torch.manual_seed(0)
-    model = gt.simple_fsdp(Decoder(layers), mesh, mode)
-    joint = gt.capture(model, mean_square, (torch.zeros(2, 3, dtype=torch.int64),))
-    gt.run_passes(joint, gt.PassConfig(disable_passes=["tag_buckets", "bucket_collectives"]))
-    return joint
+MESHES = {
+    "hybrid_shard": {"world": (2, 2), "fsdp": {"mode": "hybrid_shard"}},
+    "replicate": {"fsdp": {"mode": "replicate"}},
+}
 
 
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
@@ -92,24 +86,17 @@ def test_fewer_collectives_and_the_same_numbers(decoder, options):
     assert_same(before, run(joint))
     assert all(new <= old for new, old in zip(counts(joint), plain, strict=True))
     assert sum(counts(joint)) < sum(plain)
-    gt.run_passes(joint, gt.PassConfig(passes=[], verify_passes=True))
+    verify_values(joint)
 
 
-@pytest.mark.parametrize("mode", ["hybrid_shard", "replicate"])
+@pytest.mark.parametrize("mode", MESHES)
 @pytest.mark.parametrize("options", STRATEGIES.values(), ids=STRATEGIES)
 def test_reductions_over_several_meshes_shrink_as_well(mode, options):
-    joint = on_a_mesh(mode)
+    joint = prepared("default", layers=3, **MESHES[mode])
     before, plain = run(joint), counts(joint)
     bucket(joint, **options)
     assert_same(before, run(joint))
     assert counts(joint)[2] < plain[2]
-
-
-def test_every_value_is_what_its_metadata_says():
-    from graph_trainer.core.passes.verify import verify_values
-
-    for decoder in ({}, {"world": 3, "rank": 2, "fsdp": {"mp_policy": BF16}}):
-        verify_values(bucket(prepared(**decoder), strategy="transformer_block"))
 
 
 @pytest.mark.parametrize("layers", [1, 5])
@@ -123,9 +110,9 @@ def test_a_block_is_a_bucket_of_each_kind(layers):
     assert {f"layers.0.{n}.weight" for n in ("norm", "up", "down")} in gathered
 
 
-@pytest.mark.parametrize("mode", ["hybrid_shard", "replicate"])
+@pytest.mark.parametrize("mode", MESHES)
 def test_a_block_is_a_bucket_on_every_mesh(mode):
-    joint = bucket(on_a_mesh(mode, layers=3), strategy="transformer_block")
+    joint = bucket(prepared("default", layers=3, **MESHES[mode]), strategy="transformer_block")
     gathers, again, reductions = counts(joint)
     # the last bucket stays unsharded by default
     assert (gathers, again) == ((5, 3) if mode == "hybrid_shard" else (0, 0))
@@ -249,8 +236,6 @@ def test_tags_survive_a_split_of_the_graph():
 
 
 def test_a_forward_only_graph_is_bucketed():
-    from tests.unit.graphs import Decoder, fake_mesh, mean_square
-
     model = gt.simple_fsdp(Decoder(3), fake_mesh())
     batch = (torch.zeros(2, 3, dtype=torch.int64),)
     joint = gt.capture(model, mean_square, batch, backward=False)
@@ -258,9 +243,6 @@ def test_a_forward_only_graph_is_bucketed():
     bucket(joint, strategy="transformer_block")
     assert counts(joint) == (5, 0, 0)
     assert_same(before, run(joint))
-
-
-# --- bad input -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

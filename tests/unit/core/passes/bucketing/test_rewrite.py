@@ -25,9 +25,18 @@ from tests.unit.core.passes.bucketing.bucket_graphs import (
     finish,
     gathering,
 )
-from tests.unit.graphs import BACKWARD, Builder, assert_same, aten, c10d, code, run, values_for
-
-# --- graphs by hand ------------------------------------------------------------------------
+from tests.unit.graphs import (
+    ALL_REDUCE,
+    BACKWARD,
+    GATHER,
+    SCATTER,
+    Builder,
+    assert_same,
+    aten,
+    code,
+    run,
+    values_for,
+)
 
 
 class Bytes(fx.Interpreter):
@@ -40,14 +49,18 @@ class Bytes(fx.Interpreter):
         return args[0] if "wait_tensor" in str(target) else target(*args, **kwargs)
 
 
-def test_gathers_of_several_dtypes_share_a_bucket():
-    dtypes = (torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool)
+def test_gathers_of_several_dtypes_share_a_bucket_but_complex_numbers_apart():
+    real = [torch.float32, torch.bfloat16, torch.int8, torch.float64, torch.bool]
+    dtypes = dict(enumerate([*real, torch.complex64, torch.complex64]))
     b = Builder()
-    joint = gathering(b, [(f"layers.0.{i}", "g", dtype) for i, dtype in enumerate(dtypes)])
+    parameters = [(f"layers.0.{i}", "g", dtype) for i, dtype in dtypes.items()]
+    joint = gathering(b, parameters, empty=("layers.0.empty", "g", torch.float32))
     values = values_for(joint)
     before = Bytes(joint.graph_module).run(*values)
     bucket(joint, strategy="size")
-    assert counts(joint) == (1, 0, 0)
+    found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
+    names = [name for name, *_ in parameters]
+    assert sorted(found) == [(*names[:5], "layers.0.empty"), tuple(names[5:])]
     assert_same(before, Bytes(joint.graph_module).run(*values))
 
 
@@ -65,8 +78,7 @@ def reducing(chains):
         grad = b.call(aten._to_copy.default, grad, dtype=dtype, phase=BACKWARD)
         for group in groups:
             role = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
-            grad = b.call(c10d.all_reduce.default, grad, op, group, **role)
-            grad = b.call(c10d.wait_tensor.default, grad, **role)
+            grad = b.waited(ALL_REDUCE, grad, op, group, **role)
         gradients[name] = grad
     return finish(b, loss, gradients)
 
@@ -124,16 +136,14 @@ def test_what_is_not_a_parameters_alone_is_not_tagged():
     waits = []
     for source, name in ((both, "layers.0.p"), (p, "layers.0.p"), (q, "layers.0.q")):
         role = {"role": Role.UNSHARD, "parameter": name}
-        whole = b.call(c10d.all_gather_into_tensor.default, source, 2, "g", **role)
-        waits.append(b.call(c10d.wait_tensor.default, whole, **role))
+        waits.append(b.waited(GATHER, source, 2, "g", **role))
     b.call(aten.mul_.Tensor, waits[2], 2)  # written in place
     loss = b.call(aten.sum.default, b.call(aten.cat.default, waits))
     grads = {}
     for name, other in (("layers.0.p", None), ("layers.0.q", "layers.0.p")):
         role = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
         grad = b.call(aten.neg.default, p, phase=BACKWARD)
-        grad = b.call(c10d.all_reduce.default, grad, "sum", "g", **role)
-        grads[name] = b.call(c10d.wait_tensor.default, grad, **role)
+        grads[name] = b.waited(ALL_REDUCE, grad, "sum", "g", **role)
         if other:  # its gradient reads another's
             grads[other] = b.call(aten.add.Tensor, grads[other], grads[name], phase=BACKWARD)
     joint = finish(b, loss, grads)
@@ -150,8 +160,7 @@ def sending(b, name, grad):
     """A gradient, cast and reduced."""
     how = {"phase": BACKWARD, "role": Role.REDUCE_GRAD, "parameter": name}
     grad = b.call(aten._to_copy.default, grad, dtype=torch.float32, **how)
-    grad = b.call(c10d.reduce_scatter_tensor.default, grad, "sum", 2, "g", **how)
-    return b.call(c10d.wait_tensor.default, grad, **how)
+    return b.waited(SCATTER, grad, "sum", 2, "g", **how)
 
 
 def write(b, node, factor):
@@ -207,8 +216,7 @@ def test_a_parameter_that_is_written_is_gathered_where_it_was():
         if name == "q":
             b.call(aten.mul_.Tensor, shard, 7)
         cast = b.call(aten._to_copy.default, shard, dtype=torch.bfloat16, **role)
-        whole = b.call(c10d.all_gather_into_tensor.default, cast, 2, "g", **role)
-        wholes.append(b.call(c10d.wait_tensor.default, whole, **role))
+        wholes.append(b.waited(GATHER, cast, 2, "g", **role))
     loss = b.call(aten.sum.default, b.call(aten.cat.default, wholes))
     grads = {
         f"layers.0.{n}": b.call(aten.clone.default, s, phase=BACKWARD)
@@ -219,30 +227,6 @@ def test_a_parameter_that_is_written_is_gathered_where_it_was():
     bucket(joint, strategy="size")
     assert counts(joint)[0] == 2
     assert_same(before, run(joint))
-
-
-def test_an_empty_shard_is_merged_and_complex_numbers_apart():
-    b = Builder()
-    dtypes = {"p": torch.float32, "q": torch.bfloat16, "r": torch.complex64, "s": torch.complex64}
-    shards = {n: b.parameter(f"layers.0.{n}", 3, dtype=dtype) for n, dtype in dtypes.items()}
-    shards["empty"] = b.parameter("layers.0.empty", 0)
-    total, gradients = None, {}
-    for name, shard in shards.items():
-        role = {"role": Role.UNSHARD, "parameter": f"layers.0.{name}"}
-        whole = b.call(c10d.all_gather_into_tensor.default, shard, 2, "g", **role)
-        part = b.call(aten.sum.default, b.call(c10d.wait_tensor.default, whole, **role))
-        total = part if total is None else b.call(aten.add.Tensor, total, part)
-        gradients[f"layers.0.{name}"] = b.call(aten.clone.default, shard, phase=BACKWARD)
-    joint = finish(b, total, gradients)
-    values = values_for(joint)
-    before = Bytes(joint.graph_module).run(*values)
-    bucket(joint, strategy="size")
-    found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
-    assert sorted(found) == [
-        ("layers.0.p", "layers.0.q", "layers.0.empty"),
-        ("layers.0.r", "layers.0.s"),
-    ]
-    assert_same(before, Bytes(joint.graph_module).run(*values))
 
 
 def test_one_bucket_of_very_many_members_is_no_square():

@@ -23,7 +23,17 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
 )
 from graph_trainer.core.simulation.simulate import OtherMemory
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, fake_world
+from tests.unit.graphs import (
+    ALL_REDUCE,
+    BACKWARD,
+    FORWARD,
+    GATHER,
+    SCATTER,
+    Builder,
+    aten,
+    c10d,
+    fake_world,
+)
 
 FSDP, REPLICATE, TENSOR = (0, 1), (0, 2), (0, 4)
 
@@ -73,7 +83,7 @@ class _Step:
     def __init__(self, rows: list[int], groups: dict[tuple[int, ...], str]) -> None:
         self.b = Builder()
         self.groups = groups
-        self.phase = FORWARD
+        self.call = self.b.call
         self.rows = rows
         self.shards = [self.b.parameter(f"p{i}", r, 4) for i, r in enumerate(rows)]
         self.values = [self.b.input("x", 3, 4), self.b.input("y", 2, 4)]
@@ -81,9 +91,6 @@ class _Step:
         self.under_way: list[fx.Node] = []
         self.grads: dict[int, fx.Node] = {}
         self.to_start: list[Callable[[], None]] = []
-
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        return self.b.call(op, *args, phase=self.phase, **kwargs)
 
     def value(self, number: int) -> fx.Node:
         return self.values[number % len(self.values)]
@@ -94,24 +101,20 @@ class _Step:
         shard = self.shards[index]
         for _ in range(two % 3):
             shard = self.call(aten.clone.default, shard, **how)
-        op = c10d.all_gather_into_tensor.default
-        full = self.call(op, shard, 2, self.groups[FSDP], **how)
-        self.weights.append((index, self.call(c10d.wait_tensor.default, full, **how)))
+        self.weights.append((index, self.b.waited(GATHER, shard, 2, self.groups[FSDP], **how)))
 
     def bucket(self, one: int, two: int) -> None:
         """Two parameters in one gather."""
         indices = [one % len(self.rows), two % len(self.rows)]
         how = {"role": Role.UNSHARD, "parameter": SEPARATOR.join(f"p{i}" for i in indices)}
         sizes = [self.rows[i] * 4 for i in indices]
+        copies = [self.call(aten.clone.default, self.shards[i], **how) for i in indices]
         flat = [
-            self.call(aten.view.default, self.call(aten.clone.default, self.shards[i], **how), [s],
-                      **how)
-            for i, s in zip(indices, sizes, strict=True)
-        ]  # fmt: skip
+            self.call(aten.view.default, copied, [size], **how)
+            for copied, size in zip(copies, sizes, strict=True)
+        ]
         packed = self.call(aten.cat.default, flat, **how)
-        op = c10d.all_gather_into_tensor.default
-        full = self.call(op, packed, 2, self.groups[FSDP], **how)
-        full = self.call(c10d.wait_tensor.default, full, **how)
+        full = self.b.waited(GATHER, packed, 2, self.groups[FSDP], **how)
         both = self.call(aten.view.default, full, [2, sum(sizes)], **how)
         parts = self.call(aten.split_with_sizes.default, both, sizes, 1, **how)
         for place, index in enumerate(indices):
@@ -153,9 +156,7 @@ class _Step:
         if two % 2:
             grad = self.call(aten.clone.default, grad, **how)
         grad = self.summed(grad, first, how)
-        op = c10d.reduce_scatter_tensor.default
-        mine = self.call(op, grad, "sum", 2, self.groups[FSDP], **how)
-        mine = self.call(c10d.wait_tensor.default, mine, **how)
+        mine = self.b.waited(SCATTER, grad, "sum", 2, self.groups[FSDP], **how)
         mine = self.summed(mine, then, how)
         mine = self.call(aten.div.Scalar, mine, 2.0, **how)
         if index in self.grads:  # a tied parameter
@@ -165,18 +166,17 @@ class _Step:
     def summed(self, grad: fx.Node, ranks: Any, how: dict[str, Any]) -> fx.Node:
         if ranks is None:
             return grad
-        grad = self.call(c10d.all_reduce.default, grad, "sum", self.groups[ranks], **how)
-        return self.call(c10d.wait_tensor.default, grad, **how)
+        return self.b.waited(ALL_REDUCE, grad, "sum", self.groups[ranks], **how)
 
     def tensor(self, one: int, two: int) -> None:
         group, value = self.groups[TENSOR], self.value(one)
         rows = value.meta["val"].shape[0]
         if two % 3 == 0:
-            start = self.call(c10d.all_reduce.default, value, "sum", group)
+            start = self.call(ALL_REDUCE, value, "sum", group)
         elif two % 3 == 1 or rows % 2:
-            start = self.call(c10d.all_gather_into_tensor.default, value, 2, group)
+            start = self.call(GATHER, value, 2, group)
         else:
-            start = self.call(c10d.reduce_scatter_tensor.default, value, "sum", 2, group)
+            start = self.call(SCATTER, value, "sum", 2, group)
         self.under_way.append(start)
         if two % 2:
             self.wait(two, 0)
@@ -207,7 +207,7 @@ class _Step:
             self.values.append(self.call(aten.relu.default, x))
 
     def joint(self) -> JointGraph:
-        self.phase = BACKWARD
+        self.b.phase = BACKWARD
         while self.under_way:
             self.wait(0, 0)
         while self.to_start:
@@ -221,7 +221,7 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
     rows, steps, backward_from = program
     step = _Step(rows, groups)
     for place, (op, one, two) in enumerate(steps):
-        step.phase = BACKWARD if place >= backward_from else FORWARD
+        step.b.phase = BACKWARD if place >= backward_from else FORWARD
         if op == "reduce_twice":
             step.reduce(one, two, then=REPLICATE)
         elif op == "reduce_tensor":
@@ -233,9 +233,6 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
         else:
             step.other(op, one, two)
     return step.joint()
-
-
-# --- scheduling them -----------------------------------------------------------------------
 
 
 def options(**changes: Any) -> tuple[ScheduleOverlapOptions, PassContext]:

@@ -9,14 +9,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Role, is_backward, parameter_of, role_of
-from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
@@ -41,16 +38,7 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
     step_of,
 )
 from tests.unit.core.simulation.machines import machine
-from tests.unit.fake_ranks import become
-from tests.unit.graphs import (
-    Decoder,
-    assert_same,
-    aten,
-    captured,
-    code,
-    mean_square,
-    run,
-)
+from tests.unit.graphs import Decoder, assert_same, aten, captured, captured_decoder, code, run
 
 GROUPS: dict[tuple[int, ...], str] = {}
 MANY = examples(100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -156,15 +144,11 @@ def test_ranks_with_fewer_rows_keep_the_order(case, bucketed):
     """A rank may hold fewer rows of a parameter than others, or none, and whatever the machine,
     all ranks put their collectives in one order."""
     sizes, mode = UNEVEN[case]
-    world = math.prod(sizes)
     machines = [some_machine(number) for number in range(12)]
     found = [[] for _ in machines]
     rows = set()
     for rank in (0, sizes[-1] - 1):
-        become(rank, world)
-        torch.manual_seed(0)
-        model = gt.simple_fsdp(Decoder(), init_device_mesh("cpu", sizes), mode)
-        joint = gt.capture(model, mean_square, (torch.zeros(2, 3, dtype=torch.int64),))
+        joint = captured_decoder(world=sizes, rank=rank, fsdp={"mode": mode})
         bucketing = BucketCollectivesOptions(strategy="transformer_block" if bucketed else "none")
         more = {"bucket_collectives": bucketing}
         gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", options=more))
@@ -274,57 +258,49 @@ def test_no_gather_moves_from_backward_into_forward():
     uses = [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)]
     joint = step_of(([4, 4], uses * 2, 4), make_groups())
     after = scheduled(joint, prefetch_depth=9, max_peak_growth=9.0)
-    ahead = [
-        is_backward(n) for n in after.graph.nodes if n.target is aten.mm.default or is_gather(n)
-    ]
+    shown = {*gathers(after), *after.graph.find_nodes(op="call_function", target=aten.mm.default)}
+    ahead = [is_backward(n) for n in after.graph.nodes if n in shown]
     assert code(after) != code(joint) and ahead == sorted(ahead)
 
 
-def is_gather(node):
-    return is_collective(node) and role_of(node) is Role.UNSHARD
+def in_order_of(tokens, layers=2, first=None, device="cuda", **limits):
+    """A step of so many tokens, and the report: scheduled, in the order of a first graph if any."""
+    config = gt.PassConfig(
+        passes=["default", "schedule_overlap"],
+        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8, device=device),
+        reshard_after_forward="always",
+        options={"schedule_overlap": ScheduleOverlapOptions(**limits)},
+    )
+    batch = torch.zeros(2, tokens, dtype=torch.int64)
+    joint = captured(Decoder(layers, dim=64, hidden=512), batch)
+    return joint, gt.run_passes(joint, passes_like(config, first) if first else config)
 
 
 def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():
     """By itself it would get another order, and its rank would not match the others."""
 
-    def ordered(tokens, config):
-        model = Decoder(2, dim=64, hidden=512)
-        joint = captured(model, torch.zeros(2, tokens, dtype=torch.int64))
-        gt.run_passes(joint, config)
-        return joint, [(n.target, parameter_of(n)) for n in joint.graph.nodes]
+    def order(joint):
+        return [(n.target, parameter_of(n)) for n in joint.graph.nodes]
 
-    config = gt.PassConfig(
-        passes=["default", "schedule_overlap"],
-        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8),
-        reshard_after_forward="always",
-        options={"schedule_overlap": ScheduleOverlapOptions(max_peak_growth=9.0)},
-    )
-    first, order = ordered(8, config)
-    assert ordered(4096, config)[1] != order
-    assert ordered(4096, passes_like(config, first))[1] == order
+    first, _ = in_order_of(8, max_peak_growth=9.0)
+    alone, _ = in_order_of(4096, max_peak_growth=9.0)
+    alike, _ = in_order_of(4096, first=first, max_peak_growth=9.0)
+    assert order(alike) == order(first) != order(alone)
 
 
 @pytest.mark.parametrize("growth, device", [(0.05, "cuda"), (9.0, "cuda"), (0.05, "cpu")])
 def test_remarks_say_what_the_order_of_the_first_graph_costs_in_memory(growth, device):
     """An order that is within its bound for many tokens, and beyond it for few."""
 
-    def ordered(tokens, config):
-        joint = captured(Decoder(4, dim=64, hidden=512), torch.zeros(2, tokens, dtype=torch.int64))
-        plain = copy_graph(joint)
+    def scheduled(tokens, first=None):
+        joint, report = in_order_of(tokens, 4, first, device, max_peak_growth=growth)
+        plain = captured(Decoder(4, dim=64, hidden=512), torch.zeros(2, tokens, dtype=torch.int64))
         gt.run_passes(plain, gt.PassConfig(reshard_after_forward="always"))
-        report = gt.run_passes(joint, config)
         here = {"machine": {"device": device}}
-        more = peak(joint, here) / peak(plain, here) - 1
-        return joint, more, report.last.remarks[0]
+        return joint, peak(joint, here) / peak(plain, here) - 1, report.last.remarks[0]
 
-    config = gt.PassConfig(
-        passes=["default", "schedule_overlap"],
-        hardware=machine(collective_seconds=1e-3, memory_bytes_per_second=1e8, device=device),
-        reshard_after_forward="always",
-        options={"schedule_overlap": ScheduleOverlapOptions(max_peak_growth=growth)},
-    )
-    first, more, said = ordered(512, config)
+    first, more, said = scheduled(512)
     assert more <= growth and "more memory at the peak" not in said
-    _, more, said = ordered(8, passes_like(config, first))
+    _, more, said = scheduled(8, first)
     told = f"a batch of another shape, in the order of the first: {more:.1%} more memory"
     assert said.startswith(told) is (more > growth) is (growth == 0.05)

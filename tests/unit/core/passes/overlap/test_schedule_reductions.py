@@ -1,10 +1,11 @@
 """Nothing is run early at the cost of a reduction of gradients."""
 
-import functools
-
 import pytest
 
 from graph_trainer.core.graph.annotations import Role
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from tests.unit.core.passes.overlap.schedule_graphs import (
     FSDP,
     REPLICATE,
@@ -13,91 +14,83 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
     products_before_starts,
     scheduled,
 )
-from tests.unit.graphs import BACKWARD, Builder, assert_same, aten, c10d, run
+from tests.unit.graphs import (
+    ALL_REDUCE,
+    BACKWARD,
+    GATHER,
+    SCATTER,
+    Builder,
+    assert_same,
+    aten,
+    c10d,
+    run,
+)
 
 SLOW = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
 REDUCES = {"role": Role.REDUCE_GRAD, "parameter": "w"}
 
 
-class Products:
+class Products(Builder):
     """Matrix products of backward, and what communicates: a large gradient, and little else."""
 
     def __init__(self):
+        super().__init__()
         self.groups = make_groups()
-        self.b = Builder()
-        self.b.parameter("w", 32, 64)
-        self.bias = self.b.parameter("bias", 32)
-        self.x = self.b.input("x", 64, 64)
-        self.thin = self.b.input("thin", 1, 64)
-
-    def call(self, op, *args, **how):
-        return self.b.call(op, *args, phase=BACKWARD, **how)
+        self.phase = BACKWARD
+        self.parameter("w", 32, 64)
+        self.bias = self.parameter("bias", 32)
+        self.x = self.input("x", 64, 64)
+        self.thin = self.input("thin", 1, 64)
 
     def product(self, of):
         return self.call(aten.mm.default, of, self.x)
 
-    def start(self, of):
-        return self.call(c10d.all_reduce.default, of, "sum", self.groups[TENSOR])
+    def all_reduced(self, of):
+        return self.waited(ALL_REDUCE, of, "sum", self.groups[TENSOR])
 
-    def wait(self, start):
-        return self.call(c10d.wait_tensor.default, start)
-
-    def reduce(self, gradient, ranks=FSDP):
-        start = self.start_reducing(gradient, ranks)
-        return self.call(c10d.wait_tensor.default, start, **REDUCES)
-
-    def start_reducing(self, gradient, ranks=FSDP):
-        op = c10d.reduce_scatter_tensor.default
-        return self.call(op, gradient, "sum", 2, self.groups[ranks], **REDUCES)
+    def reduce(self, gradient):
+        return self.waited(SCATTER, gradient, "sum", 2, self.groups[FSDP], **REDUCES)
 
     def gather(self):
         how = {"role": Role.UNSHARD, "parameter": "bias"}
-        op = c10d.all_gather_into_tensor.default
-        return self.call(
-            c10d.wait_tensor.default,
-            self.call(op, self.bias, 2, self.groups[FSDP], **how),
-            **how,
-        )
+        return self.waited(GATHER, self.bias, 2, self.groups[FSDP], **how)
 
     def large(self):
         """What leaves no memory until it is read."""
         return self.call(aten.repeat.default, self.x, [4, 1])
 
-    def joint(self, mine, *values):
+    def done(self, mine, *values):
         sums = [self.call(aten.sum.default, value) for value in values]
-        return self.b.joint(self.call(aten.stack.default, sums), w=mine)
+        return self.joint(self.call(aten.stack.default, sums), w=mine)
 
-    def summed(self, *several):
-        return functools.reduce(lambda a, b: self.call(aten.add.Tensor, a, b, **REDUCES), several)
+    def plus(self, one, other):
+        return self.call(aten.add.Tensor, one, other, **REDUCES)
+
+    def times(self, one, factor):
+        return self.call(aten.mul.Tensor, one, factor, **REDUCES)
 
 
-def a_path_with_the_gradient_in_it():
+def a_path_after(make_gradient):
     """Compute that leads to a collective runs before other compute, but the gradient in it must
     not be left to lie meanwhile."""
-    g = Products()
-    other = g.product(g.x)
-    gradient = g.product(g.x)
-    summed = g.wait(g.start(g.product(g.product(gradient))))
-    mine = g.reduce(gradient)
-    return g.joint(mine, other, summed)
 
+    def make():
+        g = Products()
+        other = g.product(g.x)
+        gradient = make_gradient(g)
+        summed = g.all_reduced(g.product(g.product(gradient)))
+        return g.done(g.reduce(gradient), other, summed)
 
-def a_path_after_a_gradient_of_no_product():
-    g = Products()
-    other = g.product(g.x)
-    gradient = g.call(aten.add.Tensor, g.x, g.x)
-    summed = g.wait(g.start(g.product(g.product(gradient))))
-    mine = g.reduce(gradient)
-    return g.joint(mine, other, summed)
+    return make
 
 
 def a_gap_in_which_the_gradient_is_made():
     g = Products()
-    summed = g.wait(g.start(g.x))
+    summed = g.all_reduced(g.x)
     read = g.call(aten.sum.default, summed)
     gradient = g.product(g.x)
     others = [g.product(g.thin) for _ in range(6)]
-    return g.joint(g.reduce(gradient), read, *others)
+    return g.done(g.reduce(gradient), read, *others)
 
 
 def a_start_for_which_a_wait_makes_room():
@@ -106,7 +99,7 @@ def a_start_for_which_a_wait_makes_room():
     first = g.reduce(g.product(g.x))
     gradient = g.product(g.x)
     others = [g.product(g.thin) for _ in range(4)]
-    return g.joint(g.summed(first, g.reduce(gradient)), *others)
+    return g.done(g.plus(first, g.reduce(gradient)), *others)
 
 
 def a_path_while_the_reduction_may_not_start():
@@ -116,7 +109,7 @@ def a_path_while_the_reduction_may_not_start():
     other = g.product(g.thin)
     read = g.call(aten.sum.default, large)
     mine = g.reduce(gradient)
-    return g.joint(mine, other, read, g.wait(g.start(g.product(g.thin))))
+    return g.done(mine, other, read, g.all_reduced(g.product(g.thin)))
 
 
 def gaps_while_the_reduction_may_not_start():
@@ -126,14 +119,14 @@ def gaps_while_the_reduction_may_not_start():
     biases = [g.gather(), g.gather()]
     read = g.call(aten.add.Tensor, g.call(aten.select.int, large, 0, 0), biases[1])
     mine = g.reduce(gradient)
-    return g.joint(mine, biases[0], read, g.product(g.thin), g.product(g.thin))
+    return g.done(mine, biases[0], read, g.product(g.thin), g.product(g.thin))
 
 
 @pytest.mark.parametrize(
     "make, most, growth",
     [
-        (a_path_with_the_gradient_in_it, 2, 9.0),
-        (a_path_after_a_gradient_of_no_product, 2, 9.0),
+        (a_path_after(lambda g: g.product(g.x)), 2, 9.0),
+        (a_path_after(lambda g: g.call(aten.add.Tensor, g.x, g.x)), 2, 9.0),
         (a_gap_in_which_the_gradient_is_made, 1, 9.0),
         (a_start_for_which_a_wait_makes_room, 1, 0.625),
         (a_path_while_the_reduction_may_not_start, 1, 0.05),
@@ -154,9 +147,10 @@ def test_sums_of_two_reductions_that_read_each_other(nodes):
     for _ in range(nodes):
         g.call(aten.t.default, g.thin)
     gradient = g.product(g.x)
-    starts = [g.start_reducing(gradient, ranks) for ranks in (FSDP, REPLICATE)]
+    groups = (g.groups[FSDP], g.groups[REPLICATE])
+    starts = [g.call(SCATTER, gradient, "sum", 2, group, **REDUCES) for group in groups]
     one, two = (g.call(c10d.wait_tensor.default, start, **REDUCES) for start in starts)
-    joint = g.joint(g.summed(two, g.summed(one, two)), g.product(g.x))
+    joint = g.done(g.plus(two, g.plus(one, two)), g.product(g.x))
     assert_same(run(joint), run(scheduled(joint, max_peak_growth=9.0, machine=SLOW)))
 
 
@@ -166,13 +160,32 @@ def test_sums_of_reductions_one_of_which_goes_on(products, seconds):
     """What is deferred for one reduction waits for the second of another, and reads the first."""
     g = Products()
     mine = g.reduce(g.product(g.x))
-    whole = g.call(c10d.all_reduce.default, mine, "sum", g.groups[REPLICATE], **REDUCES)
-    one = g.call(c10d.wait_tensor.default, whole, **REDUCES)
-    one = g.call(aten.mul.Tensor, one, 2.0, **REDUCES)
+    one = g.waited(ALL_REDUCE, mine, "sum", g.groups[REPLICATE], **REDUCES)
+    one = g.times(one, 2.0)
     other = g.reduce(g.product(g.x))
-    first = g.summed(one, g.call(aten.mul.Tensor, other, 2.0, **REDUCES))
+    first = g.plus(one, g.times(other, 2.0))
     values = [g.product(g.x) for _ in range(products)]
-    second = g.summed(one, g.call(aten.mul.Tensor, other, 3.0, **REDUCES))
-    joint = g.joint(g.summed(first, second), *values)
+    second = g.plus(one, g.times(other, 3.0))
+    joint = g.done(g.plus(first, second), *values)
     slow = SLOW | {"collective_seconds": seconds}
     assert_same(run(joint), run(scheduled(joint, max_peak_growth=9.0, machine=slow)))
+
+
+def late(joint):
+    joint = copy_graph(joint)
+    overlap_fsdp(joint, OverlapFsdpOptions(), PassContext())
+    return joint
+
+
+@pytest.mark.parametrize(
+    "moved", [late, lambda joint: scheduled(joint, max_peak_growth=9.0, machine=SLOW)]
+)
+@pytest.mark.parametrize("written", [False, True])
+def test_a_wait_stays_before_a_write_into_what_its_collective_reads(moved, written):
+    g = Products()
+    gradient = g.product(g.x)
+    reduced = g.reduce(gradient)
+    last = g.call(aten.add_.Tensor if written else aten.add.Tensor, gradient, 1.0)
+    targets = [n.target for n in moved(g.done(reduced, last, g.product(g.x))).graph.nodes]
+    wait, add = targets.index(c10d.wait_tensor.default), targets.index(last.target)
+    assert (wait < add) is written, "without a write it is waited for late"

@@ -20,19 +20,21 @@ def products():
     """Matrix products with gathered parameters and reduced gradients: no kernel to compile."""
     group = make_groups()[FSDP]
     b = Builder()
-    shards = [b.parameter(f"p{i}", 8, 16) for i in range(LAYERS)]
+    shards = {f"p{i}": b.parameter(f"p{i}", 8, 16) for i in range(LAYERS)}
     value = b.input("x", 16, 16)
-    for i, shard in enumerate(shards):
-        how = {"role": Role.UNSHARD, "parameter": f"p{i}"}
-        full = b.call(c10d.all_gather_into_tensor.default, shard, 2, group, **how)
-        full = b.call(c10d.wait_tensor.default, full, **how)
+
+    def waited(op, *args, **how):
+        return b.call(c10d.wait_tensor.default, b.call(op, *args, group, **how), **how)
+
+    for name, shard in shards.items():
+        how = {"role": Role.UNSHARD, "parameter": name}
+        full = waited(c10d.all_gather_into_tensor.default, shard, 2, **how)
         value = b.call(aten.mm.default, value, full)
     grads = {}
-    for i in reversed(range(LAYERS)):
-        how = {"role": Role.REDUCE_GRAD, "parameter": f"p{i}", "phase": BACKWARD}
+    for name in reversed(shards):
+        how = {"role": Role.REDUCE_GRAD, "parameter": name, "phase": BACKWARD}
         grad = b.call(aten.mm.default, value, value, phase=BACKWARD)
-        mine = b.call(c10d.reduce_scatter_tensor.default, grad, "sum", 2, group, **how)
-        grads[f"p{i}"] = b.call(c10d.wait_tensor.default, mine, **how)
+        grads[name] = waited(c10d.reduce_scatter_tensor.default, grad, "sum", 2, **how)
         value = b.call(aten.mm.default, value, value, phase=BACKWARD)
     return b.joint(value, **grads)
 

@@ -1,0 +1,206 @@
+"""Compare consecutive captured steps with the same steps of the model itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.module_tracker import ModuleTracker
+
+from graph_trainer.core.bisect.replay import Observed, StartingPoint, gradients_of, named_results
+from graph_trainer.core.bisect.tensor_diff import Difference, Results, compare, digest
+from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.graph.ops import OpOverload
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.ordering.exchange import gather_from_ranks
+from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.runtime.step import Gradients, Step
+from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode
+from graph_trainer.errors import VerificationError
+
+_LEARNING_RATE = 1e-3
+_SHOWN = 8
+
+TakeStep = Callable[..., tuple[torch.Tensor, Gradients]]
+
+
+def check_capture(
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Sequence[Sequence[Any]],
+    *,
+    passes: PassConfig | None = None,
+    attributes: bool = True,
+) -> None:
+    """Check that captured steps of a model compute what the model does, bit for bit.
+
+    Takes one step for each batch eagerly and again captured, from the same state and the same
+    random numbers, and compares after every step loss, gradients, parameters, buffers, random
+    state and the attributes of the modules. After a step every parameter moves against its
+    gradient, so that what a step should read anew has changed. The model is left as it was.
+    In a process group every rank calls it.
+
+    Args:
+        model: the model, with its tensors on CPU.
+        loss_fn: `loss_fn(model, *args)` -> scalar loss.
+        batches: the arguments of each step, two steps or more: `[(tokens, labels), ...]`.
+        passes: the passes of the captured steps; None for the default ones.
+        attributes: whether the attributes of the modules are compared. A captured step sets none,
+            so turn this off for a model that sets some for others to read.
+
+    Raises:
+        VerificationError: with what differs first, at which step, and the first op of the model
+            whose result the graph does not have; or fewer than two batches.
+        CaptureError: the step cannot be captured.
+
+    Example::
+
+        gt.check_capture(model, loss_fn, [(tokens[0], labels[0]), (tokens[1], labels[1])])
+    """
+    if len(batches) < 2:
+        raise VerificationError(
+            f"check_capture compares consecutive steps and was given {len(batches)} batches: give "
+            "two or more, as [(args of the first step...), (args of the second step...)]"
+        )
+    start = StartingPoint(model, batches)
+
+    def eager(model: nn.Module, *args: Any) -> tuple[torch.Tensor, Gradients]:
+        for parameter in model.parameters():
+            parameter.grad = None
+        loss = loss_fn(model, *args)
+        loss.backward()
+        return loss, gradients_of(model)
+
+    captured = TrainStep(loss_fn, passes=passes or PassConfig())
+    with start.again():
+        wanted = list(_results(model, eager, batches, attributes))
+    with start.again():
+        found = list(_results(model, captured, batches, attributes))
+    steps = [compare(*pair) for pair in zip(wanted, found, strict=True)]
+    number = next((i for i, differences in enumerate(steps) if differences), len(steps))
+    first = min(gather_from_ranks(number))
+    if first == len(steps):
+        return
+    computed = [d for d in steps[first] if not d.name.startswith(("attribute", "random"))]
+    # every rank searches where one of them does: the steps communicate
+    search = any(gather_from_ranks(bool(computed)))
+    op = _first_op(start, model, batches[: first + 1], eager, captured) if search else ""
+    for rank, (differences, where) in enumerate(gather_from_ranks((steps[first], op))):
+        if differences:
+            raise VerificationError(_message(rank, first, differences, where))
+
+
+def _results(
+    model: nn.Module,
+    take_step: TakeStep,
+    batches: Sequence[Sequence[Any]],
+    attributes: bool = False,
+) -> Iterator[Results]:
+    """Take a step for each batch, and yield all that a program can see after it."""
+    for args in batches:
+        loss, gradients = take_step(model, *args)
+        seen = named_results(model, loss, gradients)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                gradient = gradients.get(clean_fqn(name))
+                if gradient is not None and parameter.requires_grad:
+                    parameter.add_(gradient, alpha=-_LEARNING_RATE)
+        seen["random state"] = [torch.get_rng_state()]
+        for fqn, module in model.named_modules() if attributes else ():
+            for name, value in vars(module).items():
+                if name not in _OF_EVERY_MODULE and isinstance(value, _COMPARED):
+                    seen[f"attribute {f'{fqn}.{name}'.strip('.')}"] = _flat(value)
+        yield seen
+
+
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(None))
+
+
+def _flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [*value, *value.values()]
+    return list(value) if isinstance(value, (list, tuple, set)) else [value]
+
+
+def _first_op(
+    start: StartingPoint,
+    model: nn.Module,
+    batches: Sequence[Sequence[Any]],
+    eager: TakeStep,
+    captured: TrainStep,
+) -> str:
+    """Return the first op of the last batch's eager step whose result the graph has nowhere."""
+    known: set[str] = set()
+    with start.again():
+        for _ in _results(model, captured, batches[:-1]):
+            pass
+        captured(model, *batches[-1])
+        joint = captured.joint_graphs()[-1]
+    with start.again():
+        for _ in _results(model, captured, batches[:-1]):
+            pass
+
+        def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+            observed = Observed(joint.graph_module, lambda node, value: known.add(digest(value)))
+            with torch.no_grad():
+                return observed.run(*values)
+
+        Step(joint, run)(model, *batches[-1])
+    with start.again():
+        for _ in _results(model, eager, batches[:-1]):
+            pass
+        with ModuleTracker() as tracker, _Search(known, tracker) as search:
+            eager(model, *batches[-1])
+    return search.found
+
+
+class _Search(TorchDispatchMode):
+    """Find the first op whose result is none of the known ones."""
+
+    def __init__(self, known: set[str], tracker: ModuleTracker) -> None:
+        super().__init__()
+        self._known, self._tracker, self.found = known, tracker, ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # the subclass calls again, with the plain tensors inside it
+        result = func(*args, **(kwargs or {}))
+        values = result if isinstance(result, (tuple, list)) else (result,)
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
+        # memory that nothing has written yet is not compared
+        view = isinstance(func, OpOverload) and any(r.alias_info for r in func._schema.returns)
+        skipped = view or "empty" in str(func)
+        if not skipped and not all(digest(tensor) in self._known for tensor in tensors):
+            self.found = self.found or f"{func} in {self._place()}"
+        return result
+
+    def _place(self) -> str:
+        modules = self._tracker.parents - {"Global"}
+        if not modules:
+            return "the loss"
+        name = max(modules, key=len).partition(".")[2]
+        part = "backward" if self._tracker.is_bw else "forward"
+        return f"{f'module {name!r}' if name else 'the model'} ({part})"
+
+
+def _message(rank: int, step: int, differences: list[Difference], op: str) -> str:
+    shown = []
+    for each in differences[:_SHOWN]:
+        apart = "" if math.isnan(each.max_abs) else f"by at most {each.max_abs:.3g}"
+        shown.append(f"{each.name} {apart} {each.note}".strip())
+    more = len(differences) - len(shown)
+    first = f"The first op whose result the graph has nowhere: {op}. " if op else ""
+    if all(each.name.startswith("attribute") for each in differences):
+        first = "A captured step sets no attributes: attributes=False leaves them out. "
+    return (
+        f"rank {rank}, step {step + 1}: the captured step differs from the model itself: "
+        f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}. {first}"
+        "docs/what_capture_sees.md says what a step may do, and what to write instead"
+    )

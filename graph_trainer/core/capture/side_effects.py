@@ -1,0 +1,231 @@
+"""Side effects of a step that no graph records, found while the step is traced.
+
+A graph computes outputs from inputs. What a step does beside that would happen once, at capture,
+and never again: it is refused with the line of the user's code and the remedy.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from types import CellType, FrameType
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
+
+from graph_trainer.core.analysis.collective_kinds import IN_PLACE_NAMESPACE
+from graph_trainer.core.graph.annotations import module_of, value_of
+from graph_trainer.core.graph.ops import (
+    OpOverload,
+    Storage,
+    may_write,
+    storage_roots,
+    written_arguments,
+    written_values,
+)
+from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
+from graph_trainer.errors import CaptureError
+
+# Frames of torch and of this package are not the user's code.
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+
+
+class SideEffects(TorchDispatchMode):
+    """Refuse ops whose effect a graph would lose, and remember the fake tensors that ops make."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, made: list[weakref.ref[torch.Tensor]]) -> None:
+        super().__init__()
+        self._made = made
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
+            return NotImplemented  # the subclass calls again, with the plain tensors inside it
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):
+            self._check(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, FakeTensor):
+                self._made.append(weakref.ref(tensor))
+        return result
+
+    def _check(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if op.namespace == IN_PLACE_NAMESPACE:
+            raise CaptureError(
+                f"{op._opname} of torch.distributed is called{user_line()}: it writes its result "
+                "into a tensor while the step goes on, which no graph records. Call the function "
+                "of torch.distributed._functional_collectives that returns its result instead"
+            )
+        if op is torch.ops.aten.mkldnn_rnn_layer_backward.default:
+            raise CaptureError(
+                "oneDNN's LSTM hands its backward a workspace that fake tensors do not have: run "
+                "capture and steps within torch.backends.mkldnn.flags(enabled=False)"
+            )
+        if not may_write(op):
+            return
+        for tensor in pytree.tree_leaves(written_values(op._schema, args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
+                raise CaptureError(
+                    f"{op} writes{user_line()} into a tensor of {tuple(tensor.shape)} "
+                    f"{tensor.dtype} that is neither a parameter or buffer of the model nor in "
+                    "the batch: it would be written once, now, and never by a later step. "
+                    "Register it as a buffer of the model"
+                )
+
+
+class Assignments(TorchFunctionMode):
+    """Refuse `tensor.data = other`, which no op records."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
+            raise CaptureError(
+                f".data of a tensor is assigned{user_line()}, which no graph records. Write in "
+                "place with copy_ under torch.no_grad(), or make a new tensor"
+            )
+        return func(*args, **(kwargs or {}))
+
+
+# Overloads that have another name out of place.
+_OVERLOADS = {torch.ops.aten.transpose_.default: "int"}
+
+
+def views_out_of_place(graph: fx.Graph) -> None:
+    """Replace ops that change a tensor's shape or strides in place by those that make a view.
+
+    The trace has let later readers read the op's result already. Passes take a node's shape and
+    strides for constant. Linear in nodes.
+
+    Raises:
+        CaptureError: an op that has no such counterpart, as resize_ and set_.
+    """
+    for node in graph.nodes:
+        op = node.target
+        if not isinstance(op, OpOverload) or torch.Tag.inplace_view not in op.tags:
+            continue
+        packet = getattr(torch.ops.aten, op._opname.removesuffix("_"), None)
+        view = getattr(packet, _OVERLOADS.get(op, op._overloadname), None)
+        if op.namespace != "aten" or view is None or torch.Tag.inplace_view in view.tags:
+            raise CaptureError(
+                f"the step calls {op} (module '{module_of(node)}'), which gives a tensor other "
+                "memory in place: make a new tensor instead"
+            )
+        node.target = view
+
+
+def refuse_uninitialised(graph: fx.Graph) -> None:
+    """Refuse a read of memory that nothing has written. Linear in nodes.
+
+    Checkpointing can cause one: it stops a recomputation as soon as it has what backward needs, by
+    shape, before the op that would write into it.
+
+    Raises:
+        CaptureError: with the op that reads.
+    """
+    storages = storage_roots(graph)
+    empty: set[Storage] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        name = getattr(node.target, "_opname", "")
+        empty.difference_update(storages[written] for written in written_arguments(node))
+        if "empty" in name:
+            value = value_of(node)
+            if isinstance(value, torch.Tensor) and value.numel():
+                empty.add(storages[node])
+        elif storages[node] not in empty and not name.endswith("_like") and "new_" not in name:
+            for read in node.all_input_nodes:
+                if storages[read] in empty and name in ("_to_copy", "clone"):
+                    empty.add(storages[node])  # a copy, which may be filled later
+                elif storages[read] in empty:
+                    raise CaptureError(
+                        f"{node.target} (module '{module_of(node)}') reads memory of an empty "
+                        "tensor that nothing has written, in eager too: fill it first. If a "
+                        "checkpointed block draws its noise into it, leave the block out of "
+                        "checkpointing, or use torch.utils.checkpoint.set_checkpoint_early_stop"
+                        "(False)"
+                    )
+
+
+def user_line() -> str:
+    """Return the innermost line of the stack that is not a library's: " at file.py:12", or ""."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((*_LIBRARIES, "<")):
+            return f" at {file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
+    """Refuse a step that has stored a tensor of its trace somewhere outside of the model.
+
+    Args:
+        made: the fake tensors that the trace made; nothing of the trace refers to them any more.
+
+    Raises:
+        CaptureError: with the object that holds one.
+    """
+    if not any(ref() is not None for ref in made):
+        return
+    gc.collect()
+    for ref in made:
+        tensor = ref()
+        if tensor is not None:
+            raise CaptureError(
+                f"the step keeps a tensor of {tuple(tensor.shape)} {tensor.dtype} in "
+                f"{_holder(tensor)}: it would be made once, while the step is captured, without "
+                "data, and read by whatever reads it later. Let the step return it through the "
+                "loss function, make it a buffer of the model, or compute it before the step; "
+                "and clear what holds it now"
+            )
+
+
+def _holder(value: object, ignored: tuple[object, ...] = ()) -> str:
+    """Describe what refers to an object, as well as Python can tell."""
+    referrers = gc.get_referrers(value)
+    ignored = (*ignored, referrers)
+    for referrer in referrers if len(ignored) < 5 else ():
+        if isinstance(referrer, FrameType) or _key(dict(enumerate(ignored)), referrer) is not None:
+            continue
+        if isinstance(referrer, functools._lru_cache_wrapper):
+            return f"the cache of the function {referrer.__qualname__}"
+        if isinstance(referrer, CellType):
+            return "a variable that a function closes over"
+        if isinstance(referrer, dict):
+            return _holder_of_entry(referrer, _key(referrer, value), ignored)
+        if isinstance(referrer, (list, tuple, set)):
+            return f"a {type(referrer).__name__}, {_holder(referrer, ignored)}"
+        name = _key(getattr(referrer, "__dict__", {}), value)
+        return f"{f'attribute {name!r} of ' if name else ''}a {type(referrer).__name__}"
+    return "an object that Python does not show"
+
+
+def _holder_of_entry(entries: dict[Any, Any], key: object, ignored: tuple[object, ...]) -> str:
+    module = sys.modules.get(str(entries.get("__name__")))
+    if module is not None and vars(module) is entries:
+        return f"the global {key!r} of module {module.__name__}"
+    for owner in gc.get_referrers(entries):
+        if getattr(owner, "__dict__", None) is entries:
+            return f"attribute {key!r} of a {type(owner).__name__}"
+    return f"[{key!r}] of a dict, {_holder(entries, ignored)}"
+
+
+# A loop, since a generator expression would refer to the value by a cell of its own.
+def _key(entries: dict[Any, Any], value: object) -> object:
+    for key, entry in entries.items():
+        if entry is value:
+            return key
+    return None

@@ -1,0 +1,329 @@
+"""One trace of a step on fake tensors: forward, loss and backward become one flat FX graph."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.traceback import annotate
+
+from graph_trainer.core.capture.call_signature import Batch
+from graph_trainer.core.capture.model_state import ModelState
+from graph_trainer.core.capture.module_scopes import Scopes
+from graph_trainer.core.capture.output_aliasing import TakenMemory
+from graph_trainer.core.capture.rng_replay import (
+    RandomDraws,
+    UserGenerators,
+    share_repeated_draws,
+)
+from graph_trainer.core.capture.side_effects import (
+    Assignments,
+    SideEffects,
+    refuse_uninitialised,
+    views_out_of_place,
+)
+from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    annotation,
+    copy_annotations,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import Input, InputKind, Output, OutputKind, with_parts
+from graph_trainer.core.graph.ops import storage_roots
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.torch_private import (
+    FakeTensorMode,
+    local_slices,
+    selective_checkpoint_as_in_eager,
+    storage_id,
+    swap_tensors,
+    tensor_hooks,
+)
+from graph_trainer.errors import CaptureError, GraphTrainerError
+
+LossFn = Callable[..., torch.Tensor]
+
+
+def _place(module: str) -> str:
+    return f"module '{module}'" if module else "the forward of the model itself"
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to do about the most common reason, whose class name does not tell."""
+    if "dynamo-optimized function" in str(error):
+        return " (the graph is of the whole step: leave torch.compile out of the model)"
+    if type(error).__name__ != "DataDependentOutputException":
+        return ""
+    return (
+        " (the step reads a tensor's value into Python, by .item(), .tolist(), bool(...) or "
+        "indexing with a mask, and there are no values while it is captured: compute with "
+        "tensors, torch.where for example)"
+    )
+
+
+class StepTrace:
+    """One trace of a step: the function that make_fx runs, and the outputs that it found."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        inputs: list[Input],
+        state: ModelState,
+        batch: Batch,
+        backward: bool,
+        generators: UserGenerators,
+    ) -> None:
+        self.model = model
+        self.loss_fn = loss_fn
+        self.inputs = inputs
+        self.state = state
+        self.batch = batch
+        self.backward = backward
+        self.scopes = Scopes()
+        self.generators = generators
+        self.outputs: list[Output] = []
+        self.without_grad: list[str] = []
+        self.made: list[weakref.ref[torch.Tensor]] = []
+        """The fake tensors that the step's ops made."""
+
+    def graph_of(self, fakes: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
+        """Return the flat graph of the step on fake inputs, one for each plain tensor.
+
+        Raises:
+            CaptureError: something in the step cannot be traced.
+        """
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(self.backward),
+                # on this thread, so that backward sees context variables and annotations
+                torch.autograd.set_multithreading_enabled(False),
+                selective_checkpoint_as_in_eager(),
+                local_slices(lambda group: annotate(annotation(local_slice=group))),
+                mode,
+                self.scopes.trace(self.model),
+                Assignments(),
+            ):
+                traced = make_fx(lambda flat: self.run(flat), _allow_non_fake_inputs=True)
+                graph_module = traced(fakes)
+        except GraphTrainerError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"{type(self.model).__name__} cannot be captured: in "
+                f"{_place(self.scopes.failed_module())}: {type(error).__name__}: {error}"
+                f"{_remedy(error)}"
+            ) from error
+        _flatten_output(graph_module)
+        _clone_constants_returned(graph_module.graph)
+        views_out_of_place(graph_module.graph)
+        share_repeated_draws(graph_module.graph)
+        refuse_uninitialised(graph_module.graph)
+        return graph_module
+
+    def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Run the step as autograd would, and return its outputs as plain tensors."""
+        tensors = self._rebuild(flat)
+        before = [_place_in_memory(part) for part in flat]
+        count = len(self.state.tensors)
+        stand_ins = dict(zip(map(id, self.state.tensors), tensors[:count], strict=True))
+        args, kwargs = self.batch.rebuild(tensors[count:])
+        leaves = [
+            (spec.name, tensor)
+            for spec, tensor in zip(self.inputs, tensors, strict=True)
+            if self.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
+        ]
+        effects = SideEffects(self.made)
+        # Backward runs inside too: checkpointed blocks read their parameters again there.
+        # make_fx turns autocast's cache off. Without it a weight that is read twice is cast twice
+        # and its gradient rounded twice.
+        torch.set_autocast_cache_enabled(True)
+        with swap_tensors(self.model, stand_ins), effects, RandomDraws(self.generators):
+            if self.backward:
+                self._pass_on_hooks(stand_ins)
+            loss = self._run_loss(args, kwargs)
+            _refuse_accumulated(leaves, "loss_fn")
+            if leaves and not loss.requires_grad:
+                raise CaptureError(
+                    "the loss does not depend on any parameter that requires a gradient; look "
+                    "for a detach or a no_grad in the model and in loss_fn"
+                )
+            detached = loss.detach()
+            gradients: Sequence[torch.Tensor | None] = ()
+            if leaves:
+                with self.scopes.backward(loss):
+                    gradients = torch.autograd.grad(loss, [t for _, t in leaves], allow_unused=True)
+                _refuse_accumulated(leaves, "the backward of a custom function")
+            self._refuse_assigned_parameters(stand_ins)
+            self._write_back_rebound_buffers(stand_ins)
+        torch.clear_autocast_cache()
+        for (spec, parts), places in zip(
+            with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
+        ):
+            if [_place_in_memory(part) for part in parts] != list(places[1]):
+                raise CaptureError(
+                    f"the step changes the shape, the strides or the memory of "
+                    f"{spec.kind.value} '{spec.name}' in place: work on a view of it, or on a copy"
+                )
+        taken = TakenMemory(flat)
+        values = self._emit(OutputKind.LOSS, "loss", taken.unshared(detached))
+        for (name, leaf), gradient in zip(leaves, gradients, strict=False):
+            if gradient is None:
+                self.without_grad.append(name)
+                continue
+            _check_gradient(name, leaf, gradient)
+            values += self._emit(OutputKind.GRADIENT, name, taken.unshared(gradient, like=leaf))
+        return values
+
+    def _rebuild(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            wrap(parts, spec.layout).requires_grad_(spec.requires_grad)
+            for spec, parts in with_parts(self.inputs, flat)
+        ]
+
+    def _pass_on_hooks(self, stand_ins: dict[int, torch.Tensor]) -> None:
+        """Register the gradient hooks of the model's parameters on the traced ones."""
+        for spec, tensor in zip(self.state.inputs, self.state.tensors, strict=True):
+            on_gradient, after_accumulation = tensor_hooks(tensor)
+            if after_accumulation:
+                raise CaptureError(
+                    f"parameter '{spec.name}' has a hook that runs after its gradient is "
+                    "accumulated into .grad, which a captured step does not do: remove it"
+                )
+            for hook in on_gradient:
+                stand_ins[id(tensor)].register_hook(hook)
+
+    def _run_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+        loss = self.loss_fn(self.model, *args, **kwargs)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
+            raise CaptureError(
+                f"loss_fn must return a scalar tensor and returned {found}; sum or average it"
+            )
+        return loss
+
+    def _refuse_assigned_parameters(self, stand_ins: dict[int, torch.Tensor]) -> None:
+        names = {
+            n: t
+            for i, t in zip(self.state.inputs, stand_ins.values(), strict=True)
+            if i.kind is InputKind.PARAMETER
+            for n in (i.name, *i.aliases)
+        }
+        found = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        for name in sorted(names.keys() | found.keys()):
+            if found.get(name) is not names.get(name):
+                raise CaptureError(
+                    f"forward assigns or removes parameter '{name}'; a step must leave the model "
+                    "with the parameters it had: write in place under torch.no_grad(), or "
+                    "compute with a tensor that is no parameter"
+                )
+
+    def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
+        """Copy buffers that forward assigned into the old ones, so that the next step sees them."""
+        names = {
+            name: (i, t)
+            for i, t in zip(self.state.inputs, stand_ins.values(), strict=True)
+            for name in (i.name, *i.aliases)
+        }
+        known = {name for name, (i, _) in names.items() if i.kind is InputKind.BUFFER}
+        found = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}
+        if known != found.keys():
+            raise CaptureError(
+                f"forward adds or removes buffers: {sorted(known ^ found.keys())}; a step must "
+                "leave the model with the buffers it had: register them in __init__"
+            )
+        assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name, buffer in found.items():
+            spec, before = names[name]
+            if buffer is before:
+                continue
+            if buffer.shape != before.shape or buffer.dtype != before.dtype:
+                raise CaptureError(
+                    f"forward replaces buffer '{name}' of {tuple(before.shape)} {before.dtype} by "
+                    f"one of {tuple(buffer.shape)} {buffer.dtype}; a buffer must keep its shape"
+                )
+            if spec.aliases:
+                raise CaptureError(
+                    f"forward replaces buffer '{name}', which is one tensor under the names "
+                    f"{[spec.name, *spec.aliases]}; write into it in place instead"
+                )
+            assigned.append((before, buffer))
+        replaced = {storage_id(part) for before, _ in assigned for part in unwrap(before)[0]}
+        with torch.no_grad():
+            # a value that is one of these buffers, or a view, is read before any is written
+            values = [
+                value.clone() if any(storage_id(p) in replaced for p in unwrap(value)[0]) else value
+                for _, value in assigned
+            ]
+            for (before, _), value in zip(assigned, values, strict=True):
+                before.copy_(value)
+
+    def _emit(self, kind: OutputKind, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts, layout = unwrap(tensor)
+        self.outputs.append(Output(kind, name, layout))
+        return parts
+
+
+def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> None:
+    for name, leaf in leaves:
+        if leaf.grad is not None:
+            raise CaptureError(
+                f"{where} leaves a gradient in .grad of '{name}': it calls backward() "
+                "itself, which a captured step would lose; return the loss and let capture "
+                "run backward"
+            )
+
+
+def _place_in_memory(part: torch.Tensor) -> tuple[Any, ...]:
+    return (storage_id(part), part.storage_offset(), part.shape, part.stride())
+
+
+def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise CaptureError(
+            f"the gradient of '{name}' is sparse, and a graph returns dense ones: set sparse=False "
+            "in its embedding"
+        )
+    expected, found = unwrap(parameter)[1], unwrap(gradient)[1]
+    if expected.subclass is not found.subclass or expected.shape != found.shape:
+        raise CaptureError(
+            f"the gradient of '{name}' is a {type(gradient).__name__} of {tuple(found.shape)} "
+            f"while the parameter is a {type(parameter).__name__} of {tuple(expected.shape)}"
+        )
+    placements = getattr(parameter, "placements", None)
+    if placements != getattr(gradient, "placements", None):
+        raise CaptureError(
+            f"the gradient of '{name}' has placements {gradient.placements} while the parameter "  # type: ignore[attr-defined]
+            f"has {placements}; redistribute it in the parameter's backward"
+        )
+
+
+def _clone_constants_returned(graph: fx.Graph) -> None:
+    """Clone outputs in the memory of a constant: whoever writes into a gradient, as clipping does,
+    would change what the next step reads. Linear in nodes."""
+    roots = storage_roots(graph)
+    output = graph.output_node()
+    for node in output.all_input_nodes:
+        if roots[node][0].op == "get_attr":
+            with graph.inserting_after(node):
+                clone = graph.call_function(torch.ops.aten.clone.default, (node,))
+            clone.meta = {"val": value_of(node)}
+            copy_annotations(node, clone, phase=Phase.BACKWARD)
+            output.replace_input_with(node, clone)
+
+
+def _flatten_output(graph_module: fx.GraphModule) -> None:
+    """Make inputs and outputs flat: make_fx records that the traced function took a list."""
+    graph = graph_module.graph
+    graph.set_codegen(fx.graph.CodeGen())
+    output = graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "get_attr", "output"):
+            node.meta.pop("custom", None)

@@ -1,0 +1,57 @@
+"""A batch with tensors of the model, and collectives that write in place, are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+
+import graph_trainer as gt
+from tests.unit.core.capture.test_side_effects import Model, assigned, batches, square
+from tests.unit.graphs import fake_mesh
+
+
+@pytest.mark.parametrize(
+    ("of_batch", "message"),
+    [
+        (lambda m: m.linear.weight, r"'args\[0\]' of the batch shares the memory of 'linear.weig"),
+        (lambda m: m.linear.weight.detach()[:3], "shares the memory of 'linear.weight'"),
+        (lambda m: m.average.expand(3, 4), "shares the memory of 'average'"),
+        (lambda m: m.linear.weight * 2, "was computed with gradients"),
+    ],
+)
+def test_a_batch_with_a_tensor_of_the_model_is_refused(of_batch: Any, message: str) -> None:
+    model = Model(assigned)
+    with pytest.raises(gt.CaptureError, match=message):
+        gt.capture(model, square, (of_batch(model),))
+
+
+def gathered(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather(parts, x)
+    return parts[0] + parts[1]
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    total = x.detach().clone()
+    dist.all_reduce(total)
+    return x + total
+
+
+def sent(x: torch.Tensor) -> torch.Tensor:
+    x = x * 1
+    dist.broadcast(x, 0)
+    return x
+
+
+@pytest.mark.parametrize(
+    "collective",
+    [gathered, reduced, sent, lambda x: torch.stack(torch.distributed.nn.all_gather(x)).sum(0)],
+)
+def test_a_collective_that_writes_in_place_is_refused(collective: Any) -> None:
+    fake_mesh(2)
+    with pytest.raises(gt.CaptureError, match=r"at .*py:\d+: .*_functional_collectives"):
+        gt.capture(Model(lambda m, x: collective(x)), square, (batches()[0],))

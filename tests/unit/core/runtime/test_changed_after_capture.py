@@ -1,0 +1,161 @@
+"""A step runs on what it was captured for: what has changed since is noticed."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import graph_trainer as gt
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+
+
+def loss_fn(model: nn.Module, x: torch.Tensor, extra: Any = None) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def tied(model: nn.Module) -> None:
+    model[2].weight = model[0].weight
+
+
+def module_added_and_eval(model: nn.Module) -> None:
+    model.append(nn.Identity())
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (tied, "'2.weight' and '0.weight' were two tensors"),
+        (nn.Module.eval, "module '' was in train.. mode"),
+        (lambda m: m[1].eval(), "module '1' was in train.. mode"),
+        (module_added_and_eval, "module '' was in train.. mode"),
+        (lambda m: m[0].register_forward_hook(lambda *_: None), "hooks"),
+        (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "hooks"),
+        (lambda m: m[0].register_full_backward_hook(lambda *_: None), "hooks"),
+        (lambda m: m[0].register_full_backward_pre_hook(lambda *_: None), "hooks"),
+        (lambda m: m[0].weight.register_hook(lambda g: 2 * g), "hooks"),
+        (lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None), "hooks"),
+    ],
+)
+def test_a_changed_model_is_refused(change: Any, message: str) -> None:
+    changed, x = model(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(changed, loss_fn, (x,)))
+    step(changed, x)
+    step(copy.deepcopy(changed), x)
+    change(changed)
+    with pytest.raises(gt.CaptureError, match=f"{message}.*capture again"):
+        step(changed, x)
+
+
+def test_keyword_arguments_come_in_any_order() -> None:
+    def loss(model: nn.Module, *, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (model(x) - 2 * y).square().mean()
+
+    network, x, y = model().eval(), torch.ones(2, 4), torch.zeros(2, 4)
+    step = gt.compile(gt.capture(network, loss, kwargs={"y": y, "x": x}))
+    assert torch.equal(step(network, x=x, y=y)[0], loss(network, x=x, y=y))
+    assert torch.equal(step(network, y=y, x=x)[0], loss(network, x=x, y=y))
+
+
+@dataclass(eq=False)
+class Options:
+    scale: Any = 2
+    inner: list[Any] = field(default_factory=list)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (1, True),
+        (0.0, -0.0),
+        (np.float64(0.0), np.float64(-0.0)),
+        (frozenset({1}), frozenset({True})),
+        ({1: 2}, {True: 2}),
+        ((1, "a"), (1, "b")),
+    ],
+)
+def test_another_constant_is_refused_where_python_finds_it_equal(before: Any, after: Any) -> None:
+    network, x = model(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(network, loss_fn, (x, before)))
+    step(network, x, copy.deepcopy(before))
+    with pytest.raises(gt.CaptureError, match="capture"):
+        step(network, x, after)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda o: setattr(o, "scale", 3),
+        lambda o: setattr(o, "scale", 2.0),
+        lambda o: o.inner.append(1),
+        lambda o: setattr(o, "more", 1),
+    ],
+)
+def test_an_object_of_the_batch_that_has_changed_is_refused(change: Any) -> None:
+    network, x, options = model(), torch.ones(2, 4), Options()
+    step = gt.compile(gt.capture(network, loss_fn, (x, options)))
+    step(network, x, options)
+    change(options)
+    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' was .* capture again"):
+        step(network, x, options)
+
+
+def test_an_object_that_refers_to_itself_and_shares_parts_is_described_once():
+    options = Options(0.5)
+    for _ in range(40):
+        options = Options(options, [options, options])
+    options.inner.append(options)
+    network, x = model(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(network, loss_fn, (x, options)))
+    step(network, x, options)
+
+
+def test_tensors_deep_in_an_object_of_the_batch_are_refused() -> None:
+    options = Options(inner=[{"deep": Options(torch.ones(2))}])
+    with pytest.raises(gt.CaptureError, match=r"'args\[1\]' is a Options that holds tensors"):
+        gt.capture(model(), loss_fn, (torch.ones(2, 4), options))
+
+
+class Constant(torch.autograd.Function):
+    """Hands out one tensor as the gradient, in every step."""
+
+    gradient = torch.full((4, 4), 3.0)
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return Constant.gradient
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_gradient_clipped_in_place_does_not_change_the_next_step(
+    transposed: bool,
+) -> None:
+    network, x = model(), torch.ones(2, 4)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        weight = model[0].weight.t() if transposed else model[0].weight
+        return (x @ Constant.apply(weight)).sum() + (model[2].weight * Constant.gradient).sum()
+
+    joint = gt.capture(network, loss, (x,))
+    gt.run_passes(joint)
+    step = gt.compile(joint)
+    for _ in range(2):
+        _, gradients = step(network, x)
+        assert all(torch.all(gradients[f"{i}.weight"] == 3.0) for i in (0, 2))
+        for gradient in gradients.values():
+            gradient.mul_(0.0)
+    assert torch.all(Constant.gradient == 3.0)
