@@ -125,6 +125,8 @@ class _Numbers:
                 varying.add(node)
         tensors = {n: v for n in found if isinstance(v := value_of(n), torch.Tensor)}
         changing = {storage_id(tensor) for node, tensor in tensors.items() if node in varying}
+        for node in module.graph.find_nodes(op="placeholder"):
+            self._written.pop(storage_id(value_of(node)), None)
         for node, tensor in tensors.items():
             if storage_id(tensor) not in changing:
                 self._kept[_place(tensor)] = found[node]

@@ -153,7 +153,7 @@ LISTS = [
     *([name] for name in ("deduplicate_unshards", "eliminate_round_trips", "normalize_views")),
     ["normalize_views", "deduplicate_unshards"],
     ["default"],
-    ["default", "tag_buckets", "bucket_collectives", "overlap_fsdp"],
+    ["default", "overlap_fsdp"],
 ]
 
 

@@ -277,6 +277,7 @@ def test_gradients_are_divided_once(factor, divisors):
     assert len(found) == 2 * len(divisors)
 
 
+@torch.backends.mkldnn.flags(enabled=False)  # oneDNN's LSTM cannot be captured
 def test_modules_that_read_their_parameters_in_unusual_ways():
     """Lists, dictionaries, parametrizations, attention's own fast path and an LSTM."""
 
