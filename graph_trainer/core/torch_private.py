@@ -7,7 +7,6 @@ only; tests/unit/test_imports.py checks that.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -196,7 +195,7 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
         model: the module to change.
         replacement: from id(tensor) to the new tensor, so that tied parameters stay tied.
     """
-    saved = [(m, [dict(vars(m)[kind]) for kind in _TENSORS]) for m in model.modules()]
+    saved = [(m, [dict(each) for each in tensor_dicts(m)]) for m in model.modules()]
     try:
         for module, (parameters, buffers, _) in saved:
             for name, parameter in parameters.items():
@@ -208,65 +207,14 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
         yield
     finally:
         for module, contents in saved:
-            for kind, content in zip(_TENSORS, contents, strict=True):
-                vars(module)[kind].clear()
-                vars(module)[kind].update(content)
+            for tensors, content in zip(tensor_dicts(module), contents, strict=True):
+                tensors.clear()
+                tensors.update(content)
 
 
-@contextlib.contextmanager
-def attributes_restored(
-    model: nn.Module,
-) -> Iterator[Callable[[], dict[str, tuple[object, object]]]]:
-    """Restore the attributes of a model's modules at the end, on errors too.
-
-    The contents of dicts, lists and sets that are attributes are restored as well: caches,
-    counters, the list of weights in an LSTM.
-
-    Yields:
-        A function that returns what differs by now, before and after, by "module.attribute" or
-        "module.attribute[key]".
-    """
-    saved = [(name, module, dict(vars(module))) for name, module in model.named_modules()]
-    containers = [
-        (f"{module}.{name}".strip("."), value, copy.copy(value))
-        for module, _, attributes in saved
-        for name, value in attributes.items()
-        if type(value) in (dict, list, set) and name not in _TENSORS
-    ]
-
-    def changes() -> dict[str, tuple[object, object]]:
-        found = {}
-        for name, module, attributes in saved:
-            for key, pair in _changes(attributes, vars(module)):
-                found[f"{name}.{key}".strip(".")] = pair
-        for name, now, before in containers:
-            for key, pair in _changes(_by_key(before), _by_key(now)):
-                found[f"{name}[{key!r}]"] = pair
-        return found
-
-    try:
-        yield changes
-    finally:
-        for _, module, attributes in saved:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for _, container, content in containers:
-            container.clear()
-            (container.extend if isinstance(container, list) else container.update)(content)
-
-
-def _by_key(container: Any) -> dict[Any, Any]:
-    if isinstance(container, dict):
-        return container
-    return dict(enumerate(container)) if isinstance(container, list) else dict.fromkeys(container)
-
-
-def _changes(
-    before: dict[Any, Any], now: dict[Any, Any]
-) -> Iterator[tuple[Any, tuple[object, object]]]:
-    for key in before.keys() | now.keys():
-        if (key in before) != (key in now) or before.get(key) is not now.get(key):
-            yield key, (before.get(key), now.get(key))
+def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
+    """Return the dicts of a module's own parameters, buffers and modules; see `swap_tensors`."""
+    return [vars(module)[kind] for kind in _TENSORS]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:

@@ -66,7 +66,7 @@ def check_capture(
             f"check_capture compares consecutive steps and was given {len(batches)} batches: give "
             "two or more, as [(args of the first step...), (args of the second step...)]"
         )
-    start = StartingPoint(model, batches)
+    start = StartingPoint(model, loss_fn, batches)
 
     def eager(model: nn.Module, *args: Any) -> tuple[torch.Tensor, Gradients]:
         for parameter in model.parameters():

@@ -11,12 +11,13 @@ from torch import fx, nn
 
 from graph_trainer.core.bisect.tensor_diff import Results
 from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.runtime.step import Gradients, Step, compile
-from graph_trainer.core.torch_private import attributes_restored, pytree, swap_tensors
+from graph_trainer.core.torch_private import pytree, swap_tensors
 
 Observe = Callable[[fx.Node, Any], None]
 
@@ -25,12 +26,13 @@ class StartingPoint:
     """Copies of a model's tensors, of batches and of the random state, to start from again.
 
     Args:
-        model: the model; its attributes are restored as well.
+        model: the model.
+        loss_fn: the loss. What it and the model change in Python is restored as well.
         batches: any nest of tensors and other values.
     """
 
-    def __init__(self, model: nn.Module, batches: Any) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Any) -> None:
+        self._model, self._loss_fn = model, loss_fn
         self._state = [*model.parameters(), *model.buffers()]
         leaves, _ = pytree.tree_flatten(batches)
         batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -43,7 +45,7 @@ class StartingPoint:
         """Start from the stored state, and restore it afterwards."""
         unchanged = {id(tensor): tensor for tensor in self._state}
         gradients = [(p, p.grad) for p in self._model.parameters()]
-        with attributes_restored(self._model), swap_tensors(self._model, unchanged):
+        with PythonState(self._model, self._loss_fn), swap_tensors(self._model, unchanged):
             torch.set_rng_state(self._random)
             try:
                 yield
@@ -86,7 +88,7 @@ class Runs:
         self.model = model
         self._loss_fn = loss_fn
         self._args, self._kwargs = tuple(args), dict(kwargs)
-        self._start = StartingPoint(model, (self._args, self._kwargs))
+        self._start = StartingPoint(model, loss_fn, (self._args, self._kwargs))
 
     def capture(self) -> JointGraph:
         """Capture the graph of the step, without any pass."""

@@ -19,6 +19,7 @@ from graph_trainer.core.capture.model_state import (
     state_of,
 )
 from graph_trainer.core.capture.module_settings import ModuleSettings
+from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.rng_replay import UserGenerators, refuse_draws_of_python
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import refuse_leftovers
@@ -27,7 +28,7 @@ from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.joint_graph import Input, JointGraph, Signature, with_parts
 from graph_trainer.core.graph.last_writes import LastWrites
-from graph_trainer.core.torch_private import FakeTensorMode, attributes_restored, rename_node
+from graph_trainer.core.torch_private import FakeTensorMode, rename_node
 from graph_trainer.errors import CaptureError
 
 
@@ -44,8 +45,8 @@ def capture(
 
     Args:
         model: any module; its parameters and buffers become inputs of the graph. They may be
-            DTensors (see `simple_fsdp`) and may be on meta. It is left as it was;
-            attributes that forward assigns are restored.
+            DTensors (see `simple_fsdp`) and may be on meta. It is left as it was:
+            what forward changes in Python, attributes and globals, is restored.
         loss_fn: `loss_fn(model, *args, **kwargs)` -> scalar loss.
         args, kwargs: one batch. Tensors become inputs; everything else is baked in and
             checked at every later call.
@@ -95,12 +96,12 @@ def capture(
 
     with (
         refuse_draws_of_python(),
-        attributes_restored(model) as changed,
+        PythonState(model, loss_fn) as python,
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state)
-        changes = changed()
+        changes = python.changes()
         if changes or generators.seen:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], inputs, changes)

@@ -163,10 +163,15 @@ def user_line() -> str:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((*_LIBRARIES, "<")):
+        if not is_library_file(file) and not file.startswith("<"):
             return f" at {file}:{frame.f_lineno}"
         frame = frame.f_back
     return ""
+
+
+def is_library_file(file: str) -> bool:
+    """Tell whether a file of Python code is torch's or this package's."""
+    return file.startswith(_LIBRARIES)
 
 
 def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
@@ -184,13 +189,17 @@ def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:
     for ref in made:
         tensor = ref()
         if tensor is not None:
-            raise CaptureError(
-                f"the step keeps a tensor of {tuple(tensor.shape)} {tensor.dtype} in "
-                f"{_holder(tensor)}: it would be made once, while the step is captured, without "
-                "data, and read by whatever reads it later. Let the step return it through the "
-                "loss function, make it a buffer of the model, or compute it before the step; "
-                "and clear what holds it now"
-            )
+            raise kept_tensor(tensor, f"{_holder(tensor)}, which must be cleared now")
+
+
+def kept_tensor(tensor: torch.Tensor, where: str) -> CaptureError:
+    """Return the error for a tensor of the trace that the step keeps outside of the model."""
+    return CaptureError(
+        f"the step keeps a tensor of {tuple(tensor.shape)} {tensor.dtype} in {where}: it would be "
+        "made once, while the step is captured, without data, and read by whatever reads it "
+        "later. Let the step return it through the loss function, make it a buffer of the model, "
+        "or compute it before the step"
+    )
 
 
 def _holder(value: object, ignored: tuple[object, ...] = ()) -> str:

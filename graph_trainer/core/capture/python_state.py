@@ -1,0 +1,228 @@
+"""The Python state that a step can change: found before it is traced, compared, and restored.
+
+Forward and the loss may count calls, fill caches and keep results: in attributes, in containers, in
+the variables that functions close over, in globals. A graph does none of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from graph_trainer.core.capture.side_effects import is_library_file, kept_tensor
+from graph_trainer.core.torch_private import FakeTensor, pytree, tensor_dicts
+
+# Their objects and functions hold no state of a step.
+_LIBRARIES = {"torch", "numpy", "graph_trainer", *sys.stdlib_module_names}
+_SKIPPED = (torch.Tensor, ModuleType, str, int, float)
+_LARGE = 1000
+
+_ENTRY = "[]"
+Path = tuple[Any, ...]
+"""Names of attributes and variables; a key of a container follows `_ENTRY`."""
+Contents = Mapping[Any, Any]
+Part = tuple[Path, Callable[[], Contents], Callable[[Contents], None]]
+"""The path that keys follow, how to read the contents, and how to put them back."""
+
+
+class PythonState:
+    """A context in which the Python state that a model and its loss can reach may change.
+
+    It is restored at the end, on errors too. Seen are attributes of modules, of their classes and
+    of objects of the user's own, entries of dicts, lists, sets and deques, variables that functions
+    close over, and globals that functions name. A container of more than 1,000 entries is compared,
+    but what its entries hold is not looked at. Linear in what is seen.
+
+    Args:
+        model: the model. Its parameters, buffers and modules are left out.
+        functions: what else a step calls.
+    """
+
+    def __init__(self, model: nn.Module, *functions: Callable[..., Any]) -> None:
+        self._holders: list[_Holder] = []
+        own = [each for module in model.modules() for each in tensor_dicts(module)]
+        seen = {id(each): each for each in own}  # kept alive: no other object may get its id
+        queue: deque[tuple[Path, bool, Any]] = deque(
+            ((name,), True, module) for name, module in model.named_modules()
+        )
+        queue.extend(((), False, each) for each in functions)
+        while queue:
+            path, of_model, value = queue.popleft()
+            if id(value) in seen or type(value) in weakref.ProxyTypes:
+                continue
+            if isinstance(value, _SKIPPED):
+                continue
+            seen[id(value)] = value
+            # what functions reach beside the model's attributes is not the model's own
+            of_model = of_model and not isinstance(value, (type, FunctionType))
+            for where, read, restore in _parts(value, path):
+                before = dict(read())
+                self._holders.append(_Holder(where, of_model, before, read, restore))
+                if len(before) <= _LARGE or isinstance(value, nn.Module):
+                    queue.extend(((*where, k), of_model, each) for k, each in before.items())
+
+    def __enter__(self) -> PythonState:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for holder in self._holders:
+            if next(holder.changed(), None) is not None:
+                holder.restore(holder.before)
+
+    def changes(self) -> list[str]:
+        """Return the names of what differs by now, sorted.
+
+        Raises:
+            CaptureError: a tensor of the trace is kept outside of the model.
+        """
+        found = set()
+        for holder in self._holders:
+            for key, now in holder.changed():
+                name = _text((*holder.path, key))
+                fakes = [leaf for leaf in pytree.tree_leaves(now) if isinstance(leaf, FakeTensor)]
+                if fakes and not holder.of_model:
+                    raise kept_tensor(fakes[0], name)
+                found.add(name)
+        return sorted(found)
+
+
+class _Holder(NamedTuple):
+    """Something whose contents a step can change."""
+
+    path: Path
+    of_model: bool
+    before: Contents
+    read: Callable[[], Contents]
+    restore: Callable[[Contents], None]
+
+    def changed(self) -> Iterator[tuple[Any, Any]]:
+        """Yield the keys whose entries are others than before, and what they are now."""
+        now = self.read()
+        for key in self.before.keys() | now.keys():
+            if (key in self.before) != (key in now) or self.before.get(key) is not now.get(key):
+                yield key, now.get(key)
+
+
+def _parts(value: Any, path: Path) -> Iterator[Part]:
+    """Yield what can change in a value, and what leads to other values."""
+    if isinstance(value, (dict, list, set, deque)):
+        yield (*path, _ENTRY), lambda: _by_key(value), lambda before: _refill(value, before)
+    elif isinstance(value, (tuple, frozenset)):
+        yield (*path, _ENTRY), lambda: dict(enumerate(value)), _nothing
+    elif isinstance(value, FunctionType):
+        yield from _function_parts(value)
+    elif isinstance(value, (MethodType, functools.partial, property, staticmethod, classmethod)):
+        names = ("__self__", "__func__", "func", "args", "keywords", "fget")
+        yield path, lambda: {n: getattr(value, n) for n in names if hasattr(value, n)}, _nothing
+    elif isinstance(value, type):
+        if not _of_library(value.__module__):
+            yield (value.__qualname__,), lambda: _own(value), lambda b: _reset(value, b)
+    elif isinstance(value, (nn.Module, SimpleNamespace)) or not _of_library(type(value).__module__):
+        yield path, lambda: {"": type(value).__mro__}, _nothing
+        if isinstance(getattr(value, "__dict__", None), dict):
+            yield path, lambda: vars(value), lambda before: _refill(vars(value), before)
+
+
+def _function_parts(function: FunctionType) -> Iterator[Part]:
+    path = (function.__qualname__,)
+    defaults = (function.__defaults__, function.__kwdefaults__)
+    yield path, lambda: {"defaults": defaults}, _nothing
+    yield path, lambda: vars(function), lambda before: _refill(vars(function), before)
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+    def close_over(before: Contents) -> None:
+        for name, entry in before.items():
+            cells[name].cell_contents = entry
+
+    yield (
+        path,
+        lambda: {n: c for name, cell in cells.items() for n, c in _content(name, cell)},
+        (close_over),
+    )
+    if is_library_file(function.__code__.co_filename):
+        return
+    names = _names(function.__code__)
+    named = [function.__globals__.get(name) for name in names]
+    modules = [m for m in named if isinstance(m, ModuleType) and not _of_library(m.__name__)]
+    for space in (function.__globals__, *map(vars, modules)):
+        yield _globals(space, names)
+
+
+def _globals(space: dict[str, Any], names: set[str]) -> Part:
+    def restore(before: Contents) -> None:
+        for name in names:
+            space.pop(name, None)
+        space.update(before)
+
+    return (space.get("__name__"),), lambda: {n: space[n] for n in names & space.keys()}, restore
+
+
+def _content(name: str, cell: CellType) -> Iterator[tuple[str, Any]]:
+    try:
+        yield name, cell.cell_contents
+    except ValueError:  # a variable that has no value yet
+        return
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function and in those within it."""
+    inner = (_names(each) for each in code.co_consts if isinstance(each, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _own(kind: type) -> Contents:
+    return {
+        name: value
+        for name, value in vars(kind).items()
+        if isinstance(value, FunctionType) or not name.startswith("__")
+    }
+
+
+def _reset(kind: type, before: Contents) -> None:
+    now = _own(kind)
+    for name in now.keys() - before.keys():
+        delattr(kind, name)
+    for name in before:
+        if now.get(name) is not before[name]:
+            setattr(kind, name, before[name])
+
+
+def _by_key(container: Any) -> Contents:
+    if isinstance(container, dict):
+        return container
+    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))
+
+
+def _refill(container: Any, before: Contents) -> None:
+    """Put contents back by the methods of the built-in type, which a subclass may have changed."""
+    if isinstance(container, dict):
+        dict.clear(container)
+        dict.update(container, before)
+    elif isinstance(container, set):
+        set.clear(container)
+        set.update(container, before)
+    else:
+        container.clear()
+        container.extend(before.values())
+
+
+def _nothing(before: Contents) -> None:
+    """What only leads to other values needs no restoring."""
+
+
+def _of_library(module: object) -> bool:
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _text(path: Path) -> str:
+    names = zip(("", *path), path, strict=False)
+    parts = (f"[{name!r}]" if last == _ENTRY else f".{name}" for last, name in names if name != "")
+    return "".join(part for part in parts if part != f".{_ENTRY}").removeprefix(".")

@@ -1,0 +1,202 @@
+"""State that forward and the loss keep in Python: named, restored, and never silently baked in."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter, deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graph_trainer as gt
+from graph_trainer.core.capture.python_state import PythonState
+from tests.unit.core.capture import steps
+
+COUNT = 0
+COUNTS = Counter[str]()
+
+
+class Settings:
+    steps = 0
+
+
+class Model(nn.Module):
+    shared = 0
+
+    def __init__(self, what: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.what = what
+        self.nested: dict[str, Any] = {"per layer": {"steps": 0}}
+        self.settings = Settings()
+        self.record = SimpleNamespace(steps=0)
+        self.recent: deque[int] = deque([0], maxlen=3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.what(self, self.linear(x))
+
+
+def in_a_nested_dict(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.nested["per layer"]["steps"] += 1
+    return x * model.nested["per layer"]["steps"]
+
+
+def in_a_namespace(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.record.steps += 1
+    return x * model.record.steps
+
+
+def in_an_object(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.settings.steps += 1
+    return x * model.settings.steps
+
+
+def in_a_deque(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.recent.append(model.recent[-1] + 1)
+    return x * model.recent[-1]
+
+
+def in_the_class(model: Model, x: torch.Tensor) -> torch.Tensor:
+    Model.shared += 1
+    return x * Model.shared
+
+
+def in_a_global(model: Model, x: torch.Tensor) -> torch.Tensor:
+    global COUNT
+    COUNT += 1
+    return x * COUNT
+
+
+def in_a_counter(model: Model, x: torch.Tensor) -> torch.Tensor:
+    COUNTS["steps"] += 1
+    return x * COUNTS["steps"]
+
+
+def in_a_default(model: Model, x: torch.Tensor, kept: list[int] = [0]) -> torch.Tensor:  # noqa: B006
+    kept[0] += 1
+    return x * kept[0]
+
+
+def in_the_function(model: Model, x: torch.Tensor) -> torch.Tensor:
+    in_the_function.steps += 1  # type: ignore[attr-defined]
+    return x * in_the_function.steps  # type: ignore[attr-defined]
+
+
+in_the_function.steps = 0  # type: ignore[attr-defined]
+
+
+def in_another_file(model: Model, x: torch.Tensor) -> torch.Tensor:
+    steps.taken = getattr(steps, "taken", 0) + 1
+    return x * steps.taken
+
+
+def closing_over() -> Callable[[Model, torch.Tensor], torch.Tensor]:
+    count = 0
+
+    @torch.enable_grad()
+    def in_a_closure(model: Model, x: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return x * count
+
+    return in_a_closure
+
+
+def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [
+        (in_a_nested_dict, r"'nested\['per layer'\]\['steps'\]'"),
+        (in_a_namespace, "'record.steps'"),
+        (in_an_object, "'settings.steps'"),
+        (in_a_deque, r"'recent\[1\]'"),
+        (in_the_class, "'Model.shared'"),
+        (in_a_global, r"test_python_state.COUNT'"),
+        (in_a_counter, r"test_python_state.COUNTS\['steps'\]'"),
+        (in_a_default, r"'in_a_default.defaults\[0\]\[0\]\[0\]'"),
+        (in_the_function, "'in_the_function.steps'"),
+        (in_another_file, r"tests.unit.core.capture.steps.taken'"),
+        (closing_over(), "in_a_closure.count'"),
+    ],
+)
+def test_a_count_that_forward_computes_with_is_named_and_restored(
+    what: Callable[..., torch.Tensor], name: str
+) -> None:
+    model = Model(what)
+    x = torch.ones(2, 4)
+    with PythonState(model, square):
+        first = square(model, x)
+    with pytest.raises(gt.CaptureError, match=f"in the second step .*{name}"):
+        gt.capture(model, square, (x,))
+    assert torch.equal(square(model, x), first), "the count was not restored"
+
+
+class Loss(nn.Module):
+    """A loss that is an object, with a count, an average and a buffer of its own."""
+
+    def __init__(self, scaled: bool = False, average: bool = False, assigned: bool = False) -> None:
+        super().__init__()
+        self.scaled, self.average, self.assigned = scaled, average, assigned
+        self.calls, self.mean = 0, torch.zeros(())
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = model(x).square().mean()
+        if self.average:
+            self.mean = 0.9 * self.mean + 0.1 * loss.detach()
+        if self.assigned:
+            self.total = self.total + loss.detach()
+        return loss * self.calls if self.scaled else loss
+
+
+@pytest.mark.parametrize("wrapped", [lambda f: f, functools.partial, lambda f: f.forward])
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ({"scaled": True}, "in the second step .*'.*calls'"),
+        ({"average": True}, r"keeps a tensor of \(\) .* in .*mean"),
+        ({"assigned": True}, r"keeps a tensor of \(\) .* in .*_buffers\['total'\]"),
+    ],
+)
+def test_state_of_a_loss_object_is_refused_and_restored(
+    what: dict[str, bool], message: str, wrapped: Callable[[Any], Any]
+) -> None:
+    loss = Loss(**what)
+    with pytest.raises(gt.CaptureError, match=message):
+        gt.capture(nn.Linear(4, 4), wrapped(loss), (torch.ones(2, 4),))
+    assert (loss.calls, loss.mean.item(), loss.total.item()) == (0, 0.0, 0.0)
+
+
+def test_a_loss_that_only_counts_its_calls_is_captured() -> None:
+    loss = Loss()
+    joint = gt.capture(nn.Linear(4, 4), loss, (torch.ones(2, 4),))
+    assert loss.calls == 0 and len(joint.signature.outputs) == 3
+
+
+def test_all_kinds_of_holders_are_restored_after_an_error() -> None:
+    holders: list[Any] = [{"a": [1]}, {1, 2}, deque([1]), Settings()]
+
+    def change() -> None:
+        holders[0]["a"].append(2)
+        holders[0]["b"] = holders[1].pop()
+        holders[2].appendleft(0)
+        holders[3].new = 1
+        Settings.other = 1  # type: ignore[attr-defined]
+        del Settings.steps
+        holders.pop()
+
+    with pytest.raises(ZeroDivisionError), PythonState(nn.Identity(), change) as state:
+        change()
+        changed = state.changes()
+        raise ZeroDivisionError
+    assert {"Settings.other", "Settings.steps"} < set(changed)
+    assert holders[:3] == [{"a": [1]}, {1, 2}, deque([1])]
+    assert vars(holders[3]) == {} and Settings.steps == 0 and not hasattr(Settings, "other")
