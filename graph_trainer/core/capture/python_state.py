@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -23,13 +24,14 @@ from graph_trainer.core.torch_private import FakeTensor, pytree, tensor_dicts
 # Their objects and functions hold no state of a step.
 _LIBRARIES = {"torch", "numpy", "graph_trainer", *sys.stdlib_module_names}
 _SKIPPED = (torch.Tensor, ModuleType, str, int, float)
+_INSTALLED = {"site-packages", "dist-packages"}
 _LARGE = 1000
 
 _ENTRY = "[]"
-Path = tuple[Any, ...]
+Names = tuple[Any, ...]
 """Names of attributes and variables; a key of a container follows `_ENTRY`."""
 Contents = Mapping[Any, Any]
-Part = tuple[Path, Callable[[], Contents], Callable[[Contents], None]]
+Part = tuple[Names, Callable[[], Contents], Callable[[Contents], None]]
 """The path that keys follow, how to read the contents, and how to put them back."""
 
 
@@ -38,8 +40,9 @@ class PythonState:
 
     It is restored at the end, on errors too. Seen are attributes of modules, of their classes and
     of objects of the user's own, entries of dicts, lists, sets and deques, variables that functions
-    close over, and globals that functions name. A container of more than 1,000 entries is compared,
-    but what its entries hold is not looked at. Linear in what is seen.
+    close over, and globals that functions name, but for those of installed packages. A container of
+    more than 1,000 entries is compared, but what its entries hold is not looked at. Linear in what
+    is seen.
 
     Args:
         model: the model. Its parameters, buffers and modules are left out.
@@ -50,7 +53,7 @@ class PythonState:
         self._holders: list[_Holder] = []
         own = [each for module in model.modules() for each in tensor_dicts(module)]
         seen = {id(each): each for each in own}  # kept alive: no other object may get its id
-        queue: deque[tuple[Path, bool, Any]] = deque(
+        queue: deque[tuple[Names, bool, Any]] = deque(
             ((name,), True, module) for name, module in model.named_modules()
         )
         queue.extend(((), False, each) for each in functions)
@@ -97,7 +100,7 @@ class PythonState:
 class _Holder(NamedTuple):
     """Something whose contents a step can change."""
 
-    path: Path
+    path: Names
     of_model: bool
     before: Contents
     read: Callable[[], Contents]
@@ -111,7 +114,7 @@ class _Holder(NamedTuple):
                 yield key, now.get(key)
 
 
-def _parts(value: Any, path: Path) -> Iterator[Part]:
+def _parts(value: Any, path: Names) -> Iterator[Part]:
     """Yield what can change in a value, and what leads to other values."""
     if isinstance(value, (dict, list, set, deque)):
         yield (*path, _ENTRY), lambda: _by_key(value), lambda before: _refill(value, before)
@@ -147,8 +150,9 @@ def _function_parts(function: FunctionType) -> Iterator[Part]:
         lambda: {n: c for name, cell in cells.items() for n, c in _content(name, cell)},
         (close_over),
     )
-    if is_library_file(function.__code__.co_filename):
-        return
+    file = function.__code__.co_filename
+    if is_library_file(file) or not _INSTALLED.isdisjoint(Path(file).parts):
+        return  # from the globals of an installed package one would reach all of it
     names = _names(function.__code__)
     named = [function.__globals__.get(name) for name in names]
     modules = [m for m in named if isinstance(m, ModuleType) and not _of_library(m.__name__)]
@@ -222,7 +226,7 @@ def _of_library(module: object) -> bool:
     return str(module).partition(".")[0] in _LIBRARIES
 
 
-def _text(path: Path) -> str:
+def _text(path: Names) -> str:
     names = zip(("", *path), path, strict=False)
     parts = (f"[{name!r}]" if last == _ENTRY else f".{name}" for last, name in names if name != "")
     return "".join(part for part in parts if part != f".{_ENTRY}").removeprefix(".")
