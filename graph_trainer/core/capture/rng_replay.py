@@ -11,18 +11,19 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.traceback import annotate, get_current_meta
+from torch.fx.traceback import annotate
 
 from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import (
-    Phase,
     copy_annotations,
+    module_of,
     tensors_of,
+    value_of,
 )
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
@@ -39,6 +40,9 @@ from graph_trainer.errors import CaptureError
 # bits count draws, the low bits higher-order ops since the last draw.
 _FIRST_MARK = 0x6772_6170_6800_0000
 _PER_DRAW = 1 << 20
+
+# Checkpointing and autograd put them between a tensor and its reader, or leave them out.
+_SAME_VALUE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 # Keys that torch.fx.traceback.annotate writes on a node; removed when capture ends.
 _CUSTOM, _DRAW, _RUN_AGAIN = "custom", "random_draw", "run_again"
@@ -94,11 +98,7 @@ class RandomDraws(TorchDispatchMode):
         if mark not in self._drawn:
             self._next_mark += _PER_DRAW
             self._drawn[mark] = (call, self._next_mark)
-        elif self._drawn[mark][0] != call or (
-            # only a recomputation, in backward, gives an op the same tensors again
-            any(isinstance(value, torch.Tensor) for value in (*args, *kwargs.values()))
-            and get_current_meta().get("custom", {}).get("phase") != Phase.BACKWARD.value
-        ):
+        elif self._drawn[mark][0] != call:
             raise CaptureError(
                 f"{func} draws random numbers{user_line()} from a state of the generator that "
                 f"was restored, where another call drew before: {self._drawn[mark][0]}, now "
@@ -160,8 +160,9 @@ def refuse_draws_of_python() -> Iterator[None]:
 class UserGenerators:
     """The generators of the user's own that a step draws with; restored at the end.
 
-    Each gets a seed of ours when it is seen first. One that has another seed when the step is
-    traced a second time was made or seeded by the step.
+    Each gets a seed of ours when it is seen first, and the next one with every draw. One that has
+    another seed when the step is traced a second time was made or seeded by the step; one that has
+    a seed of ours from before was restored.
 
     Attributes:
         seen: whether there are any.
@@ -169,6 +170,9 @@ class UserGenerators:
 
     def __init__(self) -> None:
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
+        self._marks: set[int] = set()
+        """The seed of each generator, which moves on with each draw."""
+        self._next_mark = _FIRST_MARK + (1 << 40)
         self._complete = False
 
     @property
@@ -192,15 +196,19 @@ class UserGenerators:
         Raises:
             CaptureError: the step has made or seeded it.
         """
-        if _FIRST_MARK <= generator.initial_seed() - (1 << 40) < _FIRST_MARK + len(self._states):
-            return
-        if self._complete:
-            raise CaptureError(
-                f"the step makes or seeds the random generator that it draws with{user_line()}, "
-                "which a graph does not: make it before the step"
-            )
-        self._states.append((generator, generator.get_state()))
-        generator.manual_seed(_FIRST_MARK + (1 << 40) + len(self._states) - 1)
+        seed = generator.initial_seed()
+        if seed not in self._marks:
+            if self._complete or seed >= _FIRST_MARK:
+                raise CaptureError(
+                    "the step makes or seeds the random generator that it draws with, or restores "
+                    f"its state{user_line()}, which a graph does not: make it before the step, and "
+                    "draw once what is used twice"
+                )
+            self._states.append((generator, generator.get_state()))
+        self._marks.discard(seed)
+        self._marks.add(self._next_mark)
+        generator.manual_seed(self._next_mark)
+        self._next_mark += 1
 
 
 def _own_generator(
@@ -235,7 +243,8 @@ def share_repeated_draws(graph: fx.Graph) -> None:
     """Let every repeated draw reuse the values of the first. Linear in nodes.
 
     Raises:
-        CaptureError: a recomputation runs a higher-order op that draws within its subgraphs.
+        CaptureError: a recomputation runs a higher-order op that draws within its subgraphs, or
+            a draw is repeated on other tensors.
     """
     first: dict[int, fx.Node] = {}
     repeated: list[tuple[fx.Node, fx.Node]] = []
@@ -249,6 +258,7 @@ def share_repeated_draws(graph: fx.Graph) -> None:
             repeated.append((first[mark], node))
     if not repeated:
         return
+    _check_arguments(graph, repeated)
     writes = LastWrites(graph)
     kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
     for original, again in repeated:
@@ -285,6 +295,38 @@ def _check_draws_nothing(node: fx.Node) -> None:
             "numbers within its subgraphs and would draw others than forward did: draw outside "
             "of it, or leave it out of activation checkpointing"
         )
+
+
+def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+    """Refuse a draw that is repeated for a tensor computed otherwise, as dropout of a gradient."""
+    numbers: dict[object, int] = {}
+    found: dict[fx.Node, int] = {}
+    first = {again: original for original, again in repeated}
+
+    def read(node: fx.Node) -> object:
+        overwritten = set(written_arguments(node))
+        shape_only = str(node.target).partition(".")[2].partition(".")[0].endswith("_like")
+
+        def described(argument: fx.Node) -> object:
+            # the default generator is a node too, another one in each call
+            tensor = isinstance(value_of(argument), torch.Tensor)
+            return found[argument] if tensor and argument not in overwritten else "any"
+
+        return "any" if shape_only else fx.map_arg((node.args, node.kwargs), described)
+
+    for node in graph.nodes:
+        if node in first and read(node) != read(first[node]):
+            raise CaptureError(
+                f"{node.target} draws random numbers (module '{module_of(node)}') from a state of "
+                "the generator that was restored, where it drew for another tensor before. What "
+                "is recomputed must draw as forward did: draw the mask once and use it twice"
+            )
+        if node.target in _SAME_VALUE:
+            found[node] = found[node.args[0]]
+            continue
+        args = repr(fx.map_arg((node.args, node.kwargs), lambda n: found[n]))
+        own = first.get(node, node) if is_random(node) else node.op == "call_function" or node
+        found[node] = numbers.setdefault((str(node.target), args, own), len(numbers))
 
 
 def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> tuple[fx.Node, list[fx.Node]]:

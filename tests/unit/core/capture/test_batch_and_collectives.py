@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 import graph_trainer as gt
-from tests.unit.core.capture.test_side_effects import Model, assigned, batches, square
+from tests.unit.core.capture.side_effects import Model, assigned, batches, square
 from tests.unit.graphs import fake_mesh
 
 
