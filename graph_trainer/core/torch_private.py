@@ -193,23 +193,27 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
 
     Args:
         model: the module to change.
-        replacement: from id(tensor) to the new tensor, so that tied parameters stay tied.
+        replacement: from id(tensor) to the new tensor, so that tied parameters stay tied. Other
+            attributes that are one of these tensors are replaced as well.
     """
-    saved = [(m, [dict(each) for each in tensor_dicts(m)]) for m in model.modules()]
+    modules = list(model.modules())
+    saved = [[dict(each) for each in (*tensor_dicts(m), vars(m))] for m in modules]
     try:
-        for module, (parameters, buffers, _) in saved:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    module._parameters[name] = replacement[id(parameter)]  # type: ignore[assignment]
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = replacement[id(buffer)]
+        for module in modules:
+            # a plain attribute may be a buffer too, as the original table of a rotary embedding
+            for place in (*tensor_dicts(module)[:2], vars(module)):
+                place.update(
+                    {n: replacement[id(t)] for n, t in place.items() if id(t) in replacement}
+                )
         yield
     finally:
-        for module, contents in saved:
-            for tensors, content in zip(tensor_dicts(module), contents, strict=True):
-                tensors.clear()
-                tensors.update(content)
+        for module, (*contents, attributes) in zip(modules, saved, strict=True):
+            for place, content in zip(tensor_dicts(module), contents, strict=True):
+                place.clear()
+                place.update(content)
+            for name, value in attributes.items():
+                if id(value) in replacement and vars(module).get(name) is replacement[id(value)]:
+                    vars(module)[name] = value
 
 
 def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
@@ -232,15 +236,20 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
-    """Return the hooks of a model's modules and parameters that a step runs, in order.
+    """Return what a step runs beside the classes' own forwards, in order: hooks of all modules, of
+    the model's modules and parameters, and forwards that are attributes of a module.
 
     torch.nn has no public list of them. Read in every step, so that each empty dict costs one
     look-up. torch 2.11 to 2.15.
     """
-    found: list[Callable[..., Any]] = []
+    hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
+    found: list[Callable[..., Any]] = [hook for hooks in hooks_of_all for hook in hooks.values()]
     for module in model.modules():
+        contents = vars(module)
+        if "forward" in contents:
+            found.append(contents["forward"])
         for kind in _HOOKS:
-            if hooks := vars(module)[kind]:
+            if hooks := contents[kind]:
                 found += hooks.values()
         for parameter in module._parameters.values():
             if parameter is not None and (

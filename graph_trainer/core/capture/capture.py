@@ -14,7 +14,8 @@ from torch import fx, nn
 from graph_trainer.core.capture.call_signature import Batch
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.capture.model_state import (
-    refuse_batch_of_state,
+    refuse_batch_with_gradient,
+    refuse_shared_memory,
     refuse_state_among_constants,
     state_of,
 )
@@ -79,7 +80,8 @@ def capture(
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     settings = ModuleSettings.of(model)
-    refuse_batch_of_state(inputs, [*state.tensors, *batch_tensors])
+    for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
+        refuse_batch_with_gradient(spec, tensor)
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
@@ -111,6 +113,7 @@ def capture(
         tuple(trace.without_grad),
         backward,
     )
+    refuse_shared_memory(signature.inputs, real)
     del trace, changes
     refuse_leftovers(made)
     _name_placeholders(graph_module.graph, signature)

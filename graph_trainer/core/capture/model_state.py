@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from graph_trainer.core.capture.subclasses import unwrap
-from graph_trainer.core.graph.joint_graph import Input, InputKind
+from graph_trainer.core.graph.joint_graph import Input, InputKind, with_parts
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
@@ -86,31 +86,45 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
             )
 
 
-def refuse_batch_of_state(inputs: Sequence[Input], tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse a batch with a tensor of the model, a view of one, or a result of autograd.
-
-    In eager its gradient would reach the model's parameters; a step takes the batch as data.
-
-    Args:
-        inputs: the inputs of a graph.
-        tensors: a tensor for each.
+def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of the batch whose gradient eager would carry further than a step does.
 
     Raises:
         CaptureError: with the argument of the batch.
     """
-    names: dict[int, str] = {}
-    for spec, tensor in zip(inputs, tensors, strict=True):
-        for part in unwrap(tensor)[0]:
-            owner = names.get(storage_id(part)) if part.numel() else None
-            if spec.kind is not InputKind.BATCH:
-                names.setdefault(storage_id(part), spec.name)
-            elif owner is not None:
-                raise CaptureError(
-                    f"'{spec.name}' of the batch shares the memory of '{owner}': read it in "
-                    "loss_fn as an attribute of the model, so that its gradient is computed"
-                )
-        if spec.kind is InputKind.BATCH and tensor.grad_fn is not None:
+    if isinstance(tensor, nn.Parameter):
+        raise CaptureError(
+            f"'{spec.name}' of the batch is a parameter: read it in loss_fn as an attribute of the "
+            "model, so that its gradient is computed"
+        )
+    if tensor.grad_fn is not None:
+        raise CaptureError(
+            f"'{spec.name}' of the batch was computed with gradients, which would not be carried "
+            "further back: compute it in loss_fn and capture again, or detach it"
+        )
+
+
+def refuse_shared_memory(inputs: Sequence[Input], values: Sequence[torch.Tensor]) -> None:
+    """Refuse a batch in memory that the step writes as another input.
+
+    Args:
+        inputs: the inputs of a graph; `mutated` says which it writes.
+        values: the plain tensors of all inputs.
+
+    Raises:
+        CaptureError: with both names.
+    """
+    if not any(spec.mutated for spec in inputs):
+        return
+    written: dict[int, str] = {}
+    pairs = [(spec, part) for spec, parts in with_parts(inputs, values) for part in parts]
+    for spec, part in pairs:
+        if spec.mutated and part.numel():
+            written[storage_id(part)] = spec.name
+    for spec, part in pairs:
+        owner = written.get(storage_id(part), spec.name) if spec.kind is InputKind.BATCH else None
+        if owner not in (None, spec.name):
             raise CaptureError(
-                f"'{spec.name}' of the batch was computed with gradients, which would not be "
-                "carried further back: compute it in loss_fn, or detach it"
+                f"'{spec.name}' of the batch shares the memory of '{owner}', which the step "
+                "writes: clone it"
             )

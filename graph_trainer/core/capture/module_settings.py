@@ -19,7 +19,8 @@ class ModuleSettings:
     training: dict[str, bool]
     """The mode of every module, by its name."""
     hooks: tuple[Any, ...]
-    """Every hook of a module and of a parameter, in order."""
+    """Every hook of a module and of a parameter and every forward that is an attribute of a
+    module, in order."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModuleSettings:
@@ -44,6 +45,6 @@ class ModuleSettings:
                     )
         if hooks_of(model) != self.hooks:
             raise CaptureError(
-                "the hooks of the model's modules or parameters are others than when the graph "
-                "was captured, which has what they did in it: capture again"
+                "the hooks of the model's modules or parameters, or replaced forwards, are others "
+                "than when the graph was captured, which has what they did in it: capture again"
             )

@@ -307,7 +307,7 @@ def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]
         overwritten = set(written_arguments(node))
         shape_only = str(node.target).partition(".")[2].partition(".")[0].endswith("_like")
 
-        def described(argument: fx.Node) -> object:
+        def described(argument: fx.Node) -> int | str:
             # the default generator is a node too, another one in each call
             tensor = isinstance(value_of(argument), torch.Tensor)
             return found[argument] if tensor and argument not in overwritten else "any"

@@ -6,7 +6,6 @@ next step, or read in it what this step computed.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -84,7 +83,7 @@ class _Numbers:
         """Return the number of every node, and of all that the graph leaves behind."""
         found: dict[fx.Node, int] = {}
         storage: dict[fx.Node, int] = {}
-        draws = itertools.count()
+        draws: list[int] = []
 
         def described(node: fx.Node) -> str:
             return f"{found[node]} as written by {self._written.get(storage.get(node, _UNKNOWN))}"
@@ -105,13 +104,15 @@ class _Numbers:
             elif node.op == "output":
                 text = f"output {args!r}"
             elif is_random(node):
-                text += f" draw {next(draws)}"
+                text += f" draw {len(draws)}"
             found[node] = self._numbers.setdefault(text, len(self._numbers))
+            if is_random(node):
+                draws.append(found[node])
             for target in written_arguments(node):
                 self._written[storage[target]] = found[node]
         inputs = module.graph.find_nodes(op="placeholder")
         written = [self._written.get(storage[node]) for node in inputs]
-        return found, (found[module.graph.output_node()], written, next(draws))
+        return found, (found[module.graph.output_node()], written, draws)
 
     def keep(self, module: fx.GraphModule, found: dict[fx.Node, int]) -> None:
         """Remember which tensors of a first step are the same in every step."""

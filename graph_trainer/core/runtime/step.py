@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
 from graph_trainer.core.names import clean_fqn
@@ -68,6 +69,7 @@ class Step:
         if self.joint.settings is not None:
             self.joint.settings.check(model)
         values += self._batch_values(args, kwargs)
+        refuse_shared_memory(self.joint.signature.inputs, values)
         try:
             with self._without_autocast():
                 results = iter(self._run(values))
@@ -154,11 +156,7 @@ class Step:
         values: list[torch.Tensor] = []
         tensors = self.joint.batch.take(args, kwargs)
         for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
-            if tensor.grad_fn is not None:
-                raise CaptureError(
-                    f"'{spec.name}' of the batch was computed with gradients, which would not be "
-                    "carried further back: compute it in loss_fn and capture again, or detach it"
-                )
+            refuse_batch_with_gradient(spec, tensor)
             values += _parts(spec, tensor)
         return values
 

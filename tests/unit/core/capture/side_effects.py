@@ -27,6 +27,8 @@ class Model(nn.Module):
         self.calls = 0
         self.cache: dict[str, torch.Tensor] = {}
         self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("constant", torch.full((4,), 3.0))
+        self.original = self.constant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.what(self, self.linear(x))
@@ -56,6 +58,10 @@ def cached(model: Model, x: torch.Tensor) -> torch.Tensor:
 def buffer_assigned(model: Model, x: torch.Tensor) -> torch.Tensor:
     model.average = 0.5 * model.average + x.detach().mean(0)
     return x + model.average
+
+
+def buffer_by_another_name(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x + model.original
 
 
 def data_scaled(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +328,7 @@ EQUAL: list[Forward] = [
     assigned,
     cached,
     buffer_assigned,
+    buffer_by_another_name,
     data_scaled,
     transposed_beside_an_alias,
     parts_of_empty,

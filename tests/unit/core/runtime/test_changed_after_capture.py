@@ -43,6 +43,7 @@ def module_added_and_eval(model: nn.Module) -> None:
         (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_full_backward_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_full_backward_pre_hook(lambda *_: None), "hooks"),
+        (lambda m: setattr(m[0], "forward", lambda x: x), "replaced forwards"),
         (lambda m: m[0].weight.register_hook(lambda g: 2 * g), "hooks"),
         (lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None), "hooks"),
     ],
@@ -55,6 +56,41 @@ def test_a_changed_model_is_refused(change: Any, message: str) -> None:
     change(changed)
     with pytest.raises(gt.CaptureError, match=f"{message}.*capture again"):
         step(changed, x)
+
+
+def test_hooks_of_all_modules_are_seen() -> None:
+    network, x = model(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(network, loss_fn, (x,)))
+    with (
+        torch.nn.modules.module.register_module_forward_hook(lambda *_: None),
+        pytest.raises(gt.CaptureError, match="hooks.*capture again"),
+    ):
+        step(network, x)
+    step(network, x)
+
+
+def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model[0].weight.mul_(0.5)
+    return model(x).square().mean()
+
+
+def test_a_batch_may_hold_a_buffer_but_nothing_that_changes_or_takes_a_gradient() -> None:
+    network, x = model().eval(), torch.ones(4, 4)
+    network.register_buffer("constant", torch.full((4, 4), 2.0))
+    step = gt.compile(gt.capture(network, loss_fn, (network.constant,)))
+    assert torch.equal(step(network, network.constant)[0], loss_fn(network, network.constant))
+    for function, given, message in [
+        (loss_fn, network[0].weight, "is a parameter"),
+        (written, network[0].weight.detach(), "memory of '0.weight', which the step writes"),
+    ]:
+        step = gt.compile(gt.capture(copy.deepcopy(network), function, (x,)))
+        for call in (
+            lambda f=function, t=given: gt.capture(network, f, (t,)),
+            lambda s=step, t=given: s(network, t),
+        ):
+            with pytest.raises(gt.CaptureError, match=f"of the batch .*{message}"):
+                call()
 
 
 def test_keyword_arguments_come_in_any_order() -> None:
