@@ -110,22 +110,22 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).square().mean()
 
 
-@pytest.mark.parametrize(
-    ("what", "name"),
-    [
-        (in_a_nested_dict, r"'nested\['per layer'\]\['steps'\]'"),
-        (in_a_namespace, "'record.steps'"),
-        (in_an_object, "'settings.steps'"),
-        (in_a_deque, r"'recent\[1\]'"),
-        (in_the_class, "'Model.shared'"),
-        (in_a_global, r"test_python_state.COUNT'"),
-        (in_a_counter, r"test_python_state.COUNTS\['steps'\]'"),
-        (in_a_default, r"'in_a_default.defaults\[0\]\[0\]\[0\]'"),
-        (in_the_function, "'in_the_function.steps'"),
-        (in_another_file, r"tests.unit.core.capture.steps.taken'"),
-        (closing_over(), "in_a_closure.count'"),
-    ],
-)
+COUNTING: list[tuple[Callable[..., torch.Tensor], str]] = [
+    (in_a_nested_dict, r"'nested\['per layer'\]\['steps'\]'"),
+    (in_a_namespace, "'record.steps'"),
+    (in_an_object, "'settings.steps'"),
+    (in_a_deque, r"'recent\[1\]'"),
+    (in_the_class, "'Model.shared'"),
+    (in_a_global, r"test_python_state.COUNT'"),
+    (in_a_counter, r"test_python_state.COUNTS\['steps'\]'"),
+    (in_a_default, r"'in_a_default.defaults\[0\]\[0\]\[0\]'"),
+    (in_the_function, "'in_the_function.steps'"),
+    (in_another_file, r"tests.unit.core.capture.steps.taken'"),
+    (closing_over(), "in_a_closure.count'"),
+]
+
+
+@pytest.mark.parametrize(("what", "name"), COUNTING)
 def test_a_count_that_forward_computes_with_is_named_and_restored(
     what: Callable[..., torch.Tensor], name: str
 ) -> None:

@@ -61,10 +61,16 @@ def written_table_in_place(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x * model.kept
 
 
-@pytest.mark.parametrize(
-    "what",
-    [table, table_of_a_buffer, growing_mask, average_for_logging, written_table_in_place],
-)
+SAME: list[Forward] = [
+    table,
+    table_of_a_buffer,
+    growing_mask,
+    average_for_logging,
+    written_table_in_place,
+]
+
+
+@pytest.mark.parametrize("what", SAME)
 def test_what_is_the_same_in_every_step_is_computed_in_every_step(what: Forward) -> None:
     captured = Model(what)
     eager = copy.deepcopy(captured)
@@ -130,19 +136,19 @@ def buffer_in_every_second_step(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        (full_of_a_count, r"in the second step \(op aten.full.*'steps'"),
-        (tensor_of_a_count, r"in the second step .*'steps'"),
-        (counted_in_a_tensor, "the step before computed and kept .*'kept'"),
-        (first_batch, "the step before computed and kept .*'kept'"),
-        (first_noise, "the step before computed and kept .*'kept'"),
-        (table_of_a_written_buffer, "the step before computed and kept .*'kept'"),
-        (one_step_more_random, r"in the second step .*'steps'"),
-        (buffer_in_every_second_step, r"in the second step .*'steps'"),
-    ],
-)
+OTHER: list[tuple[Forward, str]] = [
+    (full_of_a_count, r"in the second step \(op aten.full.*'steps'"),
+    (tensor_of_a_count, r"in the second step .*'steps'"),
+    (counted_in_a_tensor, "the step before computed and kept .*'kept'"),
+    (first_batch, "the step before computed and kept .*'kept'"),
+    (first_noise, "the step before computed and kept .*'kept'"),
+    (table_of_a_written_buffer, "the step before computed and kept .*'kept'"),
+    (one_step_more_random, r"in the second step .*'steps'"),
+    (buffer_in_every_second_step, r"in the second step .*'steps'"),
+]
+
+
+@pytest.mark.parametrize(("what", "message"), OTHER)
 def test_what_differs_from_step_to_step_is_refused(what: Forward, message: str) -> None:
     with pytest.raises(gt.CaptureError, match=message):
         gt.capture(Model(what), square, (batches()[0],))
