@@ -14,6 +14,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Role, is_backward, parameter_of, role_of
+from graph_trainer.core.graph.ops import is_wait, storage_roots, written_arguments
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
@@ -85,6 +86,23 @@ def test_a_schedule_keeps_its_promises(program, limits):
     assert True not in products or True not in ahead[: len(products) - products[::-1].index(True)]
     # nothing is waited for before it started, and everything is
     assert all(c.waited_after is not None for c in collectives(after))
+    assert accesses(before) == accesses(after)
+
+
+def accesses(joint):
+    """For each write in place and each node that reads the storage: does it read before? What a
+    collective reads, it reads until its wait."""
+    storages = storage_roots(joint.graph)
+    place = {node: index for index, node in enumerate(joint.graph.nodes)}
+    found = set()
+    for write in place:
+        written = {storages[target] for target in written_arguments(write)}
+        for node in place if written else ():
+            read = [*node.all_input_nodes]
+            read += [each for start in read if is_wait(node) for each in start.all_input_nodes]
+            if not written.isdisjoint(storages[each] for each in read):
+                found.add((write.name, node.name, place[node] < place[write]))
+    return found
 
 
 @MANY
