@@ -108,7 +108,7 @@ def views_out_of_place(graph: fx.Graph) -> None:
     strides for constant. Linear in nodes.
 
     Raises:
-        CaptureError: an op that has no such counterpart, as resize_ and set_.
+        CaptureError: an op that has no such counterpart, as set_.
     """
     for node in graph.nodes:
         op = node.target

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,10 +142,12 @@ class StepTrace:
         ]
         effects = SideEffects(self.made)
         # Backward runs inside too: checkpointed blocks read their parameters again there.
-        # make_fx turns autocast's cache off. Without it a weight that is read twice is cast twice
-        # and its gradient rounded twice.
-        torch.set_autocast_cache_enabled(True)
-        with swap_tensors(self.model, stand_ins), effects, RandomDraws(self.generators):
+        with (
+            swap_tensors(self.model, stand_ins),
+            effects,
+            RandomDraws(self.generators),
+            _autocast_cache(),
+        ):
             if self.backward:
                 self._pass_on_hooks(stand_ins)
             loss = self._run_loss(args, kwargs)
@@ -162,7 +165,6 @@ class StepTrace:
                 _refuse_accumulated(leaves, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
             self._write_back_rebound_buffers(stand_ins)
-        torch.clear_autocast_cache()
         for (spec, parts), places in zip(
             with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
         ):
@@ -268,6 +270,19 @@ class StepTrace:
         parts, layout = unwrap(tensor)
         self.outputs.append(Output(kind, name, layout))
         return parts
+
+
+@contextlib.contextmanager
+def _autocast_cache() -> Iterator[None]:
+    """Turn on autocast's cache, which make_fx turns off: without it a weight that is read twice is
+    cast twice and its gradient rounded twice."""
+    enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(enabled)
+        torch.clear_autocast_cache()
 
 
 def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> None:
