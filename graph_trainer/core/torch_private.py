@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,9 @@ from torch.distributed.tensor.placement_types import (  # isort: skip
 # The functional collectives register the ops under this name; the module is private by name
 # although DTensor's documented redistribution runs on it. torch 2.11 to 2.15.
 import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401  # isort: skip
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint import FileSystemReader
 
 c10d_functional = torch.ops._c10d_functional
 
@@ -308,3 +311,11 @@ def clear_sharding_cache() -> None:
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     _clear_sharding_prop_cache()
+
+
+def fsspec_reader() -> type[FileSystemReader]:
+    """Return the reader that dcp.load takes for remote storage, which can be made only by dcp.load
+    itself under public names. torch 2.11 to 2.15."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+    return FsspecReader

@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Metadata
+from torch.distributed.checkpoint import FileSystemWriter, Metadata
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from graph_trainer.errors import CheckpointError
+from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
+
 SUMS = "SHA256SUMS"
-METADATA = ".metadata"
 WRITING = "writing-"
 REPLACED = "replaced-"
 """Before the step's number: the folder that is being written, and the one that it replaces."""
@@ -179,7 +181,7 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
             return [f"{SUMS} is damaged: it does not list {METADATA}"]
     except (OSError, ValueError) as error:
         return [_format_error(error, folder)]
-    found = []
+    found = _refusal(folder) if share == 0 else []
     for name in sorted(sums)[share::shares]:
         try:
             with (folder / name).open("rb") as file:
@@ -201,15 +203,28 @@ def _find_os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
+def _refusal(folder: Path) -> list[str]:
+    """Say what metadata names beside data; where it is damaged, its digest tells."""
+    try:
+        DataReader(folder).read_metadata()
+    except CheckpointError as error:
+        return [str(error)]
+    except Exception:  # unpickling damaged bytes raises anything
+        return []
+    return []
+
+
 def _find_short_files(folder: Path) -> list[str]:
     if not (folder / METADATA).exists():
         return [f"{METADATA} is missing: it was never completed"]
     try:
-        metadata = FileSystemReader(folder).read_metadata()
+        metadata = DataReader(folder).read_metadata()
         needed: dict[str, int] = {}
         for place in metadata.storage_data.values():
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+    except CheckpointError as error:
+        return [str(error)]
     except Exception as error:  # unpickling damaged bytes raises anything
         return [f"{METADATA} cannot be read: {_format_error(error, folder)}"]
     found = []

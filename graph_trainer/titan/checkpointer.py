@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
-from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
@@ -30,6 +30,7 @@ from graph_trainer.titan.checkpoint_files import (
     damage,
     publish,
 )
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
 
 _STEP = re.compile(r"step-(\d+)")
 _HF_INDEX = "model.safetensors.index.json"
@@ -184,11 +185,11 @@ class CheckedCheckpointManager(CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load as torchtitan does, after the files have been verified.
+        """Load as torchtitan does, after the files have been verified, and run no code of theirs.
 
         Raises:
-            CheckpointError: on every rank, when the checkpoint is damaged, or lacks values
-                that are to be loaded.
+            CheckpointError: on every rank, when the checkpoint is damaged, lacks values that are
+                to be loaded, or holds more than data.
         """
         if not from_hf and not filesystem.is_remote(checkpoint_id):
             found = self._damage(checkpoint_id)
@@ -198,8 +199,19 @@ class CheckedCheckpointManager(CheckpointManager):
                     "one, or leave checkpoint.load_step out to take the newest that is good."
                 )
         try:
-            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            if from_hf:  # safetensors and JSON
+                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            else:
+                dcp.load(
+                    state_dict, storage_reader=reader_of(checkpoint_id), planner=DataLoadPlanner()
+                )
+                if MODEL in self.states:
+                    self.states[MODEL].load_state_dict(state_dict)
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
+            if any(isinstance(e, CheckpointError) for e, _ in error.failures.values()):
+                raise CheckpointError(
+                    f"the checkpoint {checkpoint_id} was refused: {_reasons(error)}."
+                ) from error
             raise CheckpointError(
                 f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}. If it is "
                 "the last one of a finished run it may contain the model alone: with "

@@ -1,0 +1,187 @@
+"""A checkpoint of someone else is data: whatever code its files name does not run."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.utils.data import IterableDataset
+from torchtitan.components.dataloader import ParallelAwareDataloader
+
+from graph_trainer.errors import CheckpointError
+from graph_trainer.titan.checkpoint_files import METADATA, SUMS, PublishingWriter, damage
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader, reader_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata
+]
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def load(state: dict[str, Any], checkpoint: Path | str) -> dict[str, Any]:
+    dcp.load(state, storage_reader=reader_of(str(checkpoint)), planner=DataLoadPlanner())
+    return state
+
+
+def state() -> dict[str, Any]:
+    """Every kind of value that torchtitan's checkpoints have."""
+    return {
+        "weight": torch.arange(12.0).view(3, 4).t(),
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "train_state": {"step": torch.tensor(3), "tokens": 7, "loss": [0.5, None, "x"]},
+        "counts": {"numbers": b"\x00\x01", "shape": torch.Size([2])},
+    }
+
+
+def empty(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: empty(inner) for key, inner in value.items()}
+    return torch.zeros_like(value) if isinstance(value, torch.Tensor) else None
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_what_torch_writes_is_read(tmp_path: Path, remote: bool) -> None:
+    checkpoint = f"memory://{tmp_path.name}" if remote else str(tmp_path / "step-1")
+    dcp.save(state(), checkpoint_id=checkpoint)
+    loaded = load(empty(state()), checkpoint)
+    torch.testing.assert_close(loaded["weight"], state()["weight"], rtol=0, atol=0)
+    torch.testing.assert_close(loaded["half"], state()["half"], rtol=0, atol=0)
+    assert {key: loaded[key] for key in ("train_state", "counts")} == {
+        key: state()[key] for key in ("train_state", "counts")
+    }
+
+
+@pytest.mark.parametrize("digests", [True, False])
+@pytest.mark.parametrize("where", ["whole", "planner_data"])
+def test_metadata_runs_nothing(tmp_path: Path, digests: bool, where: str) -> None:
+    checkpoint, touched = tmp_path / "step-1", tmp_path / "touched"
+    writer = PublishingWriter(tmp_path / "writing-1", publish_as=checkpoint, verify=digests)
+    dcp.save({"weight": torch.ones(4)}, storage_writer=writer)
+    assert damage(checkpoint) == []
+    content: Any = Touch(touched)
+    if where == "planner_data":
+        content = DataReader(checkpoint).read_metadata()
+        content.planner_data = Touch(touched)
+    file = checkpoint / METADATA
+    before, after = file.read_bytes(), pickle.dumps(content)
+    file.write_bytes(after)
+    if digests:
+        old, new = (hashlib.sha256(data).hexdigest() for data in (before, after))
+        (checkpoint / SUMS).write_text((checkpoint / SUMS).read_text().replace(old, new))
+    (line,) = damage(checkpoint)
+    assert line.startswith(f"{METADATA} names posix.mkdir, which may run code")
+    with pytest.raises(CheckpointError, match=r"names posix\.mkdir, .* save it again with"):
+        DataReader(checkpoint).read_metadata()
+    with pytest.raises(dcp.CheckpointException, match=r"\.metadata names posix\.mkdir"):
+        load({"weight": torch.zeros(4)}, checkpoint)
+    assert not touched.exists()
+    pickle.loads(after)  # as torch itself reads it
+    assert touched.exists()
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        (b"os", b"system"),
+        (b"torch", b"load"),
+        (b"torch.storage", b"_load_from_bytes.__globals__"),
+        (b"torch.distributed.checkpoint.filesystem", b"pickle.loads"),
+        (b"torch.distributed.checkpoint.filesystem", b"os"),
+        (b"torch.distributed.checkpoint.metadata", b"dataclass"),
+        (b"pathlib", b"os.system"),
+        (b"builtins", b"getattr"),
+        (b"planted_by_a_checkpoint", b"x"),
+    ],
+)
+def test_metadata_looks_up_nothing_else(tmp_path: Path, named: tuple[bytes, bytes]) -> None:
+    for version, opcode in ((2, b"c%b\n%b\n"), (4, b"\x8c%c%b\x8c%c%b\x93")):
+        parts = named if version == 2 else [p for n in named for p in (len(n), n)]
+        (tmp_path / METADATA).write_bytes(b"\x80%c" % version + opcode % tuple(parts) + b".")
+        with pytest.raises(CheckpointError, match=f"names {b'.'.join(named).decode()}, which may"):
+            DataReader(tmp_path).read_metadata()
+
+
+def test_metadata_is_metadata(tmp_path: Path) -> None:
+    (tmp_path / METADATA).write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(CheckpointError, match=r"names dict, which"):
+        DataReader(tmp_path).read_metadata()
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+def test_a_value_runs_nothing(tmp_path: Path, pickled: bool) -> None:
+    """As the state of a class, and as the pickle that torchtitan's data loaders keep."""
+    checkpoint, touched = tmp_path / "step-1", tmp_path / "touched"
+    value: Any = Touch(touched)
+    stored = {"dataloader": {"dp_rank_0": pickle.dumps(value) if pickled else value}}
+    dcp.save(stored, checkpoint_id=checkpoint)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load(empty(stored), checkpoint)
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CheckpointError)
+    assert str(error).startswith("dataloader.dp_rank_0 names posix.mkdir, which may run code")
+    assert "checkpoint.exclude_from_loading" in str(error) and not touched.exists()
+
+
+class Numbers(IterableDataset[int]):
+    """Draws from a generator, whose state is a tensor."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __iter__(self) -> Any:
+        while True:
+            yield int(torch.randint(1000, (), generator=self.generator))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.generator.set_state(state_dict["generator"])
+
+
+def loader() -> ParallelAwareDataloader:
+    return ParallelAwareDataloader(Numbers(), dp_rank=0, dp_world_size=1, batch_size=2)
+
+
+def test_a_loader_of_torchtitan_goes_on(tmp_path: Path) -> None:
+    whole = loader()
+    batches = iter(whole)
+    next(batches)
+    dcp.save({"dataloader": whole}, checkpoint_id=tmp_path / "step-1")
+    again = loader()
+    load({"dataloader": again}, tmp_path / "step-1")
+    assert torch.equal(next(iter(again)), next(batches))
+
+
+def test_a_pickled_tensor_runs_nothing(tmp_path: Path) -> None:
+    """torch pickles a tensor as bytes that torch.load reads, which may be a pickle of code."""
+    touched = tmp_path / "touched"
+    file = io.BytesIO()
+    torch.save(Touch(touched), file)
+
+    class Storage:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return torch.storage._load_from_bytes, (file.getvalue(),)
+
+    stored = {"dataloader": {"dp_rank_0": pickle.dumps(Storage())}}
+    dcp.save(stored, checkpoint_id=tmp_path / "step-1")
+    with pytest.raises(dcp.CheckpointException, match="posix.mkdir"):
+        load(empty(stored), tmp_path / "step-1")
+    assert not touched.exists()
