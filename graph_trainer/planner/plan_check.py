@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import re
+import shlex
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
-from graph_trainer.titan.config.flags import flag_keys, take_flags
+from graph_trainer.titan.config.flags import flag_keys, split_flags, take_flags
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.messages import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.sources import read_source, registry_entry
 from graph_trainer.titan.config.validate import world_size_from_environment
 
 FLAG = "--plan"
@@ -34,10 +37,10 @@ _MAKE_GRAPHS = (
     "loss",
 )
 _NEVER = ("dump_folder",)
-_LOADED = "checkpoint.initial_load_path"
 _OURS = ("graph_trainer", "torchtitan")
 # An entry is a name, or a name and its arguments.
 _OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
+_PATH = re.compile(r".*(path|folder|file|prefix|csv)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +126,12 @@ def load_config_and_plan(
         )
     document = plan.config_table()
     keys = flag_keys(rest)
-    if "config" not in keys:
-        _check_is_data(path, document, keys)
     default = (f"{FLAG} {path}", document)
+    if "config" not in keys:
+        _check_code(path, document, keys)
+        entry = read_source(split_flags(rest).module, None, default)
+        base = registry_entry(entry.module, entry.base, entry.where)
+        _check_paths(path, document, keys, base)
     config = load_config(rest, world_size=plan.world_size, default=default)
     _check_compile(path, plan, config)
     return config, PlanCheck.of(plan, path, config)
@@ -159,21 +165,21 @@ def _some(differences: Sequence[str]) -> str:
     return f"{shown}; and {more} more" if more > 0 else shown
 
 
-def _check_is_data(path: Path, document: Mapping[str, Any], flags: frozenset[str]) -> None:
-    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan, or loads
-    a checkpoint, whose metadata torch unpickles, unless a flag gives the same key.
+def is_path(key: str, value: str) -> bool:
+    """Whether a key of a config with this value names a file or a folder."""
+    if key == "compile.hardware":
+        return value not in known_hardware()
+    return _PATH.fullmatch(key) is not None
 
-    A config may name code; a plan is data.
-    """
-    for key, value in _code_named(document, ""):
-        if key in flags:
-            continue
-        if key == _LOADED:
-            raise ConfigError(
-                f"{FLAG} {path}: its config has {key} = {show(value)}, which torch would unpickle, "
-                f"and a plan is data. Repeat it if you trust it: --{key} {value}"
-            )
-        if value.split(".")[0] not in _OURS:
+
+def _check_code(path: Path, document: Mapping[str, Any], flags: frozenset[str]) -> None:
+    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan, unless a
+    flag gives the same key. A config may name code; a plan is data."""
+    for key, value in _texts(document, ""):
+        is_class = key.rpartition(".")[2] == "type" and ":" in value
+        is_pass = key.startswith("compile.passes[") and ":" in value
+        names_code = key == "module" or is_class or is_pass or _OVERRIDE.fullmatch(key)
+        if names_code and key not in flags and value.split(".")[0] not in _OURS:
             raise ConfigError(
                 f"{FLAG} {path}: its config has {key} = {show(value)}, which would be imported, "
                 "and a plan is data. Give the config itself with --config (and --module), and the "
@@ -181,20 +187,39 @@ def _check_is_data(path: Path, document: Mapping[str, Any], flags: frozenset[str
             )
 
 
-def _code_named(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Find every key of a config that names code, with its value: the module of the registry, the
-    class of a section, torchtitan's overrides, which are imported by name, and a checkpoint."""
+def _check_paths(
+    path: Path, document: Mapping[str, Any], flags: frozenset[str], base: GraphTrainerConfig
+) -> None:
+    """Refuse a plan whose config reads or writes other files than the registry entry it began as,
+    unless flags give the same keys."""
+    without = dict(_texts(tomllib.loads(config_to_toml(base)), ""))
+    named = {
+        key: value
+        for key, value in _texts(document, "")
+        if is_path(key, value)
+        and value not in ("", without.get(key))
+        and key.partition("[")[0] not in flags
+    }
+    if named:
+        found = ", ".join(f"{key} = {show(value)}" for key, value in named.items())
+        again = " ".join(f"--{key} {shlex.quote(value)}" for key, value in named.items())
+        raise ConfigError(
+            f"{FLAG} {path}: its config has {found}: a plan reads and writes no files that the "
+            f"command line does not name. Repeat what you trust: {again}; or give the config "
+            "itself with --config"
+        )
+
+
+def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
+    """Find every text of a config, with its key."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
-            yield from _code_named(inner, f"{key}.{name}" if key else name)
+            yield from _texts(inner, f"{key}.{name}" if key else name)
     elif isinstance(value, list):
         for place, inner in enumerate(value):
-            yield from _code_named(inner, f"{key}[{place}]")
+            yield from _texts(inner, f"{key}[{place}]")
     elif isinstance(value, str):
-        is_class = key.rpartition(".")[2] == "type" and ":" in value
-        is_pass = key.startswith("compile.passes[") and ":" in value
-        if key in ("module", _LOADED) or is_class or is_pass or _OVERRIDE.fullmatch(key):
-            yield key, value
+        yield key, value
 
 
 def _check_compile(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import json
 import operator
+import pkgutil
 import re
+import shlex
 
 import pytest
 import torch
@@ -19,9 +21,17 @@ from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of
 from graph_trainer.planner.plan_check import (
     PlanCheck,
     differences,
+    is_path,
     load_config_and_plan,
 )
 from graph_trainer.planner.verify_order import rank_classes
+from graph_trainer.titan.config.fields import (
+    section_classes,
+    settable_hints,
+    short_names,
+    table_class,
+)
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from tests.unit.graphs import Builder
 from tests.unit.planner.conftest import RANKS, config_of
 
@@ -219,15 +229,73 @@ def test_a_plan_names_no_code_to_import(document, tmp_path, monkeypatch, line):
     assert not seen.exists()
 
 
-def test_a_plan_loads_no_checkpoint_unless_the_command_line_does(document, tmp_path):
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("", "dump_folder", "/x y"),
+        ("", "hf_assets_path", "../x"),
+        ("[checkpoint]", "initial_load_path", "x"),
+        ("[checkpoint]", "folder", "../../x"),
+        ("[dataloader]", "dataset_path", "someone/dataset"),
+        ("[validator.dataloader]", "dataset_path", "/x"),
+        ("[compile]", "hardware", "x.toml"),
+        ("[debug]", "save_config_file", "/x"),
+    ],
+)
+def test_a_plan_names_no_file_that_the_command_line_does_not(
+    document, tmp_path, section, key, value
+):
     path = tmp_path / "plan.json"
-    load = "checkpoint.initial_load_path"
-    config = 'base = "llama3_debugmodel"\n[checkpoint]\nenable = true\ninitial_load_path = "/x"'
+    config = f'base = "llama3_debugmodel"\n{section}\n{key} = "{value}"'
     path.write_text(json.dumps(document | {"config": config}))
-    with pytest.raises(ConfigError, match=f"--{load} /x"):
+    flag = f"{section[1:-1]}.{key}".removeprefix(".")
+    with pytest.raises(ConfigError, match=re.escape(f'has {flag} = "{value}"')) as refused:
         load_config_and_plan(["--plan", str(path)])
-    config, _ = load_config_and_plan(["--plan", str(path), f"--{load}=/y"])
-    assert config.checkpoint.initial_load_path == "/y"
+    words = shlex.split(str(refused.value).partition("what you trust: ")[2].partition(";")[0])
+    assert words == [f"--{flag}", value]
+
+
+def test_flags_name_the_files_of_a_plan(document, tmp_path):
+    path = tmp_path / "plan.json"
+    config = 'base = "llama3_debugmodel"\ndump_folder = "/x"\nhf_assets_path = "/y"\n'
+    path.write_text(json.dumps(document | {"config": config + "[checkpoint]\nfolder = '/z'"}))
+    words = ["--plan", str(path), "--dump_folder", "/x", "--checkpoint.folder=/other"]
+    with pytest.raises(ConfigError, match=r'config has hf_assets_path = "/y": .*: --hf_assets_'):
+        load_config_and_plan(words)
+    config, _ = load_config_and_plan([*words, "--hf_assets_path", "/y"])
+    assert (config.dump_folder, config.checkpoint.folder) == ("/x", "/other")
+
+
+# Every key that takes any text, beside those that name code or files.
+NO_PATHS = {
+    *("activation_checkpoint.determinism_check", "compile.disable_passes", "compile.passes"),
+    *("activation_checkpoint.force_recompute_mm_shapes_by_fqns", "dataloader.dataset"),
+    *("checkpoint.exclude_from_loading", "dataloader.sources.dataset", "override.imports"),
+    *("parallelism.context_parallel_load_balancer", "parallelism.pipeline_parallel_schedule"),
+    *("parallelism.context_parallel_ptrr_mask_key", "optimizer.param_groups.pattern"),
+    *("parallelism.module_fqns_per_model_part", "optimizer.param_groups.optimizer_name"),
+    *("tokenizer.dataset", "validator.dataloader.dataset", "validator.dataloader.sources.dataset"),
+    *("optimizer.param_groups.optimizer_kwargs", "optimizer.optimizer_factory_kwargs_by_name"),
+}
+
+
+def texts(cls, prefix=""):
+    """Every key of a config that takes any text, in every component of its sections."""
+    for name, hint in settable_hints(cls).items():
+        classes = section_classes(hint)
+        members = [pkgutil.resolve_name(n) for n in short_names(classes).values()]
+        entry = table_class(hint)
+        for inner in {*classes, *members, *([entry] if entry else [])}:
+            yield from texts(inner, f"{prefix}{name}.")
+        if not classes and not entry and "str" in str(hint) and "Literal" not in str(hint):
+            yield prefix + name
+
+
+def test_every_key_that_may_name_a_file_is_known():
+    found = set(texts(GraphTrainerConfig))
+    assert {key for key in found if not is_path(key, "x")} == NO_PATHS
+    assert {"dump_folder", "dataloader.sources.dataset_path", "compile.hardware"} < found
+    assert not is_path("compile.hardware", "h100-sxm") and is_path("compile.hardware", "h100")
 
 
 def test_differences_name_keys_that_one_side_lacks():

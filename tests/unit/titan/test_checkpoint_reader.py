@@ -104,6 +104,7 @@ def test_metadata_runs_nothing(tmp_path: Path, digests: bool, where: str) -> Non
         (b"torch.storage", b"_load_from_bytes.__globals__"),
         (b"torch.distributed.checkpoint.filesystem", b"pickle.loads"),
         (b"torch.distributed.checkpoint.filesystem", b"os"),
+        (b"torch.distributed.checkpoint.filesystem", b"SavePlan"),
         (b"torch.distributed.checkpoint.metadata", b"dataclass"),
         (b"pathlib", b"os.system"),
         (b"builtins", b"getattr"),
