@@ -21,7 +21,11 @@ from graph_trainer.core.capture.model_state import (
 )
 from graph_trainer.core.capture.module_settings import ModuleSettings
 from graph_trainer.core.capture.python_state import PythonState
-from graph_trainer.core.capture.rng_replay import UserGenerators, refuse_draws_of_python
+from graph_trainer.core.capture.rng_replay import (
+    UserGenerators,
+    refuse_draws_of_python,
+    refuse_seeds_of_cuda,
+)
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import refuse_leftovers
 from graph_trainer.core.capture.subclasses import unwrap
@@ -98,6 +102,7 @@ def capture(
 
     with (
         refuse_draws_of_python(),
+        refuse_seeds_of_cuda(),
         PythonState(model, loss_fn) as python,
         UserGenerators() as generators,
     ):

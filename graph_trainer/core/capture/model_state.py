@@ -24,7 +24,17 @@ class ModelState:
 
 
 def state_of(model: nn.Module) -> ModelState:
-    """List parameters, then buffers, each tensor once under its first name."""
+    """List parameters, then buffers, each tensor once under its first name.
+
+    Raises:
+        CaptureError: a tensor that no graph can hold, or a module that is no Python.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise CaptureError(
+                f"module '{clean_fqn(name)}' is scripted or traced by torch.jit, which hides its "
+                "operators: capture the Python module that it was made of"
+            )
     named = [
         (kind, clean_fqn(name), tensor)
         for kind, entries in (

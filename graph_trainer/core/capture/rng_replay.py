@@ -33,7 +33,7 @@ from graph_trainer.core.graph.ops import (
     subgraphs,
     written_arguments,
 )
-from graph_trainer.core.torch_private import TorchDispatchMode
+from graph_trainer.core.torch_private import TorchDispatchMode, queued_seeds_of_cuda
 from graph_trainer.errors import CaptureError
 
 # Seeds that mark positions in the random stream during capture, far from a user's seed: the high
@@ -154,6 +154,34 @@ def refuse_draws_of_python() -> Iterator[None]:
         raise CaptureError(
             "the step draws random numbers from Python's or NumPy's generator, once, now, and "
             "never in a later step: draw with torch, or pass the numbers in the batch"
+        )
+
+
+@contextlib.contextmanager
+def refuse_seeds_of_cuda() -> Iterator[None]:
+    """Refuse a step that seeds CUDA's generators, whose states are restored. Where CUDA is not
+    initialized, torch would do it later.
+
+    Raises:
+        CaptureError: at the end, where a generator has another seed.
+    """
+    generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    states = [generator.get_state() for generator in generators]
+    queued = queued_seeds_of_cuda()
+    for generator in generators:
+        generator.manual_seed(_FIRST_MARK)
+    seeded = False
+    try:
+        yield
+        seeded = queued_seeds_of_cuda() != queued
+        seeded |= any(generator.initial_seed() != _FIRST_MARK for generator in generators)
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    if seeded:
+        raise CaptureError(
+            "the step seeds the random generator of CUDA, which a graph does not: seed before the "
+            "step, or draw the numbers there"
         )
 
 

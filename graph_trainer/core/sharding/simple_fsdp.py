@@ -9,10 +9,10 @@ these reads is a few plain nodes that passes can move, merge, drop and repeat.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.fx.traceback import annotate
+from torch.nn.parameter import is_lazy
 
 from graph_trainer.core.graph.annotations import (
     Role,
@@ -32,7 +33,7 @@ from graph_trainer.core.torch_private import (
     concatenate_meshes,
     registered_parameter,
 )
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import CheckpointError, ConfigError
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]
 
@@ -178,7 +179,8 @@ def simple_fsdp(
         parallelism, where there is one), split by rows like FSDP2's.
 
     Raises:
-        ConfigError: an unknown mode, a mesh that does not fit it, a model sharded before.
+        ConfigError: an unknown mode, a mesh that does not fit it, a model sharded before, or one
+            that is scripted or lazy.
 
     Example::
 
@@ -191,6 +193,17 @@ def simple_fsdp(
             raise ConfigError(
                 f"module '{name}' ({type(module).__name__}) is sharded already; call simple_fsdp "
                 "once, on the root"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"module '{name}' is scripted or traced by torch.jit, which reads its parameters "
+                "by itself: shard the Python module that it was made of"
+            )
+    for fqn, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"parameter '{fqn}' has no shape yet: run the model once on a batch, which "
+                "initializes lazy modules, before it is sharded"
             )
     policy = mp_policy or MixedPrecisionPolicy()
     divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
@@ -216,6 +229,28 @@ def simple_fsdp(
 
 class _Sharded:
     """Marks a module whose parameter reads gather."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe the module for copy and deepcopy, which work as for any module."""
+        described: Any = super().__reduce_ex__(protocol)
+        return (_Copies(described[0]), *described[1:])
+
+
+class _Copies:
+    """Makes the copy of a sharded module; pickle, which has to save this, is told why it cannot."""
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+
+    def __call__(self, *args: Any) -> Any:
+        return self._make(*args)
+
+    def __reduce__(self) -> NoReturn:
+        raise CheckpointError(
+            "a module that simple_fsdp has sharded cannot be pickled, since it holds process "
+            "groups: save model.state_dict(), and load it into a model that is built and sharded "
+            "again"
+        )
 
 
 def _reading_class(base: type, names: tuple[str, ...]) -> type:

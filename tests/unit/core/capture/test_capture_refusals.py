@@ -184,6 +184,43 @@ def test_a_model_that_a_graph_cannot_hold_is_refused(model, x, message):
         gt.capture(model, mean, (x,))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, X)])
+def test_a_scripted_module_is_refused_by_name(make):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(make(nn.Linear(4, 4))))
+    with pytest.raises(gt.CaptureError, match=r"module '1\.0' is scripted or traced by torch\.jit"):
+        gt.capture(model, mean, (X,))
+
+
+@pytest.mark.parametrize("seed", [torch.cuda.manual_seed, torch.cuda.manual_seed_all])
+def test_a_step_that_seeds_cuda_is_refused_before_cuda_is_there(seed):
+    seed(3)
+
+    def loss(model, x):
+        seed(3)
+        return mean(model, x)
+
+    with pytest.raises(gt.CaptureError, match="seeds the random generator of CUDA"):
+        gt.capture(net(), loss, (X,))
+    check_against_eager(net(), mean, X)
+
+
+def test_a_step_that_seeds_cuda_is_refused_where_it_is_there(monkeypatch):
+    """On a generator of the CPU in place of the device's."""
+    generator = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+
+    def loss(model, x):
+        generator.manual_seed(3)
+        return mean(model, x)
+
+    with pytest.raises(gt.CaptureError, match="seeds the random generator of CUDA"):
+        gt.capture(net(), loss, (X,))
+    gt.capture(net(), mean, (X,))
+    assert generator.initial_seed() == 3
+
+
 def test_an_lstm_of_one_dnn_is_refused_at_capture():
     with pytest.raises(gt.CaptureError, match=r"mkldnn.flags\(enabled=False\)"):
         gt.capture(nn.LSTM(4, 3), lambda m, x: m(x)[0].mean(), (torch.randn(5, 2, 4),))

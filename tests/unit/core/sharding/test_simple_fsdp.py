@@ -4,6 +4,8 @@ The numbers that real ranks compute are in tests/integration/test_public_api.py.
 """
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -326,6 +328,38 @@ def test_sharding_twice_is_refused_and_changes_nothing():
     with pytest.raises(gt.ConfigError, match=r"module '1' \(Linear\) is sharded already"):
         gt.simple_fsdp(model, mesh())
     assert model[0].weight is first
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_what_cannot_be_sharded_is_refused_and_nothing_changes():
+    for other, message in (
+        (nn.LazyLinear(4), r"parameter '1.weight' has no shape yet: run the model once"),
+        (torch.jit.script(nn.Linear(4, 4)), "module '1' is scripted or traced by torch.jit"),
+    ):
+        model = nn.Sequential(nn.Linear(4, 4), other)
+        with pytest.raises(gt.ConfigError, match=message):
+            gt.simple_fsdp(model, mesh())
+        assert type(model[0]) is nn.Linear and not isinstance(model[0].weight, DTensor)
+
+
+def test_a_sharded_model_is_copied_and_not_pickled():
+    model = gt.simple_fsdp(odd(), mesh(1))
+    x = torch.randn(3, 4)
+    for copied, shares in ((copy.deepcopy(model), False), (copy.copy(model), True)):
+        assert torch.equal(loss(copied, x), loss(model, x))
+        assert (copied._parameters["scale"] is model._parameters["scale"]) == shares
+    for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+        with pytest.raises(gt.CheckpointError, match=r"cannot be pickled, .*: save model.state_di"):
+            write(model)
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    again = gt.simple_fsdp(odd(), mesh(1))
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    again.load_state_dict(torch.load(file))
+    assert torch.equal(loss(again, x), loss(model, x))
 
 
 def test_a_partial_parameter_is_refused_by_name():
