@@ -95,6 +95,16 @@ def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGr
     return dist.new_group(in_order, group_desc=description, sort_ranks=False)
 
 
+def init_fake_process_group(rank: int, ranks: int) -> None:
+    """Start a process group of which only this rank exists, and which communicates nothing.
+
+    The store that goes with the backend "fake" is in torch's tests. torch 2.11 to 2.15.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+
+
 def mesh_slices(mesh: Any) -> torch.Tensor:
     """The ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
 

@@ -68,7 +68,8 @@ def ledger(
         if simulation is None or report.changed:
             simulation = simulate(joint)
         row = row_of(simulation, report.name, report.seconds)
-        row = replace(row, rolled_back=report.rolled_back, remarks=report.remarks)
+        remarks = (*report.remarks, *((report.verified,) if report.verified else ()))
+        row = replace(row, rolled_back=report.rolled_back, remarks=remarks)
         yield row, simulation
 
 

@@ -24,7 +24,7 @@ def run_example(folder: Path, **changed: str) -> subprocess.CompletedProcess[str
     variables = environment()
     variables["PYTHONPATH"] = f"{folder}:{variables['PYTHONPATH']}"
     return subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider"]
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
         + ["--rootdir", str(folder), str(folder)],
         cwd=folder,
         env=variables,
@@ -37,7 +37,7 @@ def run_example(folder: Path, **changed: str) -> subprocess.CompletedProcess[str
 def test_the_example_pass_passes_its_tests(tmp_path):
     done = run_example(tmp_path)
     assert done.returncode == 0, done.stdout
-    assert "7 passed" in done.stdout
+    assert "8 passed" in done.stdout
 
 
 def test_the_example_test_finds_the_break_that_the_page_proposes(tmp_path):

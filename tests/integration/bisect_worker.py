@@ -25,8 +25,9 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.units import GIB
+from graph_trainer.testing import mean_square
 from graph_trainer.train import leave, run
-from tests.unit.graphs import Decoder, aten, hungry, mean_square
+from tests.unit.graphs import Decoder, aten, hungry
 
 RESULTS = "GRAPH_TRAINER_TEST_BISECT"
 MODULE = "layers.3.feed_forward"

@@ -1,4 +1,4 @@
-"""Many ranks in one process: one after the other on a fake process group, or a thread each."""
+"""Many ranks in one process, a thread each."""
 
 from __future__ import annotations
 
@@ -10,20 +10,6 @@ from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-
-def become(rank: int, ranks: int) -> None:
-    """Start over as `rank` of `ranks`.
-
-    DTensor caches the results of ops by mesh, and returns the mesh of an earlier process group
-    where the two look the same: that of another rank, with groups that no longer exist.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    _clear_sharding_prop_cache()
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
 
 
 def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:

@@ -64,16 +64,19 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
 def argument(node: fx.Node, name: str, default: object = None) -> object:
     """Return a node's argument by its name in the schema, passed by position or by keyword."""
     schema = schema_of(node)
-    return default if schema is None else _given(schema, node.args, node.kwargs, name, default)
+    if schema is None:
+        return default
+    return given_value(schema, node.args, node.kwargs, name, default)
 
 
-def _given(
+def given_value(
     schema: torch.FunctionSchema,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     name: str,
     default: object = None,
-) -> object:
+) -> Any:
+    """Return an argument of a call by its name in the schema, `default` where it has none."""
     if name in kwargs:
         return kwargs[name]
     for position, entry in enumerate(schema.arguments):
@@ -150,10 +153,10 @@ def written_values(
     if kind is not None:
         names += kind.written
     if schema.name in _HIDDEN_WRITES:
-        train = _given(schema, args, kwargs, "train", True)
-        if _given(schema, args, kwargs, "training", train):
+        train = given_value(schema, args, kwargs, "train", True)
+        if given_value(schema, args, kwargs, "training", train):
             names += ["running_mean", "running_var"]
-    return [_given(schema, args, kwargs, name) for name in names]
+    return [given_value(schema, args, kwargs, name) for name in names]
 
 
 def _writes_its_inputs(graph: fx.Graph) -> bool:

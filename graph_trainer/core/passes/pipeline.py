@@ -16,6 +16,7 @@ from graph_trainer.core.passes.context import AllReduceMax, PassContext, RunSett
 from graph_trainer.core.passes.memory_limit import Budget
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
+from graph_trainer.core.passes.verify_numbers import Numbers
 from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
 
 
@@ -38,7 +39,9 @@ class PassConfig(RunSettings):
     """By pass name, what it decided for an earlier graph of the step, to be followed."""
 
     verify_passes: bool = False
-    """After every pass also run the graph again on fake tensors and compare every shape."""
+    """After every pass also run the graph on fake tensors and compare every shape, and run it on
+    small real values, in this process alone, and compare its results with those before the pass.
+    The report says where a graph is too large for that, or cannot run here."""
 
 
 def run_passes(
@@ -99,6 +102,7 @@ def pass_by_pass(
     _check_history(joint, [step.graph_pass for step in steps])
     budget = Budget(run)
     raised: dict[str, int] = {}
+    numbers = Numbers(joint) if config.verify_passes else None
     rows, state = [measure(joint, "capture", 0.0)], state_of(joint)
     yield rows[0]
     for step in steps:
@@ -107,7 +111,7 @@ def pass_by_pass(
             on_pass(name)
         may_go = roll_back and budget.is_set and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.peak(joint)) if may_go else (None, 0)
-        seconds = _run_one(joint, step, config.verify_passes)
+        seconds, verified = run_one(joint, step, numbers)
         budget.changed()
         rolled_back = ""
         if start is not None:
@@ -117,10 +121,12 @@ def pass_by_pass(
                 restore_graph(joint, start)
                 budget.changed()
                 joint.remarks.clear()
+                if numbers is not None:
+                    numbers.start(joint)
         before_pass, state = state, state_of(joint)
         changed = state != before_pass
         row = measure(joint, name, seconds) if changed else rows[-1]
-        row = replace(row, name=name, seconds=seconds, changed=changed)
+        row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
         rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
         yield rows[-1]
     if budget.is_over(joint):
@@ -148,7 +154,7 @@ def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
     )
 
 
-class _Step(NamedTuple):
+class PassStep(NamedTuple):
     """A pass with what it is called with."""
 
     graph_pass: Pass
@@ -159,14 +165,14 @@ class _Step(NamedTuple):
         self.graph_pass.function(joint, self.options, self.context)
 
 
-def _prepare(config: PassConfig, run: PassContext) -> list[_Step]:
+def _prepare(config: PassConfig, run: PassContext) -> list[PassStep]:
     """Return the passes of `config` with their options and contexts, both checked."""
     selected = resolve_passes(config.passes, config.disable_passes)
     for name in config.options:
         if name not in {p.name for p in selected}:
             raise PassError(f"options are given for '{name}', which is not in the pass list")
     _check_required(config, selected)
-    steps: list[_Step] = []
+    steps: list[PassStep] = []
     for place, each in enumerate(selected, start=1):
         options = config.options.get(each.name, each.options_type())
         if not isinstance(options, each.options_type):
@@ -181,7 +187,7 @@ def _prepare(config: PassConfig, run: PassContext) -> list[_Step]:
 
         decided = config.decisions.get(each.name)
         context = replace(run, decided=decided, run_later_passes=run_later_passes)
-        steps.append(_Step(each, options, context))
+        steps.append(PassStep(each, options, context))
     return steps
 
 
@@ -213,8 +219,15 @@ def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:
         )
 
 
-def _run_one(joint: JointGraph, step: _Step, verify: bool) -> float:
-    """Run a pass and check the graph. Returns the seconds that the pass alone took."""
+def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple[float, str]:
+    """Run a pass and check the graph.
+
+    Args:
+        numbers: of the graph before the pass; None to leave out the expensive checks.
+
+    Returns:
+        the seconds that the pass alone took, and what the expensive checks say of the numbers.
+    """
     joint.remarks.clear()
     order = AccessOrder.of(joint)
     start = time.perf_counter()
@@ -232,11 +245,13 @@ def _run_one(joint: JointGraph, step: _Step, verify: bool) -> float:
     try:
         joint.validate()
         order.check_kept(joint)
-        if verify:
+        verified = ""
+        if numbers is not None:
             verify_values(joint)
+            verified = numbers.check(joint, changes_sums=step.graph_pass.changes_sums)
     except VerificationError as error:
         raise VerificationError(
             f"pass '{name}' (after {ran}) left an invalid graph: {error}"
         ) from error
     joint.history.append(name)
-    return seconds
+    return seconds, verified

@@ -25,6 +25,9 @@ HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", 
 """Headings of `Report.cells`: all-gathers by phase, reductions, MiB that all collectives read on
 this rank, predicted peak above the inputs, seconds."""
 
+EQUAL = "bitwise equal"
+"""What `verify_passes` says of a pass that keeps every bit."""
+
 
 @dataclass(frozen=True, slots=True)
 class PassReport:
@@ -45,6 +48,9 @@ class PassReport:
     """Why the pass was rolled back; empty where it was not."""
     remarks: tuple[str, ...] = ()
     """What the pass says about its work, the summary first."""
+    verified: str = ""
+    """How the numbers compare with those before the pass, or why they were not compared; empty
+    without `verify_passes`."""
 
     def count(self, kind: str, phase: Phase | None = None) -> int:
         """Count the collectives of one kind, in one phase or in all."""
@@ -105,9 +111,16 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """Return a line for every pass that was rolled back, and for every other with a remark."""
-        return standing_remarks((row.name, row.remarks) for row in self.rows if row.remarks) + [
-            f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back
+        """Return a line for every pass that was rolled back, and for every other with a remark; and
+        one for what `verify_passes` says of passes whose numbers it does not find bitwise equal."""
+        verified: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.verified not in ("", EQUAL):
+                verified.setdefault(row.verified, []).append(row.name)
+        return [
+            *standing_remarks((row.name, row.remarks) for row in self.rows if row.remarks),
+            *(f"{row.name} was {row.rolled_back}" for row in self.rows if row.rolled_back),
+            *(f"{', '.join(names)}: {text}" for text, names in verified.items()),
         ]
 
     def __str__(self) -> str:

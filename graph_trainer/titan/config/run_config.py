@@ -82,7 +82,8 @@ class GraphCompileConfig(CompileConfig):
 
     verify_passes: bool = False
     """
-    Run the expensive checks after every pass. Slow; for writing and debugging passes.
+    Run the expensive checks after every pass: of shapes, and of the results on small real values
+    before and after it, in a graph of at most 1 GiB. Slow; for writing and debugging passes.
     """
 
     max_graphs: int = 8

@@ -25,6 +25,7 @@ from graph_trainer.planner.plan_check import (
     load_config_and_plan,
 )
 from graph_trainer.planner.verify_order import rank_classes
+from graph_trainer.testing import Builder
 from graph_trainer.titan.config.fields import (
     section_classes,
     settable_hints,
@@ -32,7 +33,6 @@ from graph_trainer.titan.config.fields import (
     table_class,
 )
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from tests.unit.graphs import Builder
 from tests.unit.planner.conftest import RANKS, config_of
 
 

@@ -22,7 +22,7 @@ from graph_trainer.planner.planned_run import (
     save_comparison,
 )
 from graph_trainer.planner.run_metrics import WARM_UP, IssuedCollectives, Measured, StepTimes
-from tests.unit.fake_ranks import become
+from graph_trainer.testing import become
 
 GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
 BIG = PassReport("capture", 1.0, 60_000, GATHERS, 900 * 1024**3, 90 * 1024**3)

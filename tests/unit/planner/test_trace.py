@@ -25,7 +25,8 @@ from graph_trainer.core.simulation.timeline import COMPUTE
 from graph_trainer.planner import trace
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.trace import WAITS, nanoseconds
-from tests.unit.graphs import Decoder, fake_world, mean_square
+from graph_trainer.testing import mean_square
+from tests.unit.graphs import Decoder, fake_world
 
 HOSTILE = '</script><img src=x onerror="document.title=1">\\ "quoted"\n'
 

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.flop_counter import FlopCounterMode
 
 import graph_trainer as gt
+from graph_trainer.testing import fake_mesh
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from tests.unit.graphs import fake_mesh
 from tests.unit.titan.tiny_decoder import (
     BATCH,
     DIM,

@@ -21,8 +21,9 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
+from graph_trainer.testing import fake_mesh
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from tests.unit.graphs import fake_mesh, fake_world
+from tests.unit.graphs import fake_world
 from tests.unit.titan.tiny_decoder import DIM, UNIT, TinyDecoder, attached, inputs
 
 aten = torch.ops.aten

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_leaves
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_wait
-from tests.unit.graphs import c10d, values_for
+from graph_trainer.testing import values_for
+from tests.unit.graphs import c10d
 
 RANKS = 2
 

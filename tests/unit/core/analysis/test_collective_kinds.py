@@ -23,10 +23,10 @@ from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.planner.run_metrics import IssuedCollectives
+from graph_trainer.testing import become, mean_square
 from tests.unit.core.passes.rank_order import inner_first
 from tests.unit.core.simulation.machines import machine
-from tests.unit.fake_ranks import become
-from tests.unit.graphs import c10d, captured_decoder, mean_square
+from tests.unit.graphs import c10d, captured_decoder
 
 OPS = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names()}
 MADE_UP = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")

@@ -8,7 +8,8 @@ import torch
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
+from graph_trainer.testing import Builder
+from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 
 def ranks_of(name):

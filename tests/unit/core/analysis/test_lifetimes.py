@@ -9,8 +9,9 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
+from graph_trainer.testing import Builder
 from tests.unit.core.analysis.run_and_count import measured, predicted
-from tests.unit.graphs import Builder, aten, c10d, fake_world
+from tests.unit.graphs import aten, c10d, fake_world
 
 
 def test_a_result_of_none_keeps_its_index():

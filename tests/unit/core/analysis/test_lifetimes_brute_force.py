@@ -15,9 +15,10 @@ from torch import fx
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.analysis.run_and_count import RANKS, Allocating, measured, predicted
-from tests.unit.graphs import Builder, aten, c10d
+from tests.unit.graphs import aten, c10d
 
 
 def val(node: fx.Node) -> torch.Tensor:
@@ -84,7 +85,7 @@ class Program:
             self.values += self.wait(0)
         self.b.graph.output(tuple(self.values[i % len(self.values)] for i in returned))
         module = fx.GraphModule(self.b.root, self.b.graph)
-        return JointGraph(module, Signature((), ()))
+        return JointGraph(module, Signature(tuple(self.b._inputs), ()))
 
 
 def _like(tensor: torch.Tensor) -> object:

@@ -11,9 +11,10 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
+from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS)
 ROW = 4 * 8

@@ -13,9 +13,8 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.mesh_groups import joined, meshes_of, partition_of
+from graph_trainer.testing import become, mean_square
 from tests.examples import examples
-from tests.unit.fake_ranks import become
-from tests.unit.graphs import mean_square
 
 MESHES = st.lists(st.integers(2, 4), min_size=2, max_size=3).flatmap(
     lambda sizes: st.permutations(range(math.prod(sizes))).map(

@@ -9,7 +9,8 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
 from graph_trainer.core.graph.annotations import Role
-from tests.unit.graphs import BACKWARD, GATHER, Builder, aten, c10d, captured, captured_decoder
+from graph_trainer.testing import Builder, captured
+from tests.unit.graphs import BACKWARD, GATHER, aten, c10d, captured_decoder
 
 UNSHARD = {"role": Role.UNSHARD, "parameter": "w"}
 

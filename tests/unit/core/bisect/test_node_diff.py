@@ -6,7 +6,9 @@ import torch
 from graph_trainer.core.bisect.node_diff import first_difference, partners_of
 from graph_trainer.core.graph.annotations import Phase, copy_annotations
 from graph_trainer.core.graph.snapshot import copy_graph
-from tests.unit.graphs import Builder, _Simulated, aten, c10d, values_for
+from graph_trainer.core.runtime.one_process import OneProcess
+from graph_trainer.testing import Builder, values_for
+from tests.unit.graphs import aten, c10d
 
 
 class ByHand:
@@ -22,7 +24,7 @@ class ByHand:
         garbage = float(self.count // 2)
         self.count += 1
 
-        class Watched(_Simulated):
+        class Watched(OneProcess):
             def call_function(self, target, args, kwargs):
                 if "empty" in str(target):
                     return torch.full(args[0], garbage)

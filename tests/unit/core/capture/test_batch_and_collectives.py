@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 import graph_trainer as gt
+from graph_trainer.testing import fake_mesh
 from tests.unit.core.capture.side_effects import Model, batches, buffer_assigned, square
-from tests.unit.graphs import fake_mesh
 
 
 @pytest.mark.parametrize(

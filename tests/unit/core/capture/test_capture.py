@@ -9,6 +9,7 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import parameter_of
 from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
 from graph_trainer.core.torch_private import FakeTensor
+from graph_trainer.testing import fake_mesh
 from tests.unit.core.capture.steps import (
     batch,
     check_against_eager,
@@ -18,7 +19,6 @@ from tests.unit.core.capture.steps import (
     net,
     squares,
 )
-from tests.unit.graphs import fake_mesh
 
 
 def test_capture_twice_gives_the_same_graph_whatever_the_users_gradient_mode():

@@ -28,15 +28,9 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
+from graph_trainer.testing import assert_same, check_pass, fake_mesh, mean_square, run
 from tests.unit.core.capture.steps import check_against_eager, check_step
-from tests.unit.graphs import (
-    Decoder,
-    assert_same,
-    check_pass,
-    fake_mesh,
-    mean_square,
-    run,
-)
+from tests.unit.graphs import Decoder
 
 TOKENS = torch.arange(6).reshape(2, 3)
 

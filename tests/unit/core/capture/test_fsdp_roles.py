@@ -12,7 +12,8 @@ from graph_trainer.core.graph.annotations import (
     parameter_of,
     role_of,
 )
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured, captured_decoder, code
+from graph_trainer.testing import Builder, captured, code
+from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "wait_tensor")
 

@@ -14,8 +14,9 @@ from torch.utils.checkpoint import (
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.testing import mean_square
 from tests.unit.core.capture.steps import check_step
-from tests.unit.graphs import aten, mean_square
+from tests.unit.graphs import aten
 
 
 def policy_for(saved):

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from graph_trainer.core.capture.subclasses import plain_type, unwrap, wrap
-from tests.unit.fake_ranks import become
+from graph_trainer.testing import become
 
 
 def dtensor(placement=Shard(0)):  # noqa: B008

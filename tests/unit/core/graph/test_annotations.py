@@ -6,7 +6,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.graph import annotations
 from graph_trainer.core.graph.annotations import Role
-from tests.unit.graphs import BACKWARD, FORWARD, Builder
+from graph_trainer.testing import Builder
+from tests.unit.graphs import BACKWARD, FORWARD
 
 
 def node():

@@ -7,7 +7,8 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.graph.joint_graph import InputKind
-from tests.unit.graphs import BACKWARD, Builder, aten
+from graph_trainer.testing import Builder
+from tests.unit.graphs import BACKWARD, aten
 
 
 def linear():

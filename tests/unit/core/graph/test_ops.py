@@ -19,7 +19,8 @@ from graph_trainer.core.graph.ops import (
     value_storages,
     written_arguments,
 )
-from tests.unit.graphs import Builder, aten, c10d
+from graph_trainer.testing import Builder
+from tests.unit.graphs import aten, c10d
 
 FLASH = aten._scaled_dot_product_flash_attention_for_cpu.default
 

@@ -11,8 +11,9 @@ from graph_trainer.core.ordering.exchange import check_same_collectives
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.planner.fingerprint import fingerprint_of
+from graph_trainer.testing import Builder
 from tests.unit.core.ordering.front_ends import FRONT_ENDS, refused
-from tests.unit.graphs import Builder, aten, c10d, fake_world
+from tests.unit.graphs import aten, c10d, fake_world
 
 WORLD = 3
 

@@ -16,9 +16,10 @@ from graph_trainer.core.ordering.exchange import (
     summary_of,
 )
 from graph_trainer.core.ordering.members import disagreeing_members
+from graph_trainer.testing import Builder
 from tests.unit.core.ordering.front_ends import GATHER, at_once, exchanged
 from tests.unit.fake_ranks import in_threads
-from tests.unit.graphs import Builder, aten, c10d, captured_decoder, collective, fake_world
+from tests.unit.graphs import aten, c10d, captured_decoder, collective, fake_world
 
 
 def test_each_disagreeing_group_gives_one_pair_however_many_differ():

@@ -8,6 +8,7 @@ import torch
 import graph_trainer as gt
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.sequences import issued_by
+from graph_trainer.testing import become
 from tests.unit.core.ordering.front_ends import (
     FRONT_ENDS,
     GATHER,
@@ -16,7 +17,6 @@ from tests.unit.core.ordering.front_ends import (
     offline,
     refused,
 )
-from tests.unit.fake_ranks import become
 from tests.unit.graphs import captured_decoder, collective
 
 SMALL, LARGE = collective(ranks=(0, 1), numel=4), collective(ranks=(2, 3), numel=9)

@@ -7,8 +7,9 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by, may_communicate
+from graph_trainer.testing import Builder
 from tests.unit.core.ordering.front_ends import offline, online, refused
-from tests.unit.graphs import Builder, aten, c10d, captured_decoder, fake_world
+from tests.unit.graphs import aten, c10d, captured_decoder, fake_world
 
 
 @pytest.fixture

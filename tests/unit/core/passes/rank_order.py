@@ -23,8 +23,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, is_wait
 from graph_trainer.core.torch_private import group_ranks
-from tests.unit.fake_ranks import become
-from tests.unit.graphs import values_for
+from graph_trainer.testing import become, values_for
 
 Change = Callable[[JointGraph], None]
 

@@ -9,7 +9,8 @@ import graph_trainer as gt
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
 from graph_trainer.errors import PassError
-from tests.unit.graphs import Builder, aten, targets
+from graph_trainer.testing import Builder, targets
+from tests.unit.graphs import aten
 
 DEFAULT = [
     "normalize_views",

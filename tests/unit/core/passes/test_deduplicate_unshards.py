@@ -6,19 +6,8 @@ from torch import nn
 
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
-from tests.unit.graphs import (
-    BACKWARD,
-    FORWARD,
-    GATHER,
-    SCATTER,
-    Builder,
-    aten,
-    captured,
-    captured_decoder,
-    check_pass,
-    targets,
-    unshards,
-)
+from graph_trainer.testing import Builder, captured, check_pass, targets
+from tests.unit.graphs import BACKWARD, FORWARD, GATHER, SCATTER, aten, captured_decoder, unshards
 
 UNSHARD = {"role": Role.UNSHARD, "parameter": "w"}
 

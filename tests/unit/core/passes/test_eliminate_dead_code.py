@@ -5,7 +5,8 @@ import operator
 import pytest
 
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
-from tests.unit.graphs import ALL_REDUCE, Builder, aten, c10d, check_pass, targets
+from graph_trainer.testing import Builder, check_pass, targets
+from tests.unit.graphs import ALL_REDUCE, aten, c10d
 
 
 def unread_chain(b, x):

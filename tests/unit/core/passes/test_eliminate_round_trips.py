@@ -14,8 +14,9 @@ from graph_trainer.core.graph.annotations import local_slice_group
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.torch_private import clear_sharding_cache
+from graph_trainer.testing import check_pass, targets
 from tests.examples import examples
-from tests.unit.graphs import aten, check_pass, fake_world, targets
+from tests.unit.graphs import aten, fake_world
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 CLEAN = gt.PassConfig(passes=["normalize_views", "eliminate_dead_code"])

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from graph_trainer.core.passes.functionalize_index_put import functionalize_index_put
-from tests.unit.graphs import Builder, aten, check_pass, targets
+from graph_trainer.testing import Builder, check_pass, targets
+from tests.unit.graphs import aten
 
 PUT = aten.index_put_.default
 

@@ -22,6 +22,7 @@ from graph_trainer.core.passes.fuse_chained_collectives import (
 )
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import process_groups
+from graph_trainer.testing import Builder, become, code, mean_square, targets
 from tests.unit.core.passes.rank_order import (
     InnerFirst,
     inner_first,
@@ -29,20 +30,7 @@ from tests.unit.core.passes.rank_order import (
     run_world,
     world_of,
 )
-from tests.unit.fake_ranks import become
-from tests.unit.graphs import (
-    BACKWARD,
-    FORWARD,
-    GATHER,
-    SCATTER,
-    Builder,
-    aten,
-    c10d,
-    code,
-    mean_square,
-    targets,
-    unshards,
-)
+from tests.unit.graphs import BACKWARD, FORWARD, GATHER, SCATTER, aten, c10d, unshards
 
 
 def calls(joint, op=GATHER):

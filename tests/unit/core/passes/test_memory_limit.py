@@ -17,16 +17,8 @@ from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.core.units import GIB
-from tests.unit.graphs import (
-    Builder,
-    assert_same,
-    aten,
-    captured_decoder,
-    code,
-    hungry,
-    run,
-    values_for,
-)
+from graph_trainer.testing import Builder, assert_same, code, run, values_for
+from tests.unit.graphs import aten, captured_decoder, hungry
 
 OVERLAP = ["default", "overlap_fsdp"]
 

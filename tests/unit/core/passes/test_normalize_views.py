@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from graph_trainer.core.passes.normalize_views import normalize_views
-from tests.unit.graphs import Builder, aten, check_pass, run, targets
+from graph_trainer.testing import Builder, check_pass, run, targets
+from tests.unit.graphs import aten
 
 V = aten.view.default
 T = aten.t.default

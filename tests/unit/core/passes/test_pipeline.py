@@ -11,8 +11,9 @@ from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import HEADINGS, measure
+from graph_trainer.testing import Builder, code
 from tests.unit.core.passes.test_catalogue import DEFAULT
-from tests.unit.graphs import BACKWARD, Builder, aten, captured_decoder, code
+from tests.unit.graphs import BACKWARD, aten, captured_decoder
 
 
 def custom(function, stage=Stage.CLEANUP, name="custom", options_type=NoOptions):

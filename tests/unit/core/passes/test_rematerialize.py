@@ -24,20 +24,9 @@ from graph_trainer.core.graph.annotations import (
     set_recompute_policy,
 )
 from graph_trainer.core.passes.rematerialize import rematerialize
+from graph_trainer.testing import Builder, assert_same, check_pass, run, targets
 from tests.examples import examples
-from tests.unit.graphs import (
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    Builder,
-    assert_same,
-    aten,
-    captured_decoder,
-    check_pass,
-    run,
-    targets,
-    unshards,
-)
+from tests.unit.graphs import BACKWARD, FORWARD, LOSS, aten, captured_decoder, unshards
 
 RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE
 SAVE = CheckpointPolicy.MUST_SAVE

@@ -12,8 +12,9 @@ from graph_trainer.core.graph.annotations import (
     set_saved_for_backward,
 )
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
+from graph_trainer.testing import Builder
 from tests.unit.core.passes.test_eliminate_round_trips import communication, fires
-from tests.unit.graphs import ALL_REDUCE, GATHER, Builder, aten, fake_world
+from tests.unit.graphs import ALL_REDUCE, GATHER, aten, fake_world
 
 
 def gathered(b, source):

@@ -17,7 +17,8 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
-from tests.unit.graphs import Decoder, aten, c10d, captured, captured_decoder, check_pass
+from graph_trainer.testing import captured, check_pass
+from tests.unit.graphs import Decoder, aten, c10d, captured_decoder
 
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE
 

@@ -21,7 +21,8 @@ from graph_trainer.core.runtime.collective_failure import (
     report,
 )
 from graph_trainer.errors import CollectiveError
-from tests.unit.fake_ranks import become, in_threads
+from graph_trainer.testing import become
+from tests.unit.fake_ranks import in_threads
 
 TIMED_OUT = (
     "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5ms for recv "

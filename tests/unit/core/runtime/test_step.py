@@ -15,8 +15,8 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.runtime.backends.eager import compile_graph
 from graph_trainer.core.runtime.step import Step
+from graph_trainer.testing import become
 from tests.unit.core.capture.steps import allocated_during, batch, check_step, eager, squares
-from tests.unit.fake_ranks import become
 
 
 def net(width=8):

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.testing import become
 from tests.unit.core.capture.steps import check_step
-from tests.unit.fake_ranks import become
 
 
 class Net(nn.Module):

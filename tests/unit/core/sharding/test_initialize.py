@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import (
 import graph_trainer as gt
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
-from tests.unit.fake_ranks import become
+from graph_trainer.testing import become
 
 
 class Net(nn.Module):

@@ -7,8 +7,8 @@ import torch.distributed as dist
 
 from graph_trainer.core.sharding.process_groups import groups_made, groups_within
 from graph_trainer.core.torch_private import group_ranks, process_groups
+from graph_trainer.testing import become
 from graph_trainer.titan.device import process_group_timeouts
-from tests.unit.fake_ranks import become
 
 BY_COLUMN = ((0, 2, 1, 3), (4, 6, 5, 7))
 PAIRS = ((0, 1), (2, 3), (4, 5), (6, 7))

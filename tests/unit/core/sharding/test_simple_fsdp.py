@@ -27,7 +27,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.core.torch_private import StridedShard
-from tests.unit.fake_ranks import become
+from graph_trainer.testing import become
 
 
 def mesh(ranks=3, rank=0):

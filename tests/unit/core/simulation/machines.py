@@ -4,7 +4,8 @@ from hypothesis import strategies as st
 
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.simulation.hardware import Hardware
-from tests.unit.graphs import Builder, aten, c10d
+from graph_trainer.testing import Builder
+from tests.unit.graphs import aten, c10d
 
 GROUPS = {"a": (0, 1), "b": (0, 2)}
 """The process groups of random graphs, by name."""

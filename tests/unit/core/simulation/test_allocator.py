@@ -13,8 +13,9 @@ from graph_trainer.core.simulation.allocator import (
     reserved_bytes,
 )
 from graph_trainer.core.units import MIB
+from graph_trainer.testing import Builder
 from tests.examples import examples
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
+from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 
 @examples(200)

@@ -8,9 +8,10 @@ from hypothesis import HealthCheck, example, given
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
 from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible
+from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
-from tests.unit.graphs import BACKWARD, FORWARD, Builder, aten, c10d, captured_decoder
+from tests.unit.graphs import BACKWARD, FORWARD, aten, c10d, captured_decoder
 
 
 def chain(b, x, *ops):

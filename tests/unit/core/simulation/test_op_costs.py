@@ -8,8 +8,9 @@ import torch
 
 from graph_trainer.core.simulation.fusion import fuse
 from graph_trainer.core.simulation.op_costs import Kind, costs, flops_of
+from graph_trainer.testing import Builder
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d, captured_decoder
+from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 FLOAT = 4
 

@@ -7,7 +7,8 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE
-from tests.unit.graphs import BACKWARD, Builder, aten, captured_decoder
+from graph_trainer.testing import Builder
+from tests.unit.graphs import BACKWARD, aten, captured_decoder
 
 H100 = load_hardware("h100-sxm")
 

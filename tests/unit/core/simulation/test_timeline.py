@@ -17,9 +17,10 @@ from graph_trainer.core.simulation.timeline import (
     stream_names,
     stretched,
 )
+from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import GROUPS, machine, random_graph, same_seconds, steps
-from tests.unit.graphs import Builder, aten, c10d, collective
+from tests.unit.graphs import aten, c10d, collective
 
 
 class Steps(Builder):

@@ -24,8 +24,9 @@ from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import PassError
+from graph_trainer.testing import code
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import captured_decoder, code, collective
+from tests.unit.graphs import captured_decoder, collective
 
 AUTO = BucketCollectivesOptions(strategy="auto")
 SPAN = AUTO.max_span

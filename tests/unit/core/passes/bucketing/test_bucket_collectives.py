@@ -28,6 +28,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.errors import PassError
+from graph_trainer.testing import Builder, assert_same, check_pass, fake_mesh, mean_square, run
 from tests.examples import examples
 from tests.unit.core.passes.bucketing.bucket_graphs import (
     STRATEGIES,
@@ -36,17 +37,7 @@ from tests.unit.core.passes.bucketing.bucket_graphs import (
     counts,
     gathering,
 )
-from tests.unit.graphs import (
-    Builder,
-    Decoder,
-    assert_same,
-    aten,
-    captured_decoder,
-    check_pass,
-    fake_mesh,
-    mean_square,
-    run,
-)
+from tests.unit.graphs import Decoder, aten, captured_decoder
 
 BF16 = gt.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.passes.bucketing.assign import members_of
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from graph_trainer.testing import Builder, assert_same, code, run, values_for
 from tests.examples import examples
 from tests.unit.core.passes.bucketing.bucket_graphs import (
     STRATEGIES,
@@ -25,18 +26,7 @@ from tests.unit.core.passes.bucketing.bucket_graphs import (
     finish,
     gathering,
 )
-from tests.unit.graphs import (
-    ALL_REDUCE,
-    BACKWARD,
-    GATHER,
-    SCATTER,
-    Builder,
-    assert_same,
-    aten,
-    code,
-    run,
-    values_for,
-)
+from tests.unit.graphs import ALL_REDUCE, BACKWARD, GATHER, SCATTER, aten
 
 
 class Bytes(fx.Interpreter):

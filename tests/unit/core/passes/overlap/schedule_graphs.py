@@ -22,18 +22,9 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
     schedule_overlap,
 )
 from graph_trainer.core.simulation.simulate import OtherMemory
+from graph_trainer.testing import Builder
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import (
-    ALL_REDUCE,
-    BACKWARD,
-    FORWARD,
-    GATHER,
-    SCATTER,
-    Builder,
-    aten,
-    c10d,
-    fake_world,
-)
+from tests.unit.graphs import ALL_REDUCE, BACKWARD, FORWARD, GATHER, SCATTER, aten, c10d, fake_world
 
 FSDP, REPLICATE, TENSOR = (0, 1), (0, 2), (0, 4)
 

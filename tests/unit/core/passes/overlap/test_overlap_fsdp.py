@@ -13,7 +13,8 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
-from tests.unit.graphs import Builder, aten, captured_decoder, check_pass
+from graph_trainer.testing import Builder, check_pass
+from tests.unit.graphs import aten, captured_decoder
 
 
 def prepared(policy="always", **decoder):

@@ -26,6 +26,7 @@ from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
+from graph_trainer.testing import assert_same, captured, code, run
 from tests.examples import examples
 from tests.unit.core.passes.overlap.schedule_graphs import (
     TENSOR,
@@ -39,7 +40,7 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
     step_of,
 )
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import Decoder, assert_same, aten, captured, captured_decoder, code, run
+from tests.unit.graphs import Decoder, aten, captured_decoder
 
 GROUPS: dict[tuple[int, ...], str] = {}
 MANY = examples(100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)

@@ -6,6 +6,7 @@ from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
+from graph_trainer.testing import Builder, assert_same, run
 from tests.unit.core.passes.overlap.schedule_graphs import (
     FSDP,
     REPLICATE,
@@ -14,17 +15,7 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
     products_before_starts,
     scheduled,
 )
-from tests.unit.graphs import (
-    ALL_REDUCE,
-    BACKWARD,
-    GATHER,
-    SCATTER,
-    Builder,
-    assert_same,
-    aten,
-    c10d,
-    run,
-)
+from tests.unit.graphs import ALL_REDUCE, BACKWARD, GATHER, SCATTER, aten, c10d
 
 SLOW = {"collective_seconds": 0.1, "memory_bytes_per_second": 1e7}
 REDUCES = {"role": Role.REDUCE_GRAD, "parameter": "w"}

@@ -10,8 +10,9 @@ from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.ops import collective_name, is_collective, is_wait
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.runtime.backends.inductor import compile_graph
+from graph_trainer.testing import Builder
 from tests.unit.core.passes.overlap.schedule_graphs import FSDP, make_groups, options
-from tests.unit.graphs import BACKWARD, Builder, aten, c10d
+from tests.unit.graphs import BACKWARD, aten, c10d
 
 LAYERS = 3
 

@@ -1,0 +1,199 @@
+"""Run a joint graph on real values in one process, with the other ranks simulated.
+
+Nothing is communicated: a rank's collectives are computed from what this rank sends. The other
+ranks hold this rank's values times powers of two, each rank its own for eight ranks or fewer, so
+that a part of another rank is not taken for one of this rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from graph_trainer.core.analysis.collective_kinds import Effect, kind_of_op
+from graph_trainer.core.graph.annotations import tensor_of
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, with_parts
+from graph_trainer.core.graph.ops import given_value
+from graph_trainer.core.torch_private import process_groups
+
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+"""Reductions that can be simulated."""
+SIMULATED = {
+    *("all_gather_into_tensor", "all_gather_into_tensor_out", "all_gather_into_tensor_coalesced"),
+    *("reduce_scatter_tensor", "reduce_scatter_tensor_out", "reduce_scatter_tensor_coalesced"),
+    *("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
+    *("all_to_all_single", "broadcast", "broadcast_"),
+}
+"""Functional collectives that can be simulated, by name without the namespace."""
+
+
+class OneProcess(fx.Interpreter):
+    """Runs a graph as one rank, with collectives as functions of what this rank sends.
+
+    Args:
+        module: the graph.
+        alike: whether the other ranks hold exactly what this rank holds.
+    """
+
+    def __init__(self, module: fx.GraphModule, *, alike: bool = False) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._alike = alike
+        self._attributes: dict[str, Any] = {}
+
+    def fetch_attr(self, target: str) -> Any:
+        """Return a copy of a tensor or a generator: what a run changes must not outlive it."""
+        if target not in self._attributes:
+            value = super().fetch_attr(target)
+            if isinstance(value, torch.Tensor):
+                value = value.clone()
+            elif isinstance(value, torch.Generator):
+                value = torch.Generator(value.device).manual_seed(0)
+            self._attributes[target] = value
+        return self._attributes[target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """Run an op, or simulate it if it is a collective."""
+        schema = getattr(target, "_schema", None)
+        kind = None if schema is None else kind_of_op(schema.name)
+        if schema is None or kind is None or kind.effect is Effect.NONE:
+            return super().call_function(target, args, kwargs)
+        if kind.effect is Effect.WAITS:
+            return args[0]
+        given = {e.name: given_value(schema, args, kwargs, e.name) for e in schema.arguments}
+        name = schema.name.split("::")[1]
+        if name not in SIMULATED:
+            raise NotImplementedError(f"{target} cannot be simulated")
+        sent: Any = given.get("inputs", given.get("input"))
+        many = sent if isinstance(sent, (list, tuple)) else [sent]
+        results = [self._received(name, tensor, given) for tensor in many]
+        written = many if name.endswith("_") else [given["out"]] if "out" in given else None
+        if written is not None:
+            results = [t.copy_(result) for t, result in zip(written, results, strict=True)]
+        return results if isinstance(sent, (list, tuple)) else results[0]
+
+    def _received(self, name: str, sent: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        ranks, me = members(str(given["group_name"]), given.get("group_size"))
+        scaled = not self._alike and (sent.is_floating_point() or sent.is_complex())
+        factors = [_factor(rank, me) if scaled else 1.0 for rank in ranks]
+        place = ranks.index(me)
+        if name.startswith("all_gather"):
+            return torch.cat([_times(sent, factor) for factor in factors])
+        if name.startswith("broadcast"):
+            return _times(sent, _factor(given["src"], me) if scaled else 1.0)
+        if name.startswith("all_to_all"):
+            mine = sent.split(given["input_split_sizes"])[place]
+            sizes = given["output_split_sizes"]
+            parts = [_resized(mine, size) for size in sizes]
+            return torch.cat([_times(p, f) for p, f in zip(parts, factors, strict=True)])
+        if name.startswith("reduce_scatter"):
+            sent = sent.chunk(len(ranks))[place]
+        return _reduced(sent, str(given["reduce_op"]), factors)
+
+
+def members(group: str, size: int | None = None) -> tuple[tuple[int, ...], int]:
+    """Return the global ranks of a group and which of them this process is.
+
+    A group that only a graph by hand names has `size` ranks (2 where that is unknown), and this
+    process is the first.
+    """
+    known = {str(known.group_name): ranks for known, ranks in process_groups()}
+    if group in known:
+        return known[group], dist.get_rank()
+    return tuple(range(size or 2)), 0
+
+
+def _factor(rank: int, me: int) -> float:
+    """What a rank's values are of this rank's: a power of two, so that products are exact.
+
+    Gathers over two axes of a mesh of eight ranks give what one over both gives.
+    """
+    return 2.0 ** ((rank - me + 8) % 16 - 8)
+
+
+def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    return tensor if factor == 1.0 else tensor * factor
+
+
+def _resized(rows: torch.Tensor, size: int) -> torch.Tensor:
+    """So many rows: those given, repeated as often as needed."""
+    if len(rows) == 0:
+        return rows.new_zeros(size, *rows.shape[1:])
+    return rows[torch.arange(size, device=rows.device) % len(rows)]
+
+
+def _reduced(mine: torch.Tensor, reduction: str, factors: list[float]) -> torch.Tensor:
+    if reduction == "sum":
+        total = sum(factors)
+        return mine * (total if mine.is_floating_point() or mine.is_complex() else int(total))
+    if reduction == "avg":
+        return _times(mine, sum(factors)) / len(factors) if max(factors) > 1 else mine.clone()
+    if reduction == "product":
+        return mine.pow(len(factors)) * math.prod(factors)
+    ends = _times(mine, min(factors)), _times(mine, max(factors))
+    return torch.maximum(*ends) if reduction == "max" else torch.minimum(*ends)
+
+
+def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
+    """Make real values for the placeholders, the same for the same seed.
+
+    Weights are small enough that a deep model's values stay finite, buffers are positive (some
+    are variances), integers are 0 or 1, which every index may be. Strides are those of the graph.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
+        for node in nodes:
+            made.append(_like(tensor_of(node), spec.kind, generator))
+    return made
+
+
+def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> torch.Tensor:
+    steps = zip(fake.shape, fake.stride(), strict=True)
+    last = sum((size - 1) * step for size, step in steps) if fake.numel() else -1
+    numel, dtype = fake.storage_offset() + last + 1, fake.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        filled = torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+    elif kind is InputKind.BUFFER:
+        filled = (torch.rand(numel, generator=generator) + 0.5).to(dtype)
+    else:
+        drawn = torch.complex64 if dtype.is_complex else torch.float32
+        filled = torch.randn(numel, generator=generator, dtype=drawn)
+        if kind is InputKind.PARAMETER and fake.ndim > 1:
+            filled /= max(1, fake.shape[-1]) ** 0.5
+        filled = filled.to(dtype)
+    device = filled.to(fake.device)
+    return device.as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+
+@contextlib.contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Seed torch's generators with 0, and restore their states at the end."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        yield
+
+
+def run(
+    joint: JointGraph, values: Sequence[torch.Tensor] | None = None, *, alike: bool = False
+) -> list[torch.Tensor]:
+    """Run a graph in one process; see `OneProcess`.
+
+    Args:
+        joint: the graph; no process group is used, whatever its collectives name.
+        values: of the placeholders, which stay as they are; by default `values_for(joint)`.
+        alike: whether the other ranks hold exactly what this rank holds.
+
+    Returns:
+        copies of what the graph returns and, behind them, what it leaves in its inputs.
+    """
+    inputs = values_for(joint) if values is None else [value.clone() for value in values]
+    with same_random_numbers(), torch.no_grad():
+        outputs = OneProcess(joint.graph_module, alike=alike).run(*inputs)
+    return [output.clone() for output in outputs] + inputs
