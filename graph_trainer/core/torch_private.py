@@ -7,6 +7,7 @@ only; tests/unit/test_imports.py checks that.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,42 @@ def selective_checkpoint_as_in_eager() -> Iterator[None]:
     context = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
     with context():
         yield
+
+
+@contextlib.contextmanager
+def fused_layers_as_in_eager() -> Iterator[None]:
+    """Let transformer layers without gradients take their fused kernels while they are traced.
+
+    torch.nn's encoder layers and attention have kernels for inference that sum in another order.
+    They leave them out where a torch function mode or make_fx is at work, which a trace has and
+    the step itself has not. torch 2.11 to 2.15.
+    """
+    overrides: Any = torch.overrides
+    attention: Any = nn.modules.activation
+    askers = (attention.__name__, nn.modules.transformer.__name__)
+    asked, tracing = overrides.has_torch_function, attention._is_make_fx_tracing
+
+    def has_torch_function(tensors: Any) -> bool:
+        if sys._getframe(1).f_globals.get("__name__") not in askers:
+            return bool(asked(tensors))
+        plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
+        return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
+
+    overrides.has_torch_function, attention._is_make_fx_tracing = has_torch_function, lambda: False
+    try:
+        yield
+    finally:
+        overrides.has_torch_function, attention._is_make_fx_tracing = asked, tracing
+
+
+def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
+    """Return the modules of encoder layers without forward hooks: such a layer runs its fused
+    kernel where no module in it has one of its own. torch 2.11 to 2.15."""
+    layers = [
+        list(m.modules()) for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)
+    ]
+    hooked = (any(m._forward_hooks or m._forward_pre_hooks for m in inner) for inner in layers)
+    return {m for inner, has in zip(layers, hooked, strict=True) if not has for m in inner}
 
 
 def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:

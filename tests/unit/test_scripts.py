@@ -15,6 +15,7 @@ ALL_MODULES = [
     "graph_trainer",
     "torch",
     "torchtitan",
+    "expecttest",
     "hatchling",
     "hypothesis",
     "jsonschema",

@@ -91,7 +91,8 @@ def check_capture(
     op = _first_op(start, model, batches[: first + 1], eager, captured) if search else ""
     for rank, (differences, where) in enumerate(gather_from_ranks((steps[first], op))):
         if differences:
-            raise VerificationError(_message(rank, first, differences, where))
+            rounding = [why for joint in captured.joint_graphs() for why in joint.rounding]
+            raise VerificationError(_message(rank, first, differences, where, rounding))
 
 
 def _results(
@@ -190,7 +191,9 @@ class _Search(TorchDispatchMode):
         return f"{f'module {name!r}' if name else 'the model'} ({part})"
 
 
-def _message(rank: int, step: int, differences: list[Difference], op: str) -> str:
+def _message(
+    rank: int, step: int, differences: list[Difference], op: str, rounding: list[str]
+) -> str:
     shown = []
     for each in differences[:_SHOWN]:
         apart = "" if math.isnan(each.max_abs) else f"by at most {each.max_abs:.3g}"
@@ -199,6 +202,8 @@ def _message(rank: int, step: int, differences: list[Difference], op: str) -> st
     first = f"The first op whose result the graph has nowhere: {op}. " if op else ""
     if all(each.name.startswith("attribute") for each in differences):
         first = "A captured step sets no attributes: attributes=False leaves them out. "
+    if rounding:
+        first += f"The graph says that it is equal up to rounding: {'; '.join(rounding)}. "
     return (
         f"rank {rank}, step {step + 1}: the captured step differs from the model itself: "
         f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}. {first}"

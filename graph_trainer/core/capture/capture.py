@@ -119,11 +119,14 @@ def capture(
         backward,
     )
     refuse_shared_memory(signature.inputs, real)
+    rounding = tuple(trace.rounding)
     del trace, changes
     refuse_leftovers(made)
     _name_placeholders(graph_module.graph, signature)
     graph_module.recompile()
-    joint = JointGraph(graph_module, signature, batch, type(model).__name__, settings)
+    joint = JointGraph(
+        graph_module, signature, batch, type(model).__name__, settings, rounding=rounding
+    )
     find_fsdp_roles(joint)
     joint.validate()
     return joint

@@ -15,13 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
-
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    annotation,
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
 )
+
+from graph_trainer.core.capture.eager_formulas import KEY, mark_of, rounding_of
+from graph_trainer.core.graph.annotations import Phase, annotation
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.torch_private import autograd_sequence_number, current_sequence_number
+from graph_trainer.core.torch_private import (
+    autograd_sequence_number,
+    current_sequence_number,
+    modules_that_look_for_hooks,
+)
 from graph_trainer.errors import CaptureError
 
 LOSS_MODULE = "loss"
@@ -37,14 +43,20 @@ class Scopes:
         self._module = LOSS_MODULE
         self._failed: str | None = None
         self._stack: list[tuple[str, dict[str, Any]]] = []
+        self.rounding: list[str] = []
+        """Why gradients are eager's up to rounding only, by the autograd nodes that ran."""
 
     @contextlib.contextmanager
     def trace(self, model: nn.Module) -> Iterator[None]:
         """Annotate everything that runs inside; hooks are gone from `model` afterwards."""
         handles: list[Any] = []
         with preserve_node_meta():
-            for fqn, module in model.named_modules():
-                handles += self._hook(module, clean_fqn(fqn))
+            names = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
+            unseen = modules_that_look_for_hooks(model)
+            for module in names.keys() - unseen:
+                handles += self._hook(module, names[module])
+            if unseen:
+                handles += self._hook_unseen({module: names[module] for module in unseen})
             self._write(annotation(phase=Phase.LOSS, module=LOSS_MODULE))
             self._remember(LOSS_MODULE)
             try:
@@ -71,34 +83,56 @@ class Scopes:
         return self._module if self._failed is None else self._failed
 
     def _hook(self, module: nn.Module, fqn: str) -> list[Any]:
-        def enter(*_: Any) -> None:
-            self._failed = None  # an earlier exception was caught by the model
-            custom = dict(get_current_meta().get("custom", {}))
-            self._stack.append((self._module, custom))
-            # checkpointing runs forward again inside backward: those nodes belong to backward
-            in_backward = custom.get("phase") == Phase.BACKWARD.value
-            self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
-            self._remember(fqn)
+        return [
+            module.register_forward_pre_hook(lambda *_: self._enter(fqn), prepend=True),
+            module.register_forward_hook(
+                lambda _, __, output: self._leave(fqn, output), always_call=True
+            ),
+        ]
 
-        def leave(module: nn.Module, inputs: Any, output: Any) -> None:
-            # torch calls this with no output when forward raised; the innermost comes first
-            if self._failed is None and output is None and sys.exc_info()[1] is not None:
-                self._failed = fqn
-            module_before, custom = self._stack.pop()
-            get_current_meta()["custom"] = custom
-            self._remember(module_before)
+    def _hook_unseen(self, names: dict[nn.Module, str]) -> list[Any]:
+        """Hook modules that choose other kernels where they find a hook of their own."""
+
+        def enter(module: nn.Module, _: Any) -> None:
+            if module in names:
+                self._enter(names[module])
+
+        def leave(module: nn.Module, _: Any, output: Any) -> None:
+            if module in names:
+                self._leave(names[module], output)
 
         return [
-            module.register_forward_pre_hook(enter, prepend=True),
-            module.register_forward_hook(leave, always_call=True),
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave, always_call=True),
         ]
+
+    def _enter(self, fqn: str) -> None:
+        self._failed = None  # an earlier exception was caught by the model
+        custom = dict(get_current_meta().get("custom", {}))
+        self._stack.append((self._module, custom))
+        # checkpointing runs forward again inside backward: those nodes belong to backward
+        in_backward = custom.get("phase") == Phase.BACKWARD.value
+        self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
+        self._remember(fqn)
+
+    def _leave(self, fqn: str, output: Any) -> None:
+        # torch calls this with no output when forward raised; the innermost comes first
+        if self._failed is None and output is None and sys.exc_info()[1] is not None:
+            self._failed = fqn
+        module_before, custom = self._stack.pop()
+        get_current_meta()["custom"] = custom
+        self._remember(module_before)
 
     def _enter_backward_of(self, node: Any) -> Any:
         module = self._module_at(autograd_sequence_number(node))
 
-        def enter(*_: Any) -> None:
+        def enter(gradients: tuple[Any, ...]) -> None:
             self._module, self._failed = module, None
-            self._write(annotation(phase=Phase.BACKWARD, module=module))
+            meta = get_current_meta()
+            meta["custom"] = {k: v for k, v in meta.get("custom", {}).items() if k != KEY}
+            self._write(annotation(phase=Phase.BACKWARD, module=module) | mark_of(node, gradients))
+            if (why := rounding_of(node, gradients)) is not None:
+                self.rounding.append(f"{why} (module '{module}')")
 
         return enter
 

@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
 from graph_trainer.core.analysis.collective_kinds import IN_PLACE_NAMESPACE
-from graph_trainer.core.graph.annotations import module_of, value_of
+from graph_trainer.core.graph.annotations import module_of, tensors_of, value_of
 from graph_trainer.core.graph.ops import (
     OpOverload,
     Storage,
@@ -71,6 +71,11 @@ class SideEffects(TorchDispatchMode):
                 "oneDNN's LSTM hands its backward a workspace that fake tensors do not have: run "
                 "capture and steps within torch.backends.mkldnn.flags(enabled=False)"
             )
+        if op is torch.ops.aten.max_unpool2d.default and _is_channels_last(args[0]):
+            raise CaptureError(
+                f"max_unpool2d{user_line()} is given a tensor in channels_last, for which fake "
+                "tensors have other strides than its CPU kernel gives: call .contiguous() first"
+            )
         if not may_write(op):
             return
         for tensor in pytree.tree_leaves(written_values(op._schema, args, kwargs)):
@@ -81,6 +86,11 @@ class SideEffects(TorchDispatchMode):
                     "the batch: it would be written once, now, and never by a later step. "
                     "Register it as a buffer of the model"
                 )
+
+
+def _is_channels_last(tensor: torch.Tensor) -> bool:
+    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return last and not tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 class Assignments(TorchFunctionMode):
@@ -156,6 +166,21 @@ def refuse_uninitialised(graph: fx.Graph) -> None:
                         "checkpointing, or use torch.utils.checkpoint.set_checkpoint_early_stop"
                         "(False)"
                     )
+
+
+def refuse_sparse(graph: fx.Graph) -> None:
+    """Refuse ops that make sparse tensors, whose bytes no analysis knows. Linear in nodes.
+
+    Raises:
+        CaptureError: with the op.
+    """
+    for node in graph.nodes:
+        for tensor in tensors_of(node):
+            if tensor.layout is not torch.strided:
+                raise CaptureError(
+                    f"{node.target} (module '{module_of(node)}') makes a sparse tensor; a graph "
+                    "has dense ones only: compute with dense tensors"
+                )
 
 
 def user_line() -> str:

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
 from graph_trainer.core.capture.call_signature import Batch
+from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
@@ -24,6 +25,7 @@ from graph_trainer.core.capture.rng_replay import (
 from graph_trainer.core.capture.side_effects import (
     Assignments,
     SideEffects,
+    refuse_sparse,
     refuse_uninitialised,
     views_out_of_place,
 )
@@ -39,6 +41,7 @@ from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     FakeTensorMode,
+    fused_layers_as_in_eager,
     local_slices,
     selective_checkpoint_as_in_eager,
     storage_id,
@@ -90,6 +93,8 @@ class StepTrace:
         self.generators = generators
         self.outputs: list[Output] = []
         self.without_grad: list[str] = []
+        self.rounding: list[str] = []
+        """Why results are eager's up to rounding only; empty where their bits are equal."""
         self.made: list[weakref.ref[torch.Tensor]] = []
         """The fake tensors that the step's ops made."""
 
@@ -106,6 +111,7 @@ class StepTrace:
                 # on this thread, so that backward sees context variables and annotations
                 torch.autograd.set_multithreading_enabled(False),
                 selective_checkpoint_as_in_eager(),
+                fused_layers_as_in_eager(),
                 local_slices(lambda group: annotate(annotation(local_slice=group))),
                 mode,
                 self.scopes.trace(self.model),
@@ -126,6 +132,8 @@ class StepTrace:
         views_out_of_place(graph_module.graph)
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
+        refuse_sparse(graph_module.graph)
+        self.rounding = sorted({*self.scopes.rounding, *as_in_eager(graph_module.graph)})
         return graph_module
 
     def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:

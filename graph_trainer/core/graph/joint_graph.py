@@ -91,6 +91,8 @@ class JointGraph:
     """Name of the module's class, for messages."""
     settings: Any = None
     """The `ModuleSettings` of the captured model; None where they are not known."""
+    rounding: tuple[str, ...] = ()
+    """Why the graph as captured is equal to eager up to rounding only; empty for equal bits."""
     history: list[str] = field(default_factory=list)
     """Names of the passes that ran on this graph, in order."""
     decisions: dict[str, Any] = field(default_factory=dict)

@@ -103,7 +103,11 @@ def pass_by_pass(
     budget = Budget(run)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
-    rows, state = [measure(joint, "capture", 0.0)], state_of(joint)
+    first = measure(joint, "capture", 0.0)
+    if joint.rounding:
+        rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
+        first = replace(first, remarks=(rounding,))
+    rows, state = [first], state_of(joint)
     yield rows[0]
     for step in steps:
         name = step.graph_pass.name

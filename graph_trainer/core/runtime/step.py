@@ -85,8 +85,12 @@ class Step:
             tensor = wrap(parts, spec.layout)
             if spec.kind is OutputKind.LOSS:
                 loss = tensor
-            else:
-                gradients[spec.name] = tensor
+                continue
+            if tensor.stride() != spec.layout.stride:
+                # A kernel gave other strides than its fake one; a norm sums in their order.
+                like = tensor.new_empty_strided(tensor.shape, spec.layout.stride)
+                tensor = like.copy_(tensor)
+            gradients[spec.name] = tensor
         assert loss is not None
         return loss, gradients
 

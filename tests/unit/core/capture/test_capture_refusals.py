@@ -154,6 +154,14 @@ def test_what_cannot_be_captured_is_named_and_leaves_no_gradient(make, message):
     assert all(p.grad is None for p in model.parameters())
 
 
+class SparseLayer(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        return torch.sparse.mm(self.weight.to_sparse(), x.t())
+
+
 def dense(x):
     return x.to_dense() if x.layout is not torch.strided else x.dequantize()
 
@@ -219,6 +227,24 @@ def test_a_step_that_seeds_cuda_is_refused_where_it_is_there(monkeypatch):
         gt.capture(net(), loss, (X,))
     gt.capture(net(), mean, (X,))
     assert generator.initial_seed() == 3
+
+
+def test_a_sparse_tensor_within_the_step_is_refused():
+    with pytest.raises(gt.CaptureError, match=r"_to_sparse.default \(module '0'\) makes a sparse"):
+        gt.capture(nn.Sequential(SparseLayer()), mean, (X,))
+
+
+def test_max_unpool2d_of_channels_last_is_refused_and_of_contiguous_tensors_is_not():
+    model = nn.Conv2d(2, 3, 1)
+
+    def loss_fn(model, x):
+        pooled, places = nn.functional.max_pool2d(model(x), 2, return_indices=True)
+        return nn.functional.max_unpool2d(pooled, places, 2).square().mean()
+
+    x = torch.randn(2, 2, 6, 6)
+    check_against_eager(model, loss_fn, x)
+    with pytest.raises(gt.CaptureError, match=r"max_unpool2d at .*\.py:\d+ is given .*contiguous"):
+        gt.capture(model, loss_fn, (x.to(memory_format=torch.channels_last),))
 
 
 def test_an_lstm_of_one_dnn_is_refused_at_capture():
