@@ -78,7 +78,7 @@ def test_collectives_issued_are_those_in_the_graph(launches: Launches, case: Cas
 
 @cases(Holds.RESHARD)
 def test_parameters_gathered_again_in_backward(launches: Launches, case: Case) -> None:
-    assert set(case.policies) == set(EVERY)
+    assert {"always", "never"} <= set(case.policies)
     # backward of an embedding reads the tokens and no weight
     not_read, last_bucket = {"tok_embeddings.weight"}, {"norm.weight", "lm_head.weight"}
     everything = policies(launches, case)[0][1]["gathers"]["forward"]
