@@ -266,6 +266,12 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
                     vars(module)[name] = value
 
 
+def mark_as_parameter(tensor: torch.Tensor) -> None:
+    """Let isinstance(tensor, nn.Parameter) hold, as torch itself does for subclasses of Tensor.
+    torch 2.11 to 2.15."""
+    tensor._is_param = True
+
+
 def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
     """Return the dicts of a module's own parameters, buffers and modules; see `swap_tensors`."""
     return [vars(module)[kind] for kind in _TENSORS]

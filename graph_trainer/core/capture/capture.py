@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,13 +28,13 @@ from graph_trainer.core.capture.rng_replay import (
     refuse_seeds_of_cuda,
 )
 from graph_trainer.core.capture.second_step import check_second_step
-from graph_trainer.core.capture.side_effects import refuse_leftovers
+from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.joint_graph import Input, JointGraph, Signature, with_parts
 from graph_trainer.core.graph.last_writes import LastWrites
-from graph_trainer.core.torch_private import FakeTensorMode, rename_node
+from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
 
@@ -72,6 +73,11 @@ def capture(
     Raises:
         CaptureError: something in the step cannot be traced; the message names the module.
     """
+    if not isinstance(model, nn.Module):
+        raise CaptureError(
+            f"model is a {type(model).__name__}; capture takes a module, then a function of it and "
+            "the batch: capture(model, loss_fn, args)"
+        )
     if not isinstance(args, (tuple, list)):
         raise CaptureError(
             f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments after "
@@ -83,7 +89,7 @@ def capture(
     batch_tensors = batch.take(args, kwargs)
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
-    settings = ModuleSettings.of(model)
+    settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
     for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor)
 
@@ -103,13 +109,14 @@ def capture(
     with (
         refuse_draws_of_python(),
         refuse_seeds_of_cuda(),
-        PythonState(model, loss_fn) as python,
+        PythonState(model, loss_fn, *hooks_of(model)) as python,
         UserGenerators() as generators,
     ):
-        graph_module, trace = traced()
+        with refuse_draws_of_python():
+            graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state)
         changes = python.changes()
-        if changes or generators.seen:
+        if changes or generators.seen or _is_of_the_users_own(model, loss_fn):
             generators.second_trace()
             check_second_step(graph_module, traced()[0], inputs, changes)
     signature = Signature(
@@ -120,16 +127,30 @@ def capture(
     )
     refuse_shared_memory(signature.inputs, real)
     rounding = tuple(trace.rounding)
-    del trace, changes
+    del trace
     refuse_leftovers(made)
     _name_placeholders(graph_module.graph, signature)
     graph_module.recompile()
     joint = JointGraph(
-        graph_module, signature, batch, type(model).__name__, settings, rounding=rounding
+        graph_module,
+        signature,
+        batch,
+        type(model).__name__,
+        settings.without(changes),
+        rounding=rounding,
     )
     find_fsdp_roles(joint)
     joint.validate()
     return joint
+
+
+def _is_of_the_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
+    """Whether some of the step's code is no installed package's. It may keep state where nobody
+    looks, in slots or iterators, and is traced twice."""
+    homes = {type(module).__module__ for module in model.modules()}
+    files = [getattr(sys.modules.get(home), "__file__", None) for home in homes]
+    files.append(getattr(getattr(loss_fn, "__code__", None), "co_filename", None))
+    return not all(file is not None and is_installed_file(file) for file in files)
 
 
 def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_as: torch.device) -> torch.Tensor:

@@ -1,50 +1,118 @@
-"""What a captured step depends on beside the model's tensors: modes and hooks of its modules."""
+"""What a captured step depends on beside tensors: modes, hooks and attributes of the modules, and
+torch's defaults."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import hooks_of
 from graph_trainer.errors import CaptureError
 
+_SCALARS = {bool, int, float, complex, str, type(None)}
+
+Attributes = dict[str, tuple[type, Any]]
+"""By name, the type and the value of a module's numbers, texts and switches."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleSettings:
-    """The modes and hooks of a model's modules, which its graph was captured with."""
+    """The modules of a model, with the modes, hooks and attributes its graph was captured with."""
 
     training: dict[str, bool]
     """The mode of every module, by its name."""
     hooks: tuple[Any, ...]
     """Every hook of a module and of a parameter and every forward that is an attribute of a
     module, in order."""
+    modules: tuple[tuple[str, type, Attributes], ...]
+    """Name, class and attributes of every module, in order."""
+    defaults: tuple[Any, ...]
+    """See `defaults_of`."""
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModuleSettings:
+    def of(cls, model: nn.Module, device_types: Iterable[str]) -> ModuleSettings:
         """Read them from a model."""
         training = {clean_fqn(name): module.training for name, module in model.named_modules()}
-        return cls(training, hooks_of(model))
+        modules = [(name, type(m), _attributes(m)) for name, m in model.named_modules()]
+        return cls(training, hooks_of(model), tuple(modules), defaults_of(device_types))
 
-    def check(self, model: nn.Module) -> None:
-        """Refuse a model with other modes or hooks. A model may be wrapped otherwise.
+    def without(self, changed: Iterable[str]) -> ModuleSettings:
+        """Leave out the attributes that forward itself changes, by "module.attribute"."""
+        names = set(changed)
+        kept = [
+            (fqn, kind, {n: v for n, v in found.items() if f"{fqn}.{n}".strip(".") not in names})
+            for fqn, kind, found in self.modules
+        ]
+        return replace(self, modules=tuple(kept))
+
+    def check(self, model: nn.Module, device_types: Iterable[str]) -> None:
+        """Refuse a model with other modes, hooks or attributes. A model may be wrapped otherwise.
 
         Raises:
-            CaptureError: with the first module whose mode differs, or for the hooks.
+            CaptureError: with what differs, and the first module where it does.
         """
-        modes = [module.training for module in model.modules()]
-        if modes != list(self.training.values()):
-            for name, training in ModuleSettings.of(model).training.items():
-                if self.training.get(name, training) != training:
-                    raise CaptureError(
-                        f"module '{name}' was in {'eval' if training else 'train'}() mode when the "
-                        "graph was captured and is not now; dropout and norms are another graph "
-                        "then: capture again"
-                    )
+        modules = list(model.modules())
+        if [module.training for module in modules] != list(self.training.values()):
+            self._check_modes(model)
         if hooks_of(model) != self.hooks:
             raise CaptureError(
                 "the hooks of the model's modules or parameters, or replaced forwards, are others "
                 "than when the graph was captured, which has what they did in it: capture again"
+            )
+        if len(modules) == len(self.modules):
+            for module, (name, kind, before) in zip(modules, self.modules, strict=True):
+                _check_module(module, name, kind, before)
+        if defaults_of(device_types) != self.defaults:
+            raise CaptureError(
+                f"torch's default dtype and autocast are {defaults_of(device_types)}, and were "
+                f"{self.defaults} when the graph was captured: run the step within the same "
+                "torch.autocast, or capture again"
+            )
+
+    def _check_modes(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            before = self.training.get(clean_fqn(name), module.training)
+            if before != module.training:
+                raise CaptureError(
+                    f"module '{clean_fqn(name)}' was in {'train' if before else 'eval'}() mode "
+                    "when the graph was captured and is not now; dropout and norms are another "
+                    "graph then: capture again"
+                )
+
+
+def defaults_of(device_types: Iterable[str]) -> tuple[Any, ...]:
+    """Return torch's default dtype, and the dtype of autocast by type of device where it is on."""
+    casts = ((d, torch.get_autocast_dtype(d)) for d in sorted(device_types) if autocast_enabled(d))
+    return (torch.get_default_dtype(), *casts)
+
+
+def autocast_enabled(device_type: str) -> bool:
+    """Return whether autocast is on for a type of device, "meta" included."""
+    return device_type != "meta" and torch.is_autocast_enabled(device_type)
+
+
+def _attributes(module: nn.Module) -> Attributes:
+    found = {n: (type(v), v) for n, v in vars(module).items() if type(v) in _SCALARS}
+    del found["training"]
+    return found
+
+
+def _check_module(module: nn.Module, name: str, kind: type, before: Attributes) -> None:
+    if type(module) is not kind:
+        raise CaptureError(
+            f"module '{name}' was a {kind.__name__} when the graph was captured and is a "
+            f"{type(module).__name__} now: capture again"
+        )
+    contents = vars(module)
+    for attribute, (of_type, value) in before.items():
+        now = contents.get(attribute)
+        if now is not value and (type(now) is not of_type or now != value):
+            raise CaptureError(
+                f"'{f'{name}.{attribute}'.strip('.')}' was {value!r} when the graph was captured "
+                f"and is {now!r} now: capture again"
             )

@@ -9,23 +9,22 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.side_effects import is_library_file, kept_tensor
+from graph_trainer.core.capture.side_effects import is_installed_file, kept_tensor
 from graph_trainer.core.torch_private import FakeTensor, pytree, tensor_dicts
 
 # Their objects and functions hold no state of a step.
 _LIBRARIES = {"torch", "numpy", "graph_trainer", *sys.stdlib_module_names}
-_SKIPPED = (torch.Tensor, ModuleType, str, int, float)
-_INSTALLED = {"site-packages", "dist-packages"}
-_LARGE = 1000
+_PLAIN = {type(None), bool, int, float, str, bytes, torch.Tensor, nn.Parameter, *weakref.ProxyTypes}
+_SKIPPED = (torch.Tensor, ModuleType)
+_LARGE, _MOST = 1000, 200_000
 
 _ENTRY = "[]"
 Names = tuple[Any, ...]
@@ -42,7 +41,7 @@ class PythonState:
     of objects of the user's own, entries of dicts, lists, sets and deques, variables that functions
     close over, and globals that functions name, but for those of installed packages. A container of
     more than 1,000 entries is compared, but what its entries hold is not looked at. Linear in what
-    is seen.
+    is seen, which is at most 200,000 entries.
 
     Args:
         model: the model. Its parameters, buffers and modules are left out.
@@ -57,20 +56,22 @@ class PythonState:
             ((name,), True, module) for name, module in model.named_modules()
         )
         queue.extend(((), False, each) for each in functions)
-        while queue:
+        left = _MOST
+        while queue and left > 0:
             path, of_model, value = queue.popleft()
-            if id(value) in seen or type(value) in weakref.ProxyTypes:
-                continue
-            if isinstance(value, _SKIPPED):
+            if id(value) in seen or isinstance(value, _SKIPPED):
                 continue
             seen[id(value)] = value
             # what functions reach beside the model's attributes is not the model's own
             of_model = of_model and not isinstance(value, (type, FunctionType))
             for where, read, restore in _parts(value, path):
                 before = dict(read())
+                left -= len(before)
                 self._holders.append(_Holder(where, of_model, before, read, restore))
                 if len(before) <= _LARGE or isinstance(value, nn.Module):
-                    queue.extend(((*where, k), of_model, each) for k, each in before.items())
+                    for key, each in before.items():
+                        if type(each) not in _PLAIN:
+                            queue.append(((*where, key), of_model, each))
 
     def __enter__(self) -> PythonState:
         return self
@@ -130,8 +131,17 @@ def _parts(value: Any, path: Names) -> Iterator[Part]:
             yield (value.__qualname__,), lambda: _own(value), lambda b: _reset(value, b)
     elif isinstance(value, (nn.Module, SimpleNamespace)) or not _of_library(type(value).__module__):
         yield path, lambda: {"": type(value).__mro__}, _nothing
-        if isinstance(getattr(value, "__dict__", None), dict):
-            yield path, lambda: vars(value), lambda before: _refill(vars(value), before)
+        contents = _contents(value)
+        yield path, lambda: contents, lambda before: _refill(contents, before)
+
+
+def _contents(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object; none where its class keeps them otherwise."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:  # a property of the user's, which may raise anything
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _function_parts(function: FunctionType) -> Iterator[Part]:
@@ -150,8 +160,7 @@ def _function_parts(function: FunctionType) -> Iterator[Part]:
         lambda: {n: c for name, cell in cells.items() for n, c in _content(name, cell)},
         (close_over),
     )
-    file = function.__code__.co_filename
-    if is_library_file(file) or not _INSTALLED.isdisjoint(Path(file).parts):
+    if is_installed_file(function.__code__.co_filename):
         return  # from the globals of an installed package one would reach all of it
     names = _names(function.__code__)
     named = [function.__globals__.get(name) for name in names]
@@ -199,23 +208,32 @@ def _reset(kind: type, before: Contents) -> None:
             setattr(kind, name, before[name])
 
 
+# The methods of the built-in types: a subclass may have changed its own.
+
+
 def _by_key(container: Any) -> Contents:
     if isinstance(container, dict):
-        return container
-    return dict.fromkeys(container) if isinstance(container, set) else dict(enumerate(container))
+        return dict(dict.items(container))
+    if isinstance(container, set):
+        return dict.fromkeys(set.__iter__(container))
+    kind = list if isinstance(container, list) else deque
+    return dict(enumerate(kind.__iter__(container)))
 
 
 def _refill(container: Any, before: Contents) -> None:
-    """Put contents back by the methods of the built-in type, which a subclass may have changed."""
     if isinstance(container, dict):
-        dict.clear(container)
-        dict.update(container, before)
+        # whose order is kept apart from its entries
+        kind = OrderedDict if isinstance(container, OrderedDict) else dict
+        kind.clear(container)
+        for key, entry in before.items():
+            kind.__setitem__(container, key, entry)
     elif isinstance(container, set):
         set.clear(container)
         set.update(container, before)
     else:
-        container.clear()
-        container.extend(before.values())
+        sequence: Any = list if isinstance(container, list) else deque
+        sequence.clear(container)
+        sequence.extend(container, before.values())
 
 
 def _nothing(before: Contents) -> None:

@@ -62,10 +62,16 @@ def check_second_step(
                 f"and kept in an attribute ({kept}): make it a buffer if each step changes it, or "
                 "compute it before capture if it is a table"
             )
+    why = (
+        f"because forward changes {kept}"
+        if kept
+        else "because of something that forward keeps and capture does not see, a counter or a "
+        "random generator for example"
+    )
     raise CaptureError(
-        f"{where} computes something else in the second step (op {node.target}), because forward "
-        f"changes {kept or 'a generator of its own'}: a captured step is one program. Let the "
-        "model do the same in every step, or make what changes a buffer or an argument"
+        f"{where} computes something else in the second step (op {node.target}), {why}: a captured "
+        "step is one program. Let the model do the same in every step, or make what changes a "
+        "buffer or an argument"
     )
 
 
@@ -121,11 +127,21 @@ class _Numbers:
             written = {storage_id(n.meta["val"]) for n in nodes} & self._written.keys()
             if spec.kind is not InputKind.BUFFER or written:
                 varying.update(nodes)
-        for node in module.graph.nodes:
-            if is_random(node) or not varying.isdisjoint(node.all_input_nodes):
-                varying.add(node)
         tensors = {n: v for n in found if isinstance(v := value_of(n), torch.Tensor)}
-        changing = {storage_id(tensor) for node, tensor in tensors.items() if node in varying}
+        storage = {node: storage_id(tensor) for node, tensor in tensors.items()}
+        changing = {storage[node] for node in varying}
+        for node in module.graph.nodes:
+            read = {storage.get(each) for each in node.all_input_nodes}
+            if (
+                node in varying
+                or is_random(node)
+                or not varying.isdisjoint(node.all_input_nodes)
+                or not changing.isdisjoint(read)
+            ):
+                varying.add(node)
+                changing.update(
+                    storage[n] for n in (node, *written_arguments(node)) if n in storage
+                )
         for node in module.graph.find_nodes(op="placeholder"):
             self._written.pop(storage_id(value_of(node)), None)
         for node, tensor in tensors.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 import weakref
 from collections.abc import Sequence
@@ -32,8 +33,11 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from graph_trainer.errors import CaptureError
 
+_INSTALLED = {"site-packages", "dist-packages"}
 # Frames of torch and of this package are not the user's code.
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[2]))
+_LIBRARIES = tuple(
+    f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[2])
+)
 
 
 class SideEffects(TorchDispatchMode):
@@ -197,6 +201,11 @@ def user_line() -> str:
 def is_library_file(file: str) -> bool:
     """Tell whether a file of Python code is torch's or this package's."""
     return file.startswith(_LIBRARIES)
+
+
+def is_installed_file(file: str) -> bool:
+    """Tell whether a file of Python code is of an installed package, torch's or this one's."""
+    return is_library_file(file) or not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def refuse_leftovers(made: Sequence[weakref.ref[torch.Tensor]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +26,7 @@ from graph_trainer.core.capture.rng_replay import (
 from graph_trainer.core.capture.side_effects import (
     Assignments,
     SideEffects,
+    is_library_file,
     refuse_sparse,
     refuse_uninitialised,
     views_out_of_place,
@@ -43,6 +45,7 @@ from graph_trainer.core.torch_private import (
     FakeTensorMode,
     fused_layers_as_in_eager,
     local_slices,
+    mark_as_parameter,
     selective_checkpoint_as_in_eager,
     storage_id,
     swap_tensors,
@@ -61,13 +64,20 @@ def _remedy(error: Exception) -> str:
     """Return what to do about the most common reason, whose class name does not tell."""
     if "dynamo-optimized function" in str(error):
         return " (the graph is of the whole step: leave torch.compile out of the model)"
-    if type(error).__name__ != "DataDependentOutputException":
+    if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
         return ""
     return (
         " (the step reads a tensor's value into Python, by .item(), .tolist(), bool(...) or "
         "indexing with a mask, and there are no values while it is captured: compute with "
-        "tensors, torch.where for example)"
+        "tensors, torch.where for example; torch.distributions take validate_args=False)"
     )
+
+
+def _line(error: Exception) -> str:
+    """Return the innermost line of the user's own that the error went through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not is_library_file(f.filename) and not f.filename.startswith("<")]
+    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 class StepTrace:
@@ -122,10 +132,10 @@ class StepTrace:
         except GraphTrainerError:
             raise
         except Exception as error:
+            where = f"{_place(self.scopes.failed_module())}{_line(error)}"
             raise CaptureError(
-                f"{type(self.model).__name__} cannot be captured: in "
-                f"{_place(self.scopes.failed_module())}: {type(error).__name__}: {error}"
-                f"{_remedy(error)}"
+                f"{type(self.model).__name__} cannot be captured: in {where}: "
+                f"{type(error).__name__}: {error}{_remedy(error)}"
             ) from error
         _flatten_output(graph_module)
         _clone_constants_returned(graph_module.graph)
@@ -142,6 +152,8 @@ class StepTrace:
         before = [_place_in_memory(part) for part in flat]
         count = len(self.state.tensors)
         stand_ins = dict(zip(map(id, self.state.tensors), tensors[:count], strict=True))
+        state = list(zip(self.inputs, tensors, self.state.tensors, strict=False))
+        own = [_take_attributes(stand_in, real) for _, stand_in, real in state]
         args, kwargs = self.batch.rebuild(tensors[count:])
         leaves = [
             (spec.name, tensor)
@@ -172,6 +184,8 @@ class StepTrace:
                     gradients = torch.autograd.grad(loss, [t for _, t in leaves], allow_unused=True)
                 _refuse_accumulated(leaves, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
+            for (spec, stand_in, real), names in zip(state, own, strict=True):
+                _refuse_set_attributes(spec, stand_in, real, names)
             self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
             with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
@@ -256,7 +270,8 @@ class StepTrace:
             if buffer.shape != before.shape or buffer.dtype != before.dtype:
                 raise CaptureError(
                     f"forward replaces buffer '{name}' of {tuple(before.shape)} {before.dtype} by "
-                    f"one of {tuple(buffer.shape)} {buffer.dtype}; a buffer must keep its shape"
+                    f"one of {tuple(buffer.shape)} {buffer.dtype}; a buffer must keep its shape "
+                    "and dtype"
                 )
             if spec.aliases:
                 raise CaptureError(
@@ -300,6 +315,28 @@ def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> N
                 f"{where} leaves a gradient in .grad of '{name}': it calls backward() "
                 "itself, which a captured step would lose; return the loss and let capture "
                 "run backward"
+            )
+
+
+def _take_attributes(stand_in: torch.Tensor, real: torch.Tensor) -> set[str]:
+    """Give a stand-in the attributes that somebody has set on the model's tensor, and return the
+    names of those that it has without. It counts as a parameter where that is one."""
+    own = set(vars(stand_in))
+    vars(stand_in).update({n: value for n, value in vars(real).items() if n not in own})
+    if isinstance(real, nn.Parameter):
+        mark_as_parameter(stand_in)
+    return own
+
+
+def _refuse_set_attributes(
+    spec: Input, stand_in: torch.Tensor, real: torch.Tensor, own: set[str]
+) -> None:
+    now, before = vars(stand_in), vars(real)
+    for name in sorted((now.keys() | before.keys()) - own):
+        if not name.startswith("_") and now.get(name) is not before.get(name):
+            raise CaptureError(
+                f"the step sets attribute '{name}' of {spec.kind.value} '{spec.name}', which no "
+                "graph does: keep it in a buffer, or set it outside of the step"
             )
 
 

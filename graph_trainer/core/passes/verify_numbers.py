@@ -265,5 +265,5 @@ def _are_other_kinds(before: JointGraph, after: JointGraph, kinds: set[str]) -> 
 
 
 def _text(error: Exception) -> str:
-    # fx puts the whole graph behind the first line
+    # fx puts the whole graph after the first line
     return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"

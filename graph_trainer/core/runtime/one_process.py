@@ -128,13 +128,14 @@ def _resized(rows: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _reduced(mine: torch.Tensor, reduction: str, factors: list[float]) -> torch.Tensor:
-    if reduction == "sum":
-        total = sum(factors)
-        return mine * (total if mine.is_floating_point() or mine.is_complex() else int(total))
-    if reduction == "avg":
-        return _times(mine, sum(factors)) / len(factors) if max(factors) > 1 else mine.clone()
+    if set(factors) == {1.0} and reduction == "avg":
+        return mine.clone()
+    whole = not (mine.is_floating_point() or mine.is_complex())
+    if reduction in ("sum", "avg"):
+        total = mine * (len(factors) if whole else sum(factors))
+        return total / len(factors) if reduction == "avg" else total
     if reduction == "product":
-        return mine.pow(len(factors)) * math.prod(factors)
+        return mine.pow(len(factors)) * (1 if whole else math.prod(factors))
     ends = _times(mine, min(factors)), _times(mine, max(factors))
     return torch.maximum(*ends) if reduction == "max" else torch.minimum(*ends)
 
@@ -191,7 +192,7 @@ def run(
         alike: whether the other ranks hold exactly what this rank holds.
 
     Returns:
-        copies of what the graph returns and, behind them, what it leaves in its inputs.
+        copies of what the graph returns and, after them, what it leaves in its inputs.
     """
     inputs = values_for(joint) if values is None else [value.clone() for value in values]
     with same_random_numbers(), torch.no_grad():

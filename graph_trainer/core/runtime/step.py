@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
+from graph_trainer.core.capture.module_settings import autocast_enabled
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
 from graph_trainer.core.names import clean_fqn
@@ -62,12 +63,16 @@ class Step:
             CollectiveError: a collective timed out or lost its connection (gloo; see
                 `collective_failure`).
         """
+        if not isinstance(model, nn.Module):
+            raise CaptureError(
+                f"the step's first argument is the model, and it is a {type(model).__name__}"
+            )
         if self._compare_ranks:
             check_order_across_ranks(self.joint)
             self._compare_ranks = False
         values = self._state_values(model)
         if self.joint.settings is not None:
-            self.joint.settings.check(model)
+            self.joint.settings.check(model, self._device_types)
         values += self._batch_values(args, kwargs)
         refuse_shared_memory(self.joint.signature.inputs, values)
         try:
@@ -165,7 +170,12 @@ class Step:
         return values
 
 
-def _parts(spec: Input, tensor: torch.Tensor) -> list[torch.Tensor]:
+def _parts(spec: Input, tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    if tensor is None:
+        raise CaptureError(
+            f"{spec.kind.value} '{spec.name}' was a tensor when the graph was captured and is None "
+            "now: capture again"
+        )
     if spec.kind is InputKind.PARAMETER and tensor.requires_grad != spec.requires_grad:
         raise CaptureError(
             f"parameter '{spec.name}' was {'trainable' if spec.requires_grad else 'frozen'} when "
@@ -178,11 +188,6 @@ def _parts(spec: Input, tensor: torch.Tensor) -> list[torch.Tensor]:
         )
     # part by part: detaching a DTensor would dispatch an op
     return [part.detach() for part in unwrap(tensor)[0]]
-
-
-def autocast_enabled(device_type: str) -> bool:
-    """Return whether autocast is on for a type of device, "meta" included."""
-    return device_type != "meta" and torch.is_autocast_enabled(device_type)
 
 
 def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = True) -> Step:

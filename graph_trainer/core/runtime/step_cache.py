@@ -16,6 +16,7 @@ from torch import nn
 
 from graph_trainer.core.capture.call_signature import Batch, constant_key
 from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.module_settings import defaults_of
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -28,7 +29,7 @@ from graph_trainer.core.ordering.exchange import (
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
-from graph_trainer.core.runtime.step import Gradients, Step, autocast_enabled, compile
+from graph_trainer.core.runtime.step import Gradients, Step, compile
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import hooks_of, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
@@ -189,9 +190,8 @@ def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:
     )
     training = tuple(m.training for m in modules)
     devices = {v.device.type for v in leaves if isinstance(v, torch.Tensor)} | {"cpu"}
-    casts = tuple((d, torch.get_autocast_dtype(d)) for d in sorted(devices) if autocast_enabled(d))
     # the model itself: another one of the same class may have other hyperparameters
-    return (weakref.ref(model), trainable, training, hooks_of(model), casts)
+    return (weakref.ref(model), trainable, training, hooks_of(model), defaults_of(devices))
 
 
 def _batch_key(args: Any, kwargs: Any) -> object:

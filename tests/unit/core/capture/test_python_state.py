@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+import itertools
+import time
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -35,6 +39,9 @@ class Model(nn.Module):
         self.settings = Settings()
         self.record = SimpleNamespace(steps=0)
         self.recent: deque[int] = deque([0], maxlen=3)
+        self.slots = Slots()
+        self.numbers = itertools.count()
+        self.random = np.random.default_rng(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.what(self, self.linear(x))
@@ -92,6 +99,59 @@ in_the_function.steps = 0  # type: ignore[attr-defined]
 def in_another_file(model: Model, x: torch.Tensor) -> torch.Tensor:
     steps.taken = getattr(steps, "taken", 0) + 1
     return x * steps.taken
+
+
+@dataclass(slots=True)
+class Slots:
+    steps: int = 0
+
+
+def in_slots(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.slots.steps += 1
+    return x * model.slots.steps
+
+
+def in_an_iterator(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x * next(model.numbers)
+
+
+def in_a_generator_of_numpy(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x * float(model.random.random())
+
+
+def of_a_weight(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.linear.weight.steps = getattr(model.linear.weight, "steps", 0) + 1
+    return x
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        (in_slots, "in the second step .*that forward keeps and capture does not see"),
+        (in_an_iterator, "in the second step .*that forward keeps and capture does not see"),
+        (in_a_generator_of_numpy, "in the second step .*that forward keeps and capture does not"),
+        (of_a_weight, "sets attribute 'steps' of parameter 'linear.weight'"),
+    ],
+)
+def test_what_cannot_be_named_is_refused_where_two_steps_differ(
+    what: Callable[..., torch.Tensor], message: str
+) -> None:
+    with pytest.raises(gt.CaptureError, match=message):
+        gt.capture(Model(what), square, (torch.ones(2, 4),))
+
+
+def test_a_hook_of_a_parameter_that_counts_is_named() -> None:
+    model, count = Model(lambda m, x: x), 0
+
+    def scaled(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal count
+        count += 1
+        return gradient * count
+
+    model.linear.weight.register_hook(scaled)
+    with pytest.raises(gt.CaptureError, match=r"in the second step .*scaled.count'"):
+        gt.capture(model, square, (torch.ones(2, 4),))
+    assert count == 0
 
 
 def closing_over() -> Callable[[Model, torch.Tensor], torch.Tensor]:
@@ -200,3 +260,39 @@ def test_all_kinds_of_holders_are_restored_after_an_error() -> None:
     assert {"Settings.other", "Settings.steps"} < set(changed)
     assert holders[:3] == [{"a": [1]}, {1, 2}, deque([1])]
     assert vars(holders[3]) == {} and Settings.steps == 0 and not hasattr(Settings, "other")
+
+
+class Lazy(dict[str, int]):
+    """A dict whose methods do something else."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError
+
+    def __iter__(self) -> Any:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    "kind", [dict, OrderedDict, lambda e: defaultdict(int, e), Counter, Lazy], ids=str
+)
+def test_every_kind_of_dict_is_restored_with_its_order(kind: Any) -> None:
+    held = kind({"a": 1, "b": 2, "c": 3})
+
+    def change() -> None:
+        held["d"] = 4
+        held["a"] = dict.pop(held, "a") if type(held) is dict else 5
+        del held["b"]
+
+    with PythonState(nn.Identity(), change):
+        change()
+    assert list(dict.items(held)) == [("a", 1), ("b", 2), ("c", 3)]
+    if not isinstance(held, Lazy):
+        assert list(held) == list(held.keys()) == ["a", "b", "c"] and held.popitem() == ("c", 3)
+
+
+def test_large_state_is_looked_at_in_part() -> None:
+    held = [list(range(900)) for _ in range(900)]
+    start = time.perf_counter()
+    with PythonState(nn.Identity(), lambda: held):
+        pass
+    assert time.perf_counter() - start < 5

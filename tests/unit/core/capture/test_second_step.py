@@ -123,6 +123,15 @@ def table_of_a_written_buffer(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x + model.kept
 
 
+def table_of_a_view_that_is_written(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if model.kept is None:
+        whole = torch.zeros(4)
+        part = whole[:2]
+        whole.copy_(x.detach()[0])
+        model.kept = part * 2
+    return x * model.kept.sum()
+
+
 def one_step_more_random(model: Model, x: torch.Tensor) -> torch.Tensor:
     model.steps += 1
     torch.rand(model.steps)
@@ -143,6 +152,7 @@ OTHER: list[tuple[Forward, str]] = [
     (first_batch, "the step before computed and kept .*'kept'"),
     (first_noise, "the step before computed and kept .*'kept'"),
     (table_of_a_written_buffer, "the step before computed and kept .*'kept'"),
+    (table_of_a_view_that_is_written, "the step before computed and kept .*'kept'"),
     (one_step_more_random, r"in the second step .*'steps'"),
     (buffer_in_every_second_step, r"in the second step .*'steps'"),
 ]

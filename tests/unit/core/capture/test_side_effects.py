@@ -78,3 +78,14 @@ def test_a_generator_of_the_users_own_draws_on() -> None:
     found = [step(model, x)[0] for x in batches()]
     generator.manual_seed(7)
     assert [square(model, x) for x in batches()] == found
+
+
+def test_a_parameter_keeps_its_attributes_and_is_one() -> None:
+    def what(model: Model, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(model.linear.weight, nn.Parameter)
+        return x * model.linear.weight.scale * model.constant.scale
+
+    model = Model(what)
+    model.linear.weight.scale, model.constant.scale = 3.0, 5.0
+    step = gt.compile(gt.capture(model, square, (batches()[0],)))
+    assert torch.equal(step(model, batches()[1])[0], square(model, batches()[1]))

@@ -43,6 +43,10 @@ def module_added_and_eval(model: nn.Module) -> None:
         (lambda m: m[0].register_forward_pre_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_full_backward_hook(lambda *_: None), "hooks"),
         (lambda m: m[0].register_full_backward_pre_hook(lambda *_: None), "hooks"),
+        (lambda m: setattr(m[1], "p", 0.1), r"'1.p' was 0.5 .* and is 0.1 now"),
+        (lambda m: setattr(m[1], "p", True), r"'1.p' was 0.5 .* and is True now"),
+        (lambda m: m.__setitem__(1, nn.ReLU()), "module '1' was a Dropout .* is a ReLU now"),
+        (lambda m: setattr(m[0], "bias", None), "parameter '0.bias' was a tensor"),
         (lambda m: setattr(m[0], "forward", lambda x: x), "replaced forwards"),
         (lambda m: m[0].weight.register_hook(lambda g: 2 * g), "hooks"),
         (lambda m: m[0].weight.register_post_accumulate_grad_hook(lambda p: None), "hooks"),
@@ -67,6 +71,25 @@ def test_hooks_of_all_modules_are_seen() -> None:
     ):
         step(network, x)
     step(network, x)
+
+
+def test_other_defaults_of_torch_are_refused() -> None:
+    network, x = model().eval(), torch.ones(2, 4)
+    step = gt.compile(gt.capture(network, loss_fn, (x,)))
+    cast = torch.autocast("cpu", torch.bfloat16)
+    with cast, pytest.raises(gt.CaptureError, match="autocast"):
+        step(network, x)
+    with cast:
+        lower = gt.compile(gt.capture(network, loss_fn, (x,)))
+        assert torch.equal(lower(network, x)[0], loss_fn(network, x))
+    with pytest.raises(gt.CaptureError, match="autocast"):
+        lower(network, x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(gt.CaptureError, match="default dtype"):
+            step(network, x)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def written(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -156,14 +156,9 @@ def test_autocast_does_not_cast_a_second_time():
         # a product in float32 of what bfloat16 cannot hold
         return F.mse_loss((result.float() + 0.1234567) @ torch.ones(1, 1), y)
 
-    step = gt.compile(gt.capture(model, loss, args))
     for enabled in (False, True):
-
-        def under_autocast(*call, enabled=enabled):
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
-                return step(*call)
-
-        check_step(under_autocast, model, loss, *args)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            check_step(gt.compile(gt.capture(model, loss, args)), model, loss, *args)
 
 
 # --- the model that is passed -------------------------------------------------------------------
