@@ -131,15 +131,15 @@ def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
     import graph_trainer as gt
     from benchmarks.simulated import passes_of_variant
     from graph_trainer.core.simulation.hardware import load_hardware
+    from graph_trainer.titan.step_inputs import loss_of_batch
 
-    def loss_fn(model: Any, inputs: Any, labels: Any, valid_tokens: Any, positions: Any) -> Any:
-        return prepared.loss_fn(model(inputs, positions=positions), labels, valid_tokens)[0]
-
+    loss_fn = loss_of_batch(prepared.loss_fn)
+    *batch, positions = prepared.batch()
     policy = prepared.config.parallelism.fsdp_reshard_after_forward
     variant = "transformer_block overlap" if overlap else "plain"
     passes = passes_of_variant(variant, policy, load_hardware("h100-sxm"))
     clock.lap("loading")
-    joint = gt.capture(prepared.model, loss_fn, prepared.batch())
+    joint = gt.capture(prepared.model, loss_fn, batch, {"positions": positions})
     clock.lap("capture")
     nodes = len(joint.graph.nodes)
     report = gt.run_passes(joint, passes)

@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if arguments.json:
         Path(arguments.json).write_text(text)
-    if any(row["outcome"] in BAD for row in rows):
+    compared = any(row["outcome"] in OUTCOMES for row in rows)
+    if not compared or any(row["outcome"] in BAD for row in rows):
         raise SystemExit(1)
 
 
@@ -113,7 +114,7 @@ def run_in_processes(
         command = [sys.executable, "-m", "benchmarks.sweep", "--child", json.dumps(chunk)]
         with subprocess.Popen([*command, *options], stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            begun = None
+            begun = last = None
             for line in process.stdout:
                 if not line.startswith("{"):
                     continue
@@ -121,17 +122,17 @@ def run_in_processes(
                 if begun is not None and row["outcome"] != "begun":
                     print(*row.values(), file=sys.stderr)
                     yield row
-                begun = row if row["outcome"] == "begun" else None
+                last, begun = row, row if row["outcome"] == "begun" else None
         if process.returncode == 0:
             todo = todo[CHUNK:]
             continue
-        if begun is None:
+        if last is None:
             raise SystemExit(f"a process of the sweep failed outside of a sample: {chunk}")
-        yield begun | {"outcome": "CRASHED", "detail": f"exit status {process.returncode}"}
-        here = next(
-            i for i, (v, n, _) in enumerate(todo) if (v, n) == (begun["variant"], begun["name"])
-        )
-        todo = [[begun["variant"], begun["name"], begun["sample"] + 1], *todo[here + 1 :]]
+        if begun is not None:
+            yield begun | {"outcome": "CRASHED", "detail": f"exit status {process.returncode}"}
+        at = [last["variant"], last["name"]]
+        here = next(i for i, each in enumerate(todo) if each[:2] == at)
+        todo = [[*at, last["sample"] + 1], *todo[here + 1 :]]
 
 
 def work(chunk: Sequence[tuple[str, str, int]], limit: int | None, passes: Sequence[str]) -> None:
@@ -370,9 +371,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def print_tables(results: dict[str, Any]) -> None:
     """A line a variant, the refusals, and the names of what is at fault."""
-    print(f"{'':<16}" + "".join(f"{name:>11}" for name in OUTCOMES))
+    columns = (*OUTCOMES, "eager fails", "eager varies")
+    print(f"{'':<14}" + "".join(f"{name:>{max(9, len(name) + 1)}}" for name in columns))
     for variant, counts in results["counts"].items():
-        print(f"{variant:<16}" + "".join(f"{counts.get(name, 0):>11,}" for name in OUTCOMES))
+        cells = (f"{counts.get(name, 0):>{max(9, len(name) + 1)},}" for name in columns)
+        print(f"{variant:<14}" + "".join(cells))
     for message, count in results["refused"].items():
         print(f"refused {count:>5,}  {message[:84]}")
     if results["rounding"]:

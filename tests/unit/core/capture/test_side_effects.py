@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.torch_private import FakeTensor

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import graph_trainer as gt
@@ -134,3 +135,13 @@ def test_values_look_as_the_graph_says():
     weight, variance, place = values
     assert (variance > 0).all() and set(place.tolist()) <= {0, 1} and weight.abs().max() < 9
     assert not torch.equal(values_for(joint, seed=1)[0], weight)
+
+
+def test_a_mean_is_none_of_its_parts_on_any_rank():
+    """Rank 1 of two: the other's values are half of its own."""
+    for rank, mean in ((0, 1.5), (1, 0.75)):
+        become(rank, 2)
+        b = Builder()
+        waited = b.waited(ALL_REDUCE, b.parameter("p", 2, 2), "avg", dist.group.WORLD.group_name)
+        ones = [torch.ones(2, 2)]
+        assert run(b.joint(b.call(aten.sum.default, waited)), ones)[0].item() == 4 * mean
