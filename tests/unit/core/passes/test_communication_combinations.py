@@ -78,7 +78,7 @@ chosen = st.fixed_dictionaries(
 )
 
 
-@examples(12)
+@examples(8)
 @given(rows=st.integers(1, 4), layers=st.integers(1, 3), chosen=chosen)
 def test_any_combination(rows, layers, chosen):
     before = world_of((2, 2), lambda: capture(rows, layers))

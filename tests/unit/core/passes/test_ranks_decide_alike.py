@@ -157,7 +157,7 @@ LISTS = [
 ]
 
 
-@examples(20)
+@examples(12)
 @given(st.integers(2, 5), st.integers(1, 9), st.sampled_from(LISTS), st.booleans())
 @example(3, 7, ["deduplicate_unshards"], True)
 @example(3, 7, ["normalize_views", "deduplicate_unshards"], True)
