@@ -102,18 +102,17 @@ def capture(
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators)
         fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
-        graph_module = trace.graph_of(fakes, mode)
+        with refuse_draws_of_python():
+            graph_module = trace.graph_of(fakes, mode)
         made.extend(trace.made)
         return graph_module, trace
 
     with (
-        refuse_draws_of_python(),
         refuse_seeds_of_cuda(),
         PythonState(model, loss_fn, *hooks_of(model)) as python,
         UserGenerators() as generators,
     ):
-        with refuse_draws_of_python():
-            graph_module, trace = traced()
+        graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state)
         changes = python.changes()
         if changes or generators.seen or _is_of_the_users_own(model, loss_fn):
