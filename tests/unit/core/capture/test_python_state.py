@@ -273,7 +273,9 @@ class Lazy(dict[str, int]):
 
 
 @pytest.mark.parametrize(
-    "kind", [dict, OrderedDict, lambda e: defaultdict(int, e), Counter, Lazy], ids=str
+    "kind",
+    [dict, OrderedDict, lambda entries: defaultdict(int, entries), Counter, Lazy],
+    ids=["dict", "ordered", "default", "counter", "lazy"],
 )
 def test_every_kind_of_dict_is_restored_with_its_order(kind: Any) -> None:
     held = kind({"a": 1, "b": 2, "c": 3})
