@@ -21,6 +21,7 @@ from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, with_parts
 from graph_trainer.core.graph.ops import given_value
 from graph_trainer.core.torch_private import process_groups
+from graph_trainer.errors import VerificationError
 
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
 """Reductions that can be simulated."""
@@ -68,7 +69,9 @@ class OneProcess(fx.Interpreter):
         given = {e.name: given_value(schema, args, kwargs, e.name) for e in schema.arguments}
         name = schema.name.split("::")[1]
         if name not in SIMULATED:
-            raise NotImplementedError(f"{target} cannot be simulated")
+            raise VerificationError(
+                f"{target} sends between two ranks, which one process cannot simulate"
+            )
         sent: Any = given.get("inputs", given.get("input"))
         many = sent if isinstance(sent, (list, tuple)) else [sent]
         results = [self._received(name, tensor, given) for tensor in many]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -11,6 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+import graph_trainer as gt
 
 Forward = Callable[["Model", torch.Tensor], torch.Tensor]
 
@@ -41,6 +44,26 @@ def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 4, generator=generator) for _ in range(3)]
+
+
+def check_steps(captured: nn.Module) -> None:
+    """Three captured steps after the default passes: loss, gradients and buffers are eager's."""
+    eager = copy.deepcopy(captured)
+    joint = gt.capture(captured, square, (batches()[0],))
+    gt.run_passes(joint)
+    step = gt.compile(joint)
+    for number, x in enumerate(batches()):
+        torch.manual_seed(number)
+        loss, gradients = step(captured, x)
+        torch.manual_seed(number)
+        eager.zero_grad()
+        expected = square(eager, x)
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for name, parameter in eager.named_parameters():
+            assert torch.equal(gradients[name], parameter.grad), name
+        for name, tensor in eager.state_dict().items():
+            assert torch.equal(captured.state_dict()[name], tensor), name
 
 
 def assigned(model: Model, x: torch.Tensor) -> torch.Tensor:

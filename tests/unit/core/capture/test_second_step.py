@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import graph_trainer as gt
-from tests.unit.core.capture.side_effects import Forward, batches, square
+from tests.unit.core.capture import side_effects
+from tests.unit.core.capture.side_effects import Forward, batches, check_steps, square
 
 
-class Model(nn.Module):
+class Model(side_effects.Model):
     """Keeps things in attributes, made in its first step."""
 
     def __init__(self, what: Forward) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(4, 4)
-        self.what = what
+        super().__init__(what)
         self.kept: Any = None
         self.steps = 0
         self.register_buffer("frequencies", torch.arange(4.0))
-        self.register_buffer("average", torch.zeros(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.what(self, self.linear(x))
 
 
 def table(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -72,19 +64,9 @@ SAME: list[Forward] = [
 
 @pytest.mark.parametrize("what", SAME)
 def test_what_is_the_same_in_every_step_is_computed_in_every_step(what: Forward) -> None:
-    captured = Model(what)
-    eager = copy.deepcopy(captured)
-    joint = gt.capture(captured, square, (batches()[0],))
-    gt.run_passes(joint)
-    step = gt.compile(joint)
-    for x in batches():
-        loss, gradients = step(captured, x)
-        eager.zero_grad()
-        expected = square(eager, x)
-        expected.backward()
-        assert torch.equal(loss, expected)
-        assert torch.equal(gradients["linear.weight"], eager.linear.weight.grad)
-    assert captured.kept is None
+    model = Model(what)
+    check_steps(model)
+    assert model.kept is None
 
 
 def full_of_a_count(model: Model, x: torch.Tensor) -> torch.Tensor:

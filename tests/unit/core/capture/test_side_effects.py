@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -20,6 +18,7 @@ from tests.unit.core.capture.side_effects import (
     Model,
     batches,
     cached_by_a_function,
+    check_steps,
     square,
     table,
 )
@@ -27,23 +26,7 @@ from tests.unit.core.capture.side_effects import (
 
 @pytest.mark.parametrize("what", EQUAL)
 def test_equal_to_eager_in_every_step(what: Forward) -> None:
-    captured = Model(what)
-    eager = copy.deepcopy(captured)
-    joint = gt.capture(captured, square, (batches()[0],))
-    gt.run_passes(joint)
-    step = gt.compile(joint)
-    for number, x in enumerate(batches()):
-        torch.manual_seed(number)
-        loss, gradients = step(captured, x)
-        torch.manual_seed(number)
-        eager.zero_grad()
-        expected = square(eager, x)
-        expected.backward()
-        assert torch.equal(loss, expected)
-        for name, parameter in eager.named_parameters():
-            assert torch.equal(gradients[name], parameter.grad), name
-        for name, tensor in eager.state_dict().items():
-            assert torch.equal(captured.state_dict()[name], tensor), name
+    check_steps(Model(what))
 
 
 @pytest.mark.parametrize(("what", "message"), REFUSED)
