@@ -7,6 +7,7 @@ from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.runtime.step import Step, compile
+from graph_trainer.core.sharding.ordered_gloo import cpu_backend
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
     sharded_parameters,
@@ -44,6 +45,7 @@ __all__ = [
     "capture",
     "check_capture",
     "compile",
+    "cpu_backend",
     "graph_pass",
     "run_passes",
     "sharded_parameters",

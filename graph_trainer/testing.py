@@ -44,12 +44,8 @@ from graph_trainer.core.passes.verify_numbers import ALIKE, NOT_COMPARED, Number
 from graph_trainer.core.runtime.one_process import run as run
 from graph_trainer.core.runtime.one_process import values_for as values_for
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
-from graph_trainer.core.torch_private import (
-    FakeTensorMode,
-    c10d_functional,
-    clear_sharding_cache,
-    init_fake_process_group,
-)
+from graph_trainer.core.torch_private import FakeTensorMode, c10d_functional, clear_sharding_cache
+from graph_trainer.core.torch_private_groups import init_fake_process_group
 from graph_trainer.errors import VerificationError
 
 aten = torch.ops.aten

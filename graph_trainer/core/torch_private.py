@@ -9,11 +9,9 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 
 # The fake mode that a set of fake tensors belongs to. torch 2.11 to 2.15.
@@ -53,80 +51,10 @@ c10d_functional = torch.ops._c10d_functional
 # torch 2.11 to 2.15.
 import torch.utils._pytree as pytree  # noqa: E402, F401  # isort: skip
 
-# The process group of a name in a graph, and the store of the rendezvous. torch 2.11 to 2.15.
-from torch.distributed.distributed_c10d import (  # noqa: E402  # isort: skip
-    _get_default_store,
-    _resolve_process_group,
-    _set_pg_timeout,
-    _world,
-)
-
 
 def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
     return bool(_is_wrapper(tensor))
-
-
-def group_ranks(group_name: str) -> tuple[int, ...]:
-    """Return the global ranks of the process group that a collective in a graph names."""
-    return tuple(dist.get_process_group_ranks(_resolve_process_group(group_name)))  # type: ignore[arg-type]
-
-
-def group_backend(group_name: str) -> str:
-    """Return the backend of the process group that a collective in a graph names."""
-    return str(dist.get_backend(_resolve_process_group(group_name)))  # type: ignore[arg-type]
-
-
-def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """The process groups that this rank is in, with their global ranks in group order.
-
-    torch keeps them by name and by group and has no public list. torch 2.11 to 2.15.
-    """
-    return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
-
-
-def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """Make a process group with the ranks in the listed order; every rank of the world calls it.
-
-    dist.new_group sorts them unless it is told not to, which it can be from torch 2.13 on.
-    """
-    in_order = list(ranks)
-    if in_order == sorted(in_order):
-        return dist.new_group(in_order, group_desc=description)
-    return dist.new_group(in_order, group_desc=description, sort_ranks=False)
-
-
-def init_fake_process_group(rank: int, ranks: int) -> None:
-    """Start a process group of which only this rank exists, and which communicates nothing.
-
-    The store that goes with the backend "fake" is in torch's tests. torch 2.11 to 2.15.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
-
-
-def mesh_slices(mesh: Any) -> torch.Tensor:
-    """The ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
-
-    `DeviceMesh.mesh` is this rank's slice alone where the mesh is part of a larger one. Its
-    layout and the ranks that are laid out are private. torch 2.11 to 2.15.
-    """
-    return mesh._layout.remap_to_tensor(mesh._rank_map)
-
-
-def default_store() -> dist.Store:
-    """The key-value store of the default process group; any rank may use it at any time."""
-    return _get_default_store()
-
-
-def concatenate_meshes(meshes: list[Any]) -> Any:
-    """One mesh with the dimensions of `meshes`, all slices of one root mesh.
-
-    DeviceMesh._concatenate is what FSDP2 itself calls to put its own dimensions before those
-    of tensor parallelism; there is no public spelling. torch 2.11 to 2.15.
-    """
-    return dist.device_mesh.DeviceMesh._concatenate(meshes)
 
 
 def current_sequence_number() -> int:
@@ -348,12 +276,6 @@ def compile_with_inductor(
         return compiled(*values)
 
     return run
-
-
-def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the timeout of a process group: the later torch.distributed.set_timeout. torch 2.11 to
-    2.15."""
-    _set_pg_timeout(timeout, group)
 
 
 def clear_sharding_cache() -> None:

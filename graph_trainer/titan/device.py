@@ -20,8 +20,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
+from graph_trainer.core.sharding.ordered_gloo import cpu_backend
 from graph_trainer.core.sharding.process_groups import groups_made
-from graph_trainer.core.torch_private import set_process_group_timeout
+from graph_trainer.core.torch_private_groups import set_process_group_timeout
 from graph_trainer.errors import ConfigError
 
 
@@ -52,6 +53,8 @@ def setup() -> None:
         )
     utils.device_type = "cpu"
     utils.device_module = _cpu_module()
+    # torchtitan takes the backend of a device from this table, which has gloo for the CPU
+    dist.Backend.default_device_backend_map["cpu"] = cpu_backend()
 
 
 def _cpu_module() -> ModuleType:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger, logger
 
-from graph_trainer.core.torch_private import default_store
+from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.titan.checkpoint_files import damage
 from graph_trainer.titan.config.load import load_config

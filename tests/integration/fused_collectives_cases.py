@@ -15,7 +15,8 @@ from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.step_cache import TrainStep
-from graph_trainer.core.torch_private import c10d_functional, process_groups
+from graph_trainer.core.torch_private import c10d_functional
+from graph_trainer.core.torch_private_groups import process_groups
 from tests.unit.core.passes.rank_order import InnerFirst, OuterFirst, sum_of_squares
 
 GATHER = c10d_functional.all_gather_into_tensor.default

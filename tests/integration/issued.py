@@ -9,17 +9,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from graph_trainer.core.sharding.ordered_gloo import BACKEND
+
 Issued = dict[str, int]
 T = TypeVar("T")
 
-# What a backend calls the collectives of a graph. gloo has no reduce-scatter of its own and does
-# an all-reduce. The names of nccl are those that its source gives its events; no run on GPUs
-# has confirmed them yet.
+# What a backend calls the collectives of a graph. The names of nccl are those that its source gives
+# its events; no run on GPUs has confirmed them yet.
 _EVENTS = {
-    "gloo": {
-        "all_gather_into_tensor": "gloo:all_gather",
-        "reduce_scatter_tensor": "gloo:all_reduce",
-        "all_reduce": "gloo:all_reduce",
+    BACKEND: {
+        "all_gather_into_tensor": f"{BACKEND}:all_gather",
+        "reduce_scatter_tensor": f"{BACKEND}:reduce_scatter",
+        "all_reduce": f"{BACKEND}:all_reduce",
     },
     "nccl": {
         "all_gather_into_tensor": "nccl:_all_gather_base",
@@ -53,4 +54,4 @@ def expected_events(kinds: Mapping[str, int]) -> Issued:
 def _backend() -> str:
     """The backend of the device that ranks compute on: "cpu:gloo,cuda:nccl" has two."""
     configured = str(dist.get_backend_config())
-    return "nccl" if torch.accelerator.is_available() and "nccl" in configured else "gloo"
+    return "nccl" if torch.accelerator.is_available() and "nccl" in configured else BACKEND

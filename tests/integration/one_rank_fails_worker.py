@@ -20,7 +20,7 @@ from tests.integration.launch import report
 
 def main() -> None:
     # a rank that waits in vain shall say so within the test's time
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group(gt.cpu_backend(), timeout=timedelta(seconds=20))
     model = gt.simple_fsdp(nn.Linear(4, 4), init_device_mesh("cpu", (2,)))
     odd = dist.get_rank() == 1
 

@@ -49,5 +49,5 @@ def test_one_graph_without_backward_serves_all_validations_of_a_shape(
         for passes in found["graphs"]:
             assert "deduplicate_unshards" in passes and "overlap_fsdp" in passes
         # buckets: the embedding, the layer, the final norm with the head
-        assert found["issued"] == found["expected"] == {"gloo:all_gather": 3}
+        assert found["issued"] == found["expected"] == {"ordered_gloo:all_gather": 3}
         assert found["roles"] == ["unshard"]

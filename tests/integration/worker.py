@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import graph_trainer as gt
 from graph_trainer.train import leave
 from tests.integration.launch import report
 
@@ -32,7 +33,7 @@ def main() -> None:
     folder, jobs = Path(sys.argv[1]), sys.argv[2:]
     torch.set_num_threads(1)
     # Every job uses this group: torchtitan's trainer takes the one that it finds.
-    dist.init_process_group("nccl" if torch.accelerator.is_available() else "gloo")
+    dist.init_process_group("nccl" if torch.accelerator.is_available() else gt.cpu_backend())
     results: dict[str, dict[str, Any]] = {}
     for job in jobs:
         start = time.perf_counter()

@@ -22,7 +22,7 @@ _INPUTS = ("input", "inputs", "tensor", "tensors", "input_tensor", "input_tensor
 Ranks = tuple[int, ...]
 """Global ranks of a process group, in group order."""
 
-GlooBytes = Callable[[Sequence[int], Sequence[int]], int]
+ScratchBytes = Callable[[Sequence[int], Sequence[int]], int]
 """Scratch memory of a collective, in bytes, from the bytes of each tensor sent and received."""
 
 
@@ -70,8 +70,8 @@ class CollectiveKind:
     """How often the data passes the ring of ranks."""
     through_one_card: bool = False
     """Whether each rank sends across nodes through its own network card alone."""
-    gloo_bytes: GlooBytes = lambda sent, received: 0
-    """What gloo allocates while the collective runs (measured on 2 and 4 ranks)."""
+    cpu_bytes: ScratchBytes = lambda sent, received: 0
+    """What `OrderedGloo` allocates from the collective's start to its wait."""
     paired: bool = False
     """Whether other ranks run another op at the same time (send and receive): the op has to run
     even if its result is unused."""
@@ -90,11 +90,6 @@ class CollectiveKind:
         return self.rounds * ((ranks - 1) / ranks) * max(input_bytes, output_bytes)
 
 
-def _sent_if_several(sent: Sequence[int], received: Sequence[int]) -> int:
-    """gloo sends several tensors as one copy of them all."""
-    return sum(sent) if len(sent) > 1 else 0
-
-
 _TABLE = (
     CollectiveKind(
         ops=(
@@ -105,8 +100,8 @@ _TABLE = (
         shown="all-gather",
         result=Result.GATHERED,
         mergeable=True,
-        # gloo receives into a copy
-        gloo_bytes=lambda sent, received: sum(received) + _sent_if_several(sent, received),
+        # what is sent: a copy for each rank
+        cpu_bytes=lambda sent, received: sum(received),
     ),
     CollectiveKind(
         ops=(
@@ -118,8 +113,8 @@ _TABLE = (
         result=Result.SCATTERED,
         reduces=True,
         mergeable=True,
-        # gloo all-reduces a copy
-        gloo_bytes=lambda sent, received: sum(sent),
+        # what is received and then summed
+        cpu_bytes=lambda sent, received: sum(sent),
     ),
     CollectiveKind(
         ops=("all_reduce", "all_reduce_", "all_reduce_coalesced", "all_reduce_coalesced_"),
@@ -127,7 +122,8 @@ _TABLE = (
         reduces=True,
         mergeable=True,
         rounds=2,  # a reduce-scatter and an all-gather
-        gloo_bytes=_sent_if_several,
+        # received and summed, then a copy of the sum for each rank
+        cpu_bytes=lambda sent, received: sum(sent),
     ),
     CollectiveKind(ops=("all_to_all_single",), shown="all-to-all", through_one_card=True),
     CollectiveKind(ops=("broadcast", "broadcast_"), shown="broadcast"),

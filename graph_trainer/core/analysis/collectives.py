@@ -33,7 +33,7 @@ from graph_trainer.core.graph.ops import (
     subgraphs,
 )
 from graph_trainer.core.ordering.all_to_all import Splits, has_splits, splits_of
-from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.errors import VerificationError
 
 # Higher-order ops that run their subgraph exactly once, whatever the data.

@@ -19,7 +19,7 @@ from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.torch_private import mesh_slices
+from graph_trainer.core.torch_private_groups import mesh_slices
 
 Partition = tuple[Ranks, ...]
 """Groups of one size, sorted: every rank of the world is in exactly one. The order within a group

@@ -19,7 +19,7 @@ from graph_trainer.core.graph.ops import (
     subgraphs,
 )
 from graph_trainer.core.ordering.all_to_all import Splits
-from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.torch_private_groups import group_ranks
 
 # Namespaces whose ops only compute, whatever their names.
 _COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}

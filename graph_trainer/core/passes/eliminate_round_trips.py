@@ -30,7 +30,7 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
-from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.torch_private_groups import group_ranks
 
 aten = torch.ops.aten
 

@@ -29,7 +29,8 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.normalize_views import shows_the_same
 from graph_trainer.core.sharding.process_groups import groups_within
-from graph_trainer.core.torch_private import StridedShard, group_backend, group_ranks
+from graph_trainer.core.torch_private import StridedShard
+from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import PassError
 
 Join = Callable[[Partition, Partition], Partition | None]

@@ -14,7 +14,7 @@ from contextvars import ContextVar
 import torch.distributed as dist
 
 from graph_trainer.core.analysis.mesh_groups import Partition
-from graph_trainer.core.torch_private import new_group_in_order, process_groups
+from graph_trainer.core.torch_private_groups import new_group_in_order, process_groups
 from graph_trainer.errors import PassError
 
 Agree = Callable[[int], int]

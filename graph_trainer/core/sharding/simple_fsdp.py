@@ -28,11 +28,8 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from graph_trainer.core.torch_private import (
-    StridedShard,
-    concatenate_meshes,
-    registered_parameter,
-)
+from graph_trainer.core.torch_private import StridedShard, registered_parameter
+from graph_trainer.core.torch_private_groups import concatenate_meshes
 from graph_trainer.errors import CheckpointError, ConfigError
 
 Mode = Literal["fully_shard", "hybrid_shard", "replicate"]

@@ -68,7 +68,7 @@ def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, in
 def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
     """Return the bytes that each collective allocates while it runs, where it does.
 
-    On a CPU gloo runs, and the table of `collective_kinds` says how many. NCCL allocates its
+    On a CPU `OrderedGloo` runs, and the table of `collective_kinds` says how many. NCCL takes its
     buffers once for a group, outside the caching allocator. Linear in nodes.
     """
     found = {}
@@ -76,5 +76,5 @@ def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
         kind = collective_kind(node)
         if kind is not None and is_collective(node):
             sent = [t.nbytes for t in collective_inputs(node)]
-            found[node] = kind.gloo_bytes(sent, [t.nbytes for t in tensors_of(node)])
+            found[node] = kind.cpu_bytes(sent, [t.nbytes for t in tensors_of(node)])
     return {node: scratch for node, scratch in found.items() if scratch}

@@ -28,7 +28,7 @@ class OtherMemory(NamedTuple):
     fused: bool = False
     """Whether the backend fuses ops, so that some results are never stored."""
     device: str = "cuda"
-    """ "cpu", where gloo allocates inside collectives; or "cuda"."""
+    """ "cpu", where collectives allocate scratch memory; or "cuda"."""
 
 
 NO_OTHER_MEMORY = OtherMemory()

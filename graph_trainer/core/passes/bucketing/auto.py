@@ -13,7 +13,7 @@ from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import AllReduceMax, PassContext
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.core.units import GIB, MIB
 
 ASKED_BY = 'compile.bucketing.strategy = "auto"'

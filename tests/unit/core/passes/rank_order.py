@@ -22,7 +22,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, is_wait
-from graph_trainer.core.torch_private import group_ranks
+from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.testing import become, values_for
 
 Change = Callable[[JointGraph], None]

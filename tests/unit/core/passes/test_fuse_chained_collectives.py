@@ -21,7 +21,7 @@ from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_reduce_scatters,
 )
 from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
-from graph_trainer.core.torch_private import process_groups
+from graph_trainer.core.torch_private_groups import process_groups
 from graph_trainer.testing import Builder, become, code, mean_square, targets
 from tests.unit.core.passes.rank_order import (
     InnerFirst,

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from graph_trainer.core.sharding.process_groups import groups_made, groups_within
-from graph_trainer.core.torch_private import group_ranks, process_groups
+from graph_trainer.core.torch_private_groups import group_ranks, process_groups
 from graph_trainer.testing import become
 from graph_trainer.titan.device import process_group_timeouts
 

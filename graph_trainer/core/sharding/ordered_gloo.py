@@ -1,0 +1,289 @@
+"""The process group of CPU ranks: data moves by gloo's all-to-all, sums are taken in rank order.
+
+gloo's reduce-scatter is an all-reduce inside, the order in which its ring adds depends on where in
+a tensor a number stands, and several of its all-gathers in flight corrupt the heap (torch 2.13).
+Here gathers, reduce-scatters and all-reduces are all-to-alls on one gloo thread. A sum adds the
+ranks' numbers in the order of the ranks, whichever bucket they travel in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from graph_trainer.core.torch_private import FakeTensor
+from graph_trainer.core.torch_private_groups import gloo_with_one_thread
+from graph_trainer.errors import ConfigError
+
+BACKEND = "ordered_gloo"
+"""The name of the backend once `cpu_backend` has registered it."""
+
+_SMALL_BYTES = 1024
+"""Up to this size an all-reduce sends everything to each rank: one round of messages, not two."""
+
+Finish = Callable[[], None]
+"""Waits for a collective that was started and puts its result in place."""
+
+_REDUCTIONS: tuple[tuple[Any, Callable[..., torch.Tensor]], ...] = (
+    (dist.ReduceOp.SUM, torch.add),
+    (dist.ReduceOp.AVG, torch.add),
+    (dist.ReduceOp.PRODUCT, torch.mul),
+    (dist.ReduceOp.MIN, torch.minimum),
+    (dist.ReduceOp.MAX, torch.maximum),
+    (dist.ReduceOp.BAND, torch.bitwise_and),
+    (dist.ReduceOp.BOR, torch.bitwise_or),
+    (dist.ReduceOp.BXOR, torch.bitwise_xor),
+)
+
+
+def cpu_backend() -> str:
+    """Register the process group of CPU ranks with torch.distributed and return its name.
+
+    Groups that `new_group` and device meshes make beside it are of the same kind. Calling it again
+    changes nothing. Example, on every rank::
+
+        dist.init_process_group(gt.cpu_backend())
+    """
+    if not hasattr(dist.Backend, BACKEND.upper()):
+        dist.Backend.register_backend(BACKEND, OrderedGloo, devices=["cpu"])
+    return BACKEND
+
+
+if TYPE_CHECKING:
+    # torch's stubs lack the constructor (rank, size), and differ from what torch calls
+    _Base: Any
+else:
+    _Base = dist.ProcessGroup
+
+
+class OrderedGloo(_Base):
+    """A process group of CPU ranks. What is not overridden here is gloo's own.
+
+    A collective keeps what it reads until it is waited for, and scratch memory: an all-gather as
+    many bytes as its output, a reduce-scatter as its input, an all-reduce as its tensor, or for
+    each rank twice as many as a small one.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._connect = lambda name: gloo_with_one_thread(
+            dist.PrefixStore(name, store), rank, size, timeout
+        )
+        self._gloo = self._connect("first")
+        # A second round starts when its all-reduce is waited for. On connections of their own,
+        # second rounds meet each other, whatever else a rank has started by then.
+        self._second_gloo: Any = None
+        self._second_rounds: deque[_SecondRound] = deque()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
+
+    # C++ calls the coalesced collectives, Python the others, and fake tensors take torch's own
+    # way. Each has a name in torch 2.11 and another in later ones.
+
+    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        if isinstance(tensor, FakeTensor):
+            return super()._allgather_base(output, tensor, *(() if opts is None else (opts,)))
+        return self.allgather_into_tensor_coalesced([output], [tensor])
+
+    def _reduce_scatter_base(
+        self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None
+    ) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if isinstance(tensor, FakeTensor):
+            return super()._reduce_scatter_base(output, tensor, opts)
+        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = opts or dist.AllreduceOptions()
+        if isinstance(tensors[0], FakeTensor):
+            return super().allreduce(tensors, opts)
+        return self.allreduce_coalesced(tensors, opts)
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        pairs = zip(outputs, tensors, strict=True)
+        return _start("all_gather", (self._gather(*pair) for pair in pairs))
+
+    def reduce_scatter_tensor_coalesced(
+        self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
+    ) -> Any:
+        pairs = zip(outputs, tensors, strict=True)
+        return _start("reduce_scatter", (self._scatter(*pair, opts.reduceOp) for pair in pairs))
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        return _start("all_reduce", (self._all_reduce(each, opts.reduceOp) for each in tensors))
+
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Finish:
+        sent = tensor.reshape(1, -1).repeat(self.size(), 1)
+        work = _exchange(self._gloo, output, sent)
+
+        def finish() -> None:
+            work.wait()
+            _free(sent)
+
+        return finish
+
+    def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Finish:
+        reduce = _reduction(op, self.size())
+        received = torch.empty_like(tensor)
+        work = _exchange(self._gloo, received, tensor)
+
+        def finish() -> None:
+            work.wait()
+            reduce(received.view(self.size(), -1), output.view(-1))
+            _free(received)
+
+        return finish
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Finish:
+        reduce, size = _reduction(op, self.size()), self.size()
+        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+        def put_back() -> None:
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
+
+        if flat.nbytes <= _SMALL_BYTES:
+            sent = flat.repeat(size, 1)
+            received = torch.empty_like(sent)
+            work = _exchange(self._gloo, received, sent)
+
+            def finish_small() -> None:
+                work.wait()
+                reduce(received, flat)
+                put_back()
+                _free(sent, received)
+
+            return finish_small
+
+        # Each rank reduces one part of the tensor, and then all gather the parts.
+        parts = flat.tensor_split(size)
+        mine = parts[self.rank()]
+        sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
+        gathered = flat.new_empty(size, len(mine))
+        first = _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes)
+
+        def start_second() -> dist.Work:
+            first.wait()
+            reduce(gathered, mine)
+            gathered.copy_(mine.expand_as(gathered))
+            return _exchange(self._of_second_rounds(), flat, gathered, sizes, sizes_of_mine)
+
+        second = _SecondRound(start_second)
+        self._second_rounds.append(second)
+
+        def finish() -> None:
+            while second.work is None:
+                self._second_rounds.popleft().begin()
+            second.work.wait()
+            put_back()
+            _free(gathered)
+
+        return finish
+
+    def _of_second_rounds(self) -> Any:
+        if self._second_gloo is None:
+            self._second_gloo = self._connect("second")
+        return self._second_gloo
+
+
+class _SecondRound:
+    """The second half of an all-reduce. Those of a group begin in the order of the first halves,
+    and so in the same order on each rank, whichever is waited for first."""
+
+    def __init__(self, start: Callable[[], dist.Work]) -> None:
+        self._start = start
+        self.work: dist.Work | None = None
+
+    def begin(self) -> None:
+        self.work = self._start()
+
+
+class _Work(dist.Work):
+    """Collectives under way, which are finished when they are first waited for."""
+
+    def __init__(self, finishes: list[Finish]) -> None:
+        super().__init__()
+        self._finishes = finishes
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        finishes, self._finishes = self._finishes, []
+        with torch.no_grad():
+            for finish in finishes:
+                finish()
+        return True
+
+    def is_completed(self) -> bool:
+        return not self._finishes
+
+
+def _start(name: str, collectives: Iterable[Finish]) -> _Work:
+    """Start the collectives, each as the iterable yields it, under one name in profiles."""
+    with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
+        return _Work(list(collectives))
+
+
+def _exchange(
+    gloo: Any,
+    received: torch.Tensor,
+    sent: torch.Tensor,
+    received_sizes: list[int] | None = None,
+    sent_sizes: list[int] | None = None,
+) -> dist.Work:
+    """Start an all-to-all of bytes, equal parts unless the elements of each are given.
+
+    gloo moves bytes of every dtype alike, and knows fewer dtypes than torch.
+    """
+    width = sent.itemsize
+    equal = [sent.numel() // gloo.size()] * gloo.size()
+    return gloo.alltoall_base(
+        received.view(-1).view(torch.uint8),
+        sent.view(-1).view(torch.uint8),
+        [width * n for n in received_sizes or equal],
+        [width * n for n in sent_sizes or equal],
+        dist.AllToAllOptions(),
+    )
+
+
+def _free(*scratch: torch.Tensor) -> None:
+    """Free scratch memory here and now: gloo's thread may hold a tensor a little longer."""
+    for tensor in scratch:
+        tensor.untyped_storage().resize_(0)
+
+
+def _reduction(op: Any, ranks: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return a function that reduces [ranks, n] into [n], one rank after the other.
+
+    Raises:
+        ConfigError: an op that CPU ranks do not have.
+    """
+    function = next((function for known, function in _REDUCTIONS if op == known), None)
+    if function is None:
+        names = ", ".join(known.name for known, _ in _REDUCTIONS)
+        raise ConfigError(
+            f"CPU ranks cannot reduce by what was asked; they have {names}. PREMUL_SUM, which "
+            "FSDP2 asks for, runs on NCCL only"
+        )
+
+    def reduce(rows: torch.Tensor, out: torch.Tensor) -> None:
+        result = rows[0]
+        for row in rows[1:]:
+            result = function(result, row, out=out)
+        if ranks == 1:
+            out.copy_(result)
+        if op == dist.ReduceOp.AVG:
+            whole = not (out.is_floating_point() or out.is_complex())
+            out.div_(ranks, rounding_mode="trunc" if whole else None)
+
+    return reduce

@@ -1,0 +1,179 @@
+"""CPU collectives in rank order, each rank a thread of this process with connections of its own."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graph_trainer.core.sharding.ordered_gloo import OrderedGloo
+from graph_trainer.errors import ConfigError
+
+RANKS = (1, 2, 3, 5)
+SIZES = (0, 1, 7, 300, 4099)
+"""Elements: none, fewer than ranks, small, and those that travel in two rounds, unevenly."""
+_names = itertools.count()
+_store = dist.HashStore()
+
+
+def on_ranks(ranks: int, run: Callable[[OrderedGloo, int], Any]) -> list[Any]:
+    """Run a function on every rank of a new group; what each returned."""
+    store = dist.PrefixStore(str(next(_names)), _store)
+
+    def one(rank: int) -> Any:
+        return run(OrderedGloo(store, rank, ranks, timedelta(seconds=30)), rank)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(one, range(ranks)))
+
+
+def values(ranks: int, size: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Numbers of such different sizes that the order of a sum shows in its last bits."""
+    generator = torch.Generator().manual_seed(size)
+    return [
+        (torch.randn(size, generator=generator) * 10.0**rank).to(dtype) for rank in range(ranks)
+    ]
+
+
+def in_rank_order(tensors: list[torch.Tensor]) -> torch.Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def options(kind: type, op: Any = dist.ReduceOp.SUM) -> Any:
+    found = kind()
+    found.reduceOp = op
+    return found
+
+
+def all_reduce(group: OrderedGloo, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> Any:
+    return group.allreduce([tensor], options(dist.AllreduceOptions, op))
+
+
+def reduce_scatter(group: OrderedGloo, output: torch.Tensor, tensor: torch.Tensor) -> Any:
+    return group.reduce_scatter_single(output, tensor, options(dist.ReduceScatterOptions))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sums_are_taken_in_the_order_of_the_ranks(ranks, dtype):
+    for size in SIZES:
+        tensors = values(ranks, size, dtype)
+        wide = [tensor.repeat(ranks) for tensor in tensors]
+
+        def run(group, rank, tensors=tensors, wide=wide):
+            reduced, scattered = tensors[rank].clone(), torch.empty_like(tensors[rank])
+            gathered = torch.empty_like(wide[rank])
+            all_reduce(group, reduced).wait()
+            reduce_scatter(group, scattered, wide[rank]).wait()
+            group.all_gather_single(gathered, tensors[rank]).wait()
+            return reduced, scattered, gathered
+
+        expected = in_rank_order(tensors)
+        for reduced, scattered, gathered in on_ranks(ranks, run):
+            assert torch.equal(reduced, expected)
+            assert torch.equal(scattered, expected)
+            assert torch.equal(gathered, torch.cat(tensors))
+
+
+@settings(max_examples=25)
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(1, 3000), min_size=2, max_size=5),
+    st.randoms(use_true_random=False),
+)
+def test_a_sum_does_not_depend_on_its_bucket_or_on_when_it_is_waited_for(ranks, sizes, random):
+    """The same numbers one by one, each rank waiting in an order of its own, and in one bucket."""
+    tensors = [values(ranks, size) for size in sizes]
+    orders = [random.sample(range(len(sizes)), len(sizes)) for _ in range(ranks)]
+
+    def run(group, rank):
+        single = [each[rank].clone() for each in tensors]
+        works = [all_reduce(group, tensor) for tensor in single]
+        for place in orders[rank]:
+            works[place].wait()
+        bucket = torch.cat([each[rank] for each in tensors])
+        all_reduce(group, bucket).wait()
+        return single, bucket.split(sizes)
+
+    for single, bucket in on_ranks(ranks, run):
+        for one, part, each in zip(single, bucket, tensors, strict=True):
+            assert torch.equal(one, part)
+            assert torch.equal(one, in_rank_order(each))
+
+
+def test_a_rank_may_start_other_collectives_before_it_waits():
+    """A second round and a gather that one rank starts in this order and the other in that."""
+    tensors = values(2, 5000)
+
+    def run(group, rank):
+        reduced, gathered = tensors[rank].clone(), torch.empty(10000)
+        reduction = all_reduce(group, reduced)
+        if rank:
+            reduction.wait()
+        gather = group.all_gather_single(gathered, tensors[rank])
+        reduction.wait()
+        gather.wait()
+        return reduced, gathered
+
+    for reduced, gathered in on_ranks(2, run):
+        assert torch.equal(reduced, in_rank_order(tensors))
+        assert torch.equal(gathered, torch.cat(tensors))
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (dist.ReduceOp.AVG, lambda rows: rows.sum(0) // len(rows)),
+        (dist.ReduceOp.PRODUCT, lambda rows: rows.prod(0)),
+        (dist.ReduceOp.MIN, lambda rows: rows.amin(0)),
+        (dist.ReduceOp.MAX, lambda rows: rows.amax(0)),
+        (dist.ReduceOp.BAND, lambda rows: rows[0] & rows[1] & rows[2]),
+        (dist.ReduceOp.BOR, lambda rows: rows[0] | rows[1] | rows[2]),
+        (dist.ReduceOp.BXOR, lambda rows: rows[0] ^ rows[1] ^ rows[2]),
+    ],
+)
+def test_every_reduction_is_torchs(op, expected):
+    rows = torch.arange(9000).view(3, 3000) * torch.tensor([[1], [2], [3]])
+
+    def run(group, rank):
+        tensor = rows[rank].clone()
+        all_reduce(group, tensor, op).wait()
+        return tensor
+
+    for found in on_ranks(3, run):
+        assert torch.equal(found, expected(rows))
+
+
+def test_other_layouts_and_dtypes_travel_as_they_are():
+    def run(group, rank):
+        transposed = torch.full((40, 30), rank + 1.0).t()
+        all_reduce(group, transposed).wait()
+        complex_sum = torch.full((600,), complex(rank, 1))
+        all_reduce(group, complex_sum).wait()
+        flags = torch.empty(4, dtype=torch.bool)
+        group.all_gather_single(flags, torch.tensor([bool(rank), True])).wait()
+        return transposed, complex_sum, flags
+
+    for transposed, complex_sum, flags in on_ranks(2, run):
+        assert torch.equal(transposed, torch.full((30, 40), 3.0))
+        assert torch.equal(complex_sum, torch.full((600,), complex(1, 2)))
+        assert flags.tolist() == [False, True, True, True]
+
+
+def test_a_reduction_that_gloo_lacks_is_refused_by_name():
+    def run(group, rank):
+        with pytest.raises(ConfigError, match="SUM, AVG.*PREMUL_SUM"):
+            all_reduce(group, torch.ones(2), dist._make_nccl_premul_sum(2.0))
+
+    on_ranks(1, run)
