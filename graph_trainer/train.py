@@ -20,10 +20,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
     from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.titan.config.validate_passes import check_hardware
 
     config, plan = load_config_and_plan(sys.argv[1:] if argv is None else argv)
-    check_hardware(config)
 
     import torch.distributed as dist
     from torchtitan.observability import structured_logger

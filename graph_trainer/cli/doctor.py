@@ -27,6 +27,8 @@ from torch.utils import collect_env
 
 from graph_trainer.cli.launcher import usable_cores
 from graph_trainer.core.runtime.backends.registry import BACKENDS
+from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_hardware
+from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table
@@ -170,7 +172,9 @@ def _devices(facts: collect_env.SystemEnv) -> Iterator[Finding]:
             properties = torch.cuda.get_device_properties(index)
             memory = f"{properties.total_memory / GIB:.0f} GiB"
             yield Finding(f"GPU {index}", f"{properties.name}, {memory}")
+        yield _profile()
         return
+    yield _profile()
     # Not the driver's version: nvidia-smi may be there and fail.
     if shutil.which("nvidia-smi") is None:
         lacks = "NCCL, float8, FlexAttention's backward; ranks train on CPU with gloo, slowly"
@@ -185,6 +189,20 @@ def _devices(facts: collect_env.SystemEnv) -> Iterator[Finding]:
             f"{facts.cuda_compiled_version}."
         )
     yield Finding("GPU", "none", State.LIMITED, lacks, remedy)
+
+
+def _profile() -> Finding:
+    """Find what passes that decide by simulation take for this machine."""
+    found = detect_hardware()
+    return _judge(
+        found.exact,
+        "hardware profile",
+        found.hardware.name,
+        State.LIMITED,
+        f"simulating this machine: passes decide as for {found.why.partition(':')[0]}",
+        f"Set {HARDWARE_KEY} to one of {', '.join(known_hardware())}, or to the path of a copy of "
+        "one with this machine's figures.",
+    )
 
 
 def _collectives() -> Iterator[Finding]:

@@ -164,13 +164,11 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     """
     from graph_trainer.planner.plan_check import load_config_and_plan
     from graph_trainer.titan.config.validate import check_config, wanted_ranks
-    from graph_trainer.titan.config.validate_passes import check_hardware
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
     if not ranks:
         ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
         check_config(config, ranks)
-    check_hardware(config)
     return config, ranks
 
 

@@ -146,7 +146,9 @@ def make_plan(
     on_progress("capturing the train step")
     joint = run.capture()
     mark_saved(joint)
-    passes = as_run_by(runtime, run.pass_config(), joint)
+    configured = run.pass_config()
+    configured = replace(configured, hardware=configured.hardware or hardware)
+    passes = as_run_by(runtime, configured, joint)
     other = passes.other_memory(joint)
     training = config.training
     repeats = microbatches(config, run.data_parallel_degree)

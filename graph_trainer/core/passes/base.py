@@ -59,7 +59,8 @@ class Pass:
     relies_on: tuple[str, ...] = ()
     """Names of passes that have to be in the list as well for its options to have an effect."""
     needs_hardware: Callable[[Any], bool] = lambda options: False
-    """Whether it decides by simulation with these options, and so needs `compile.hardware`."""
+    """Whether it decides by simulation with these options, and so by `compile.hardware`, on which
+    the ranks agree first."""
 
     def __post_init__(self) -> None:
         kind = self.options_type

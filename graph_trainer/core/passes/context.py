@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import (
     NO_OTHER_MEMORY,
@@ -19,8 +20,6 @@ from graph_trainer.core.simulation.simulate import (
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import PassError
-
-HARDWARE_KEY = "compile.hardware"
 
 _PER_SECOND = 10**9
 
@@ -56,7 +55,8 @@ class RunSettings:
     a gather per microbatch costs more than it saves."""
 
     hardware: Hardware | None = None
-    """The machine that the step will run on, for passes that decide by simulation."""
+    """The machine that the step will run on, for passes that decide by simulation. None for the
+    machine that is there."""
 
     memory_limit_gib: float | None = None
     """The most GiB that a step may need on a device, parameters included: an optional pass that
@@ -87,35 +87,20 @@ class PassContext(RunSettings):
     run_later_passes: Callable[[JointGraph], None] = lambda joint: None
     """Runs the passes that come after this one on a copy of the graph, before a simulation."""
 
-    def require_hardware(self, asked_by: str) -> Hardware:
-        """Return the hardware profile.
+    def hardware_for(self, joint: JointGraph) -> Hardware:
+        """Return the profile to simulate a graph on: the one that is named, else that of the
+        machine. The pipeline has ranks agree on it for passes that declare `needs_hardware`."""
+        return self.hardware or detect_for(joint).hardware
 
-        Args:
-            asked_by: the key and value, or the pass, that needs one, for the message.
-
-        Raises:
-            PassError: no hardware is named.
-        """
-        if self.hardware is None:
-            raise PassError(
-                f"{asked_by} decides by simulation and no hardware is named: set {HARDWARE_KEY} to "
-                f"one of {', '.join(known_hardware())}, or to the path of a profile of your own"
-            )
-        return self.hardware
-
-    def simulate(self, joint: JointGraph, asked_by: str) -> Simulation:
-        """Simulate this rank's step as the graph is now. Linear in nodes.
-
-        Raises:
-            PassError: as `require_hardware`.
-        """
-        return simulate(joint, self.require_hardware(asked_by), self.other_memory(joint))
+    def simulate(self, joint: JointGraph) -> Simulation:
+        """Simulate this rank's step as the graph is now. Linear in nodes."""
+        return simulate(joint, self.hardware_for(joint), self.other_memory(joint))
 
     def same_on_all_ranks(self, number: int) -> bool:
         """Return whether all ranks call this with the same number. Two all-reduces."""
         return self.all_reduce_max(number) == -self.all_reduce_max(-number)
 
-    def simulate_on_all_ranks(self, joint: JointGraph, asked_by: str) -> tuple[float, int, bool]:
+    def simulate_on_all_ranks(self, joint: JointGraph) -> tuple[float, int, bool]:
         """Simulate the step with the later passes, on a copy of the graph. Two all-reduces.
 
         Returns:
@@ -124,8 +109,27 @@ class PassContext(RunSettings):
         """
         trial = copy_graph(joint)
         self.run_later_passes(trial)
-        found = self.simulate(trial, asked_by)
+        found = self.simulate(trial)
         nanoseconds = self.all_reduce_max(round(found.timeline.step_seconds * _PER_SECOND))
         peak = self.all_reduce_max(found.memory.peak_bytes)
         fits = self.memory_limit_gib is None or peak <= self.memory_limit_gib * GIB
         return nanoseconds / _PER_SECOND, peak, fits
+
+
+def detect_on_all_ranks(joint: JointGraph, all_reduce_max: AllReduceMax) -> Detected:
+    """Choose the profile of the machine, the same on all ranks. Two all-reduces.
+
+    Raises:
+        PassError: the ranks run on unlike devices.
+    """
+    found, names = detect_for(joint), list(known_hardware())
+    place = names.index(found.hardware.name)
+    last, first = names[all_reduce_max(place)], names[-all_reduce_max(-place)]
+    if first != last:
+        raise PassError(
+            f"{HARDWARE_KEY} is unset and the ranks run on unlike devices, of the profiles {first} "
+            f"and {last} among others, so that each would make another step (this rank: "
+            f"{found.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower device "
+            "for one"
+        )
+    return found

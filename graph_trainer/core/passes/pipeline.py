@@ -12,7 +12,13 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
-from graph_trainer.core.passes.context import AllReduceMax, PassContext, RunSettings, one_rank
+from graph_trainer.core.passes.context import (
+    AllReduceMax,
+    PassContext,
+    RunSettings,
+    detect_on_all_ranks,
+    one_rank,
+)
 from graph_trainer.core.passes.memory_limit import Budget
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
@@ -68,7 +74,8 @@ def run_passes(
     Raises:
         PassError: an unknown, repeated or misplaced pass; options that do not fit; a pass
             that failed, with the names of those that ran before it; a step that needs more
-            memory than the limit.
+            memory than the limit; ranks on unlike devices, where passes decide by simulation
+            and no hardware is named.
         VerificationError: a pass that left an invalid graph.
     """
     steps = pass_by_pass(
@@ -98,7 +105,7 @@ def pass_by_pass(
     config = config or PassConfig()
     settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
     run = PassContext(**settings, all_reduce_max=all_reduce_max)
-    steps = _prepare(config, run)
+    steps, simulated_on = _prepare(joint, config, run)
     _check_history(joint, [step.graph_pass for step in steps])
     budget = Budget(run)
     raised: dict[str, int] = {}
@@ -131,6 +138,9 @@ def pass_by_pass(
         changed = state != before_pass
         row = measure(joint, name, seconds) if changed else rows[-1]
         row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
+        if simulated_on and step.needs_hardware and (changed or joint.remarks):
+            joint.remarks[:1] = ["; ".join([*joint.remarks[:1], f"simulated on {simulated_on}"])]
+            simulated_on = ""  # said once
         rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
         yield rows[-1]
     if budget.is_over(joint):
@@ -165,12 +175,17 @@ class PassStep(NamedTuple):
     options: Any
     context: PassContext
 
+    @property
+    def needs_hardware(self) -> bool:
+        return self.graph_pass.needs_hardware(self.options)
+
     def run(self, joint: JointGraph) -> None:
         self.graph_pass.function(joint, self.options, self.context)
 
 
-def _prepare(config: PassConfig, run: PassContext) -> list[PassStep]:
-    """Return the passes of `config` with their options and contexts, both checked."""
+def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[list[PassStep], str]:
+    """Return the passes of `config` with their options and contexts, both checked; and which
+    machine they simulate and why, where they do and no hardware is named."""
     selected = resolve_passes(config.passes, config.disable_passes)
     for name in config.options:
         if name not in {p.name for p in selected}:
@@ -192,7 +207,14 @@ def _prepare(config: PassConfig, run: PassContext) -> list[PassStep]:
         decided = config.decisions.get(each.name)
         context = replace(run, decided=decided, run_later_passes=run_later_passes)
         steps.append(PassStep(each, options, context))
-    return steps
+    if run.hardware is not None or not any(step.needs_hardware for step in steps):
+        return steps, ""
+    found = detect_on_all_ranks(joint, run.all_reduce_max)
+    # in place, as `run_later_passes` of each step reads the list
+    steps[:] = [
+        step._replace(context=replace(step.context, hardware=found.hardware)) for step in steps
+    ]
+    return steps, found.why
 
 
 def _check_required(config: PassConfig, selected: Sequence[Pass]) -> None:

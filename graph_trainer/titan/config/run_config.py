@@ -67,8 +67,9 @@ class GraphCompileConfig(CompileConfig):
     hardware: str | None = None
     """
     The machine that the step will run on, for passes that decide by simulation: a profile of
-    configs/hardware ("h100-sxm" for one) or the path of a TOML file like those. `graph-trainer
-    plan` takes its --hardware where this is unset. No effect in mode "eager".
+    configs/hardware ("h100-sxm" for one) or the path of a TOML file like those. Unset for the
+    machine that is there, by its device's name; the report of the passes says which.
+    `graph-trainer plan` takes its --hardware where this is unset. No effect in mode "eager".
     """
 
     memory_limit_gib: float | None = None

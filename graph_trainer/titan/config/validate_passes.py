@@ -6,12 +6,10 @@ from typing import Any
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
-from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
-    GraphTrainerConfig,
     changed_sections,
     pass_config,
 )
@@ -78,23 +76,3 @@ def changed_options(config: GraphCompileConfig, of: Pass) -> Iterator[tuple[str,
         value = getattr(options, field.name)
         if value != getattr(default, field.name):
             yield f"compile.{of.section}.{field.name}", value
-
-
-def check_hardware(config: GraphTrainerConfig) -> None:
-    """Refuse a run without hardware where a pass decides by simulation, before ranks start.
-
-    Raises:
-        ConfigError: such a pass is in the list, and `compile.hardware` is unset.
-    """
-    section = config.compile
-    if section.mode == "eager" or section.hardware is not None:
-        return
-    for each in resolve_passes(section.passes, section.disable_passes):
-        if each.needs_hardware(getattr(section, each.section, each.options_type())):
-            options = [f"{key} = {show(value)}" for key, value in changed_options(section, each)]
-            with_options = f" with {', '.join(options)}" if options else ""
-            raise ConfigError(
-                f"compile.hardware is unset, and the pass {each.name}{with_options} decides by "
-                f"simulation. Set compile.hardware to one of {', '.join(known_hardware())}, or "
-                "to the path of a profile of your own."
-            )

@@ -20,6 +20,7 @@ from torch.utils import collect_env
 
 from graph_trainer.cli import main as cli
 from graph_trainer.cli.doctor import Finding, State, examine, report
+from graph_trainer.core.simulation.detect import HARDWARE_KEY
 from graph_trainer.core.units import GIB
 from graph_trainer.planner.console import print_table
 
@@ -35,6 +36,7 @@ FACTS = collect_env.SystemEnv(
         "cudnn_version": "9.10",
     }
 )
+L40S = SimpleNamespace(name="NVIDIA L40S", total_memory=44 * GIB, major=8, minor=9)
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def machine(monkeypatch, tmp_path):
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda n: versions.get(n) or real(n))
     monkeypatch.setattr(collect_env, "get_env_info", lambda: FACTS)
-    gpu = SimpleNamespace(name="GPU of a kind", total_memory=80 * GIB)
+    gpu = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=79 * GIB, major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: gpu)
@@ -120,6 +122,10 @@ LACKS = {
     "another system": (
         facts(python_platform="Plan9-4"),
         ("system", State.LIMITED, ["Plan9", "triton", "Linux"]),
+    ),
+    "a GPU without a profile": (
+        lambda m: m.setattr(torch.cuda, "get_device_properties", lambda index: L40S),
+        ("hardware profile", State.LIMITED, ["a100-80g in place of NVIDIA L40S", HARDWARE_KEY]),
     ),
     "torchtitan missing": (
         version_of("torchtitan", None),

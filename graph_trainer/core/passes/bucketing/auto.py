@@ -16,8 +16,6 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.core.units import GIB, MIB
 
-ASKED_BY = 'compile.bucketing.strategy = "auto"'
-
 _SATURATED = 0.9
 _SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
 _ENDLESS = 2**60  # bytes of a collective whose latency is negligible
@@ -34,18 +32,15 @@ def best_caps(
     quarter, nothing, twice or four times of it, whichever makes the simulated step of the slowest
     rank shortest within the memory limit; the first of equals. Simulates a copy of the graph for
     each, with the passes that run later, and writes remarks on what it found.
-
-    Raises:
-        PassError: no hardware is named.
     """
-    hardware = context.require_hardware(ASKED_BY)
+    hardware = context.hardware_for(joint)
     start = _saturating(members, hardware, context.all_reduce_max)
     tried = []
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
         merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
-        tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial, ASKED_BY)))
+        tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial)))
     best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
     joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
     joint.remarks += [str(each) for each in tried if each is not best and each.caps]

@@ -64,10 +64,9 @@ def schedule_overlap(
     costs in memory is not bounded; a remark says so where it is more than was allowed.
 
     Raises:
-        PassError: no hardware is named.
         VerificationError: a collective that cannot be described (see `collectives`).
     """
-    hardware = context.require_hardware(f"the pass '{schedule_overlap.name}'")
+    hardware = context.hardware_for(joint)
     graph = ScheduleGraph(joint, hardware, context.other_memory(joint).fused)
     program = _program(joint)
     decided: Decided | None = context.decided

@@ -23,7 +23,6 @@ from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, MIB
-from graph_trainer.errors import PassError
 from graph_trainer.testing import code
 from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import captured_decoder, collective
@@ -180,8 +179,3 @@ def test_a_decision_is_rolled_back_with_its_pass():
     assert joint.decisions and copy_graph(joint).decisions == joint.decisions
     restore_graph(joint, before)
     assert not joint.decisions and code(joint) == text
-
-
-def test_without_hardware_it_is_refused():
-    with pytest.raises(PassError, match='strategy = "auto" decides.*set compile.hardware to'):
-        gt.run_passes(captured(), gt.PassConfig(options={"bucket_collectives": AUTO}))

@@ -252,12 +252,6 @@ def test_it_says_what_moved_and_what_that_hides():
     assert gt.run_passes(step_of(([1], [("relu", 0, 0)], 99), groups), passes).notes() == []
 
 
-def test_without_a_machine_it_does_nothing():
-    joint = step_of(([1], [("relu", 0, 0)], 99), make_groups())
-    with pytest.raises(gt.PassError, match="no hardware is named: set compile.hardware"):
-        gt.run_passes(joint, gt.PassConfig(passes=["schedule_overlap"]))
-
-
 @pytest.mark.parametrize(
     "key, value",
     [

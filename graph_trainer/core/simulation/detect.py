@@ -1,0 +1,85 @@
+"""Find the hardware profile of the machine that is there, from its device's name and properties."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
+from graph_trainer.core.units import GIB
+
+HARDWARE_KEY = "compile.hardware"
+
+_OF_CAPABILITY = {8: "a100-80g", 9: "h100-sxm", 10: "b200"}
+"""The profile of a data-center GPU by the major compute capability of its chip."""
+_SAME_MEMORY = 0.03
+"""Drivers and ECC keep part of a device's memory, and how much changes with their versions."""
+
+
+class Detected(NamedTuple):
+    """A profile that was chosen for a device."""
+
+    hardware: Hardware
+    why: str
+    """Its name and why it was chosen; where `exact` is False, also the key to set."""
+    exact: bool
+    """Whether the profile describes this device, and is no substitute."""
+
+
+def detect_hardware(device: torch.device | None = None) -> Detected:
+    """Choose the profile for a device of this machine.
+
+    A GPU gets the profile whose name begins with its model (A100, H100, H200, B200), that of the
+    nearest memory where there are several. Any other GPU gets that of the data-center chip of its
+    compute capability, and whatever is no GPU gets `cpu`; `why` then says so.
+
+    Args:
+        device: what the step runs on; None or meta for the current GPU, or the CPU where there is
+            none.
+
+    Raises:
+        ConfigError: the profiles that come with graph_trainer are missing.
+    """
+    kind = "" if device is None or device.type == "meta" else device.type
+    if kind == "cpu" or not (kind or torch.cuda.is_available()):
+        return Detected(load_hardware("cpu", HARDWARE_KEY), "cpu, as the step runs on CPU", True)
+    if kind not in ("", "cuda"):
+        return _instead("cpu", f"a device of type '{kind}'")
+    if not torch.cuda.is_available():  # a graph made for another machine
+        return _instead("h100-sxm", "a GPU that is not here")
+    properties = torch.cuda.get_device_properties(device if kind else None)
+    name, memory = str(properties.name), properties.total_memory / GIB
+    model = {word.lower() for word in re.findall(r"[A-Za-z]+\d+", name)}
+    profiles = [
+        load_hardware(profile, HARDWARE_KEY)
+        for profile in known_hardware()
+        if profile.partition("-")[0] in model
+    ]
+    if not profiles:
+        major = min(max(properties.major, min(_OF_CAPABILITY)), max(_OF_CAPABILITY))
+        capability = f"{properties.major}.{properties.minor}"
+        return _instead(_OF_CAPABILITY[major], f"{name} (compute capability {capability})")
+    nearest = min(profiles, key=lambda each: abs(each.memory_gib - memory))
+    other_form = re.search(r"PCIe|NVL\b", name) is not None  # shipped profiles are of SXM boards
+    if other_form or abs(nearest.memory_gib - memory) > _SAME_MEMORY * memory:
+        return _instead(nearest.name, f"{name} ({memory:.1f} GiB)")
+    return Detected(nearest, f"{nearest.name}, as the device is {name}", True)
+
+
+def _instead(profile: str, found: str) -> Detected:
+    why = (
+        f"{profile} in place of {found}, which has no profile: set {HARDWARE_KEY} to one of "
+        f"{', '.join(known_hardware())}, or to the path of a profile of your own"
+    )
+    return Detected(load_hardware(profile, HARDWARE_KEY), why, False)
+
+
+def detect_for(joint: JointGraph) -> Detected:
+    """Choose the profile for the device that a graph's inputs are on, as `detect_hardware`."""
+    devices = [t.device for node in joint.placeholders() for t in tensors_of(node)]
+    # a GPU's step may read a few numbers that lie on the CPU
+    return detect_hardware(next((d for d in devices if d.type != "cpu"), next(iter(devices), None)))
