@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -241,41 +241,6 @@ def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
             ):
                 found += [hook for hooks in tensor_hooks(parameter) for hook in hooks]
     return tuple(found)
-
-
-def compile_with_inductor(
-    module: fx.GraphModule, examples: list[torch.Tensor]
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Inductor on a graph that has its backward already, as a function of a boxed list.
-
-    torch._inductor.compile is the documented way in for an FX graph; the settings are private
-    names of its configuration. torch 2.13 to 2.15.
-    """
-    import torch._inductor
-    import torch._inductor.config as inductor_config
-
-    # The order of collectives is the graph's, decided by passes that all ranks share: nothing may
-    # merge them, nor move starts and waits among compute.
-    settings = {
-        "reorder_for_compute_comm_overlap": False,
-        "reorder_for_locality": False,
-        "reorder_for_peak_memory": False,
-        "bucket_all_gathers_fx": "none",
-        "bucket_reduce_scatters_fx": "none",
-        "bucket_all_reduces_fx": "none",
-        "aten_distributed_optimizations.enable_overlap_scheduling": False,
-        "_fuse_ddp_communication": False,
-        "_micro_pipeline_tp": False,
-    }
-    with inductor_config.patch(settings):
-        compiled = torch._inductor.compile(module, list(examples))
-
-    def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        values = tuple(boxed)
-        boxed.clear()
-        return compiled(*values)
-
-    return run
 
 
 def clear_sharding_cache() -> None:

@@ -138,6 +138,7 @@ VALIDATE: Flags = {"validator.enable": True, "validator.steps": 1}
 ACCUMULATE: Flags = {"training.global_batch_size": 16}  # two microbatches of eight rows
 DETERMINISTIC: Flags = {"debug.deterministic": True}
 INDUCTOR: Flags = {"compile.backend": "inductor"}
+REGIONAL: Flags = {"compile.backend": "regional"}
 CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
@@ -182,6 +183,8 @@ MATRIX = (
     Case("tp2_chunked_fp32", 2, TP2 | FP32 | CHUNKED, DEFAULT, TRAINS),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
+    Case("fsdp2_regional_bf16", 2, FSDP2 | BF16 | REGIONAL, ALWAYS, FUSED),
+    Case("tp2_regional_fp32", 2, TP2 | FP32 | REGIONAL, DEFAULT, FUSED),
 )
 
 QUICK = ("fsdp2_tp2_fp32",)

@@ -2,8 +2,8 @@
 
 Imports point down only, from cli over planner, titan and core to errors, without a circle; imports
 for type checkers and imports inside functions count. The core imports torch and the standard
-library. Private names of torch are in core/torch_private.py and torch_private_groups.py, so that
-a new release of torch is read in two files.
+library. Private names of torch are in core/torch_private.py and the files that begin so, so that
+a new release of torch is read in few files.
 """
 
 import ast
@@ -14,7 +14,11 @@ from pathlib import Path
 import networkx
 
 PACKAGE = Path(__file__).resolve().parents[2] / "graph_trainer"
-TORCH_PRIVATE = ("graph_trainer.core.torch_private", "graph_trainer.core.torch_private_groups")
+TORCH_PRIVATE = (
+    "graph_trainer.core.torch_private",
+    "graph_trainer.core.torch_private_groups",
+    "graph_trainer.core.torch_private_inductor",
+)
 
 # From the bottom up. "" is graph_trainer/__init__.py, "<model>" every folder of a model family.
 # train is one rank of a run: the command line starts it, and calls it where it is a rank itself.

@@ -195,7 +195,7 @@ def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = 
 
     Args:
         joint: as captured, or after `run_passes`.
-        backend: the name of one of `backends.registry`: "eager" or "inductor".
+        backend: the name of one of `backends.registry`: "eager", "inductor" or "regional".
         compare_ranks: whether the first call of the step compares the collectives of all ranks
             of the default process group, so that a difference is an error and not a hang. Every
             rank has to make that call then.

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from graph_trainer.core.analysis.fusible import is_free
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import (
     tensors_of,
@@ -24,7 +25,7 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     storage_roots,
 )
-from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, is_free
+from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion
 from graph_trainer.core.simulation.hardware import Hardware
 
 

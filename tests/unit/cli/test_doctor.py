@@ -240,7 +240,13 @@ def test_a_machine_that_lacks_nothing_is_told_so(machine, capsys):
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "Everything works here." in out
-    for part in ("2.14.1+cu130", "GPU 1", "GPU of a kind, 80 GiB", "nccl", "eager, inductor"):
+    for part in (
+        "2.14.1+cu130",
+        "GPU 1",
+        "GPU of a kind, 80 GiB",
+        "nccl",
+        "eager, inductor, regional",
+    ):
         assert part in out
     for fact in filter(None, FACTS):
         assert fact in out
@@ -266,7 +272,7 @@ def test_the_graph_backends_are_those_that_work(machine):
         (row,) = (each for each in examine() if each.what == "graph backends")
         return row.found
 
-    assert backends() == "eager, inductor"
+    assert backends() == "eager, inductor, regional"
     LACKS["no C++ compiler"][0](machine)
     assert backends() == "eager"
 

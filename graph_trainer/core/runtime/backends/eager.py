@@ -38,8 +38,18 @@ def compile_graph(joint: JointGraph) -> BoxedFunction:
     # a copy, because the joint graph's own code generator prints the graph
     graph = fx.Graph()
     graph.output(graph.graph_copy(joint.graph, {}))
+    return run_nodes(joint.graph_module, graph)
+
+
+def run_nodes(root: fx.GraphModule, graph: fx.Graph) -> BoxedFunction:
+    """Run the nodes of a graph in their order, each value freed after its last reader.
+
+    Args:
+        root: has the attributes that the graph reads.
+        graph: becomes the function's own.
+    """
     graph.set_codegen(_BoxedCode())
-    boxed = fx.GraphModule(joint.graph_module, graph, class_name="JointStep")
+    boxed = fx.GraphModule(root, graph, class_name="JointStep")
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from graph_trainer.core.runtime.backends.base import Backend
 from graph_trainer.core.runtime.backends.eager import EAGER
 from graph_trainer.core.runtime.backends.inductor import INDUCTOR
+from graph_trainer.core.runtime.backends.regional.backend import REGIONAL
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 
@@ -13,6 +14,7 @@ BACKENDS: dict[str, Backend] = {
     for backend in (
         EAGER,
         INDUCTOR,
+        REGIONAL,
     )
 }
 

@@ -5,9 +5,10 @@ import graphlib
 import torch
 from hypothesis import HealthCheck, example, given
 
+from graph_trainer.core.analysis.fusible import is_free, is_fusible
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
-from graph_trainer.core.simulation.fusion import fuse, is_free, is_fusible
+from graph_trainer.core.simulation.fusion import fuse
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps

@@ -1,0 +1,97 @@
+"""Which nodes a compiler can fuse with others, and which cost nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.ops import (
+    OpOverload,
+    aliased_input,
+    argument,
+    is_collective,
+    is_getitem,
+    is_random,
+    is_wait,
+    schema_of,
+    written_arguments,
+)
+
+# Ops that fuse without torch's pointwise tag.
+_FUSIBLE = {
+    # reductions
+    "aten::sum",
+    "aten::mean",
+    "aten::amax",
+    "aten::amin",
+    "aten::var_mean",
+    "aten::var",
+    "aten::_softmax",
+    "aten::_log_softmax",
+    "aten::_softmax_backward_data",
+    "aten::_log_softmax_backward_data",
+    "aten::nll_loss_forward",
+    "aten::nll_loss_backward",
+    "aten::gather",
+    # copies
+    "aten::_to_copy",
+    "aten::clone",
+    "aten::cat",
+    "aten::arange",
+    "aten::full",
+    "aten::zeros",
+    "aten::zeros_like",
+    "aten::ones",
+    "aten::ones_like",
+    "aten::scalar_tensor",
+    "aten::silu_backward",
+    "aten::gelu_backward",
+    "aten::embedding",
+    "aten::native_dropout_backward",
+    "aten::view_as_complex",
+    "aten::constant_pad_nd",
+}
+
+
+def is_free(node: fx.Node) -> bool:
+    """Return whether a node computes nothing: a view, a wait, a getitem."""
+    if node.op != "call_function":
+        return node.op != "output"
+    if is_getitem(node) or is_wait(node):
+        return True
+    schema = schema_of(node)
+    if schema is None or is_collective(node):
+        return False
+    listed = bool(schema.returns) and schema.returns[0].alias_info is not None
+    return (aliased_input(node) is not None or listed) and not written_arguments(node)
+
+
+def _reduces_outer(node: fx.Node) -> bool:
+    """Whether a node sums over leading dimensions and keeps the last one.
+
+    Such a kernel reads its input by column and cannot fuse with kernels that read by row, such as
+    a norm and its gradient.
+    """
+    dims = argument(node, "dim")
+    if not isinstance(dims, (list, tuple)) or not dims:
+        return False
+    source = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
+    if source is None or source.dim() == 0:
+        return False
+    kept = {d % source.dim() for d in dims if isinstance(d, int)}
+    return source.dim() - 1 not in kept
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Return whether a compiler can fuse a node with adjacent ones."""
+    schema = schema_of(node)
+    if schema is None or is_free(node) or is_collective(node) or is_random(node):
+        return False
+    tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
+    if any(t.is_complex() for t in tensors):  # Inductor generates no code for complex numbers
+        return False
+    if _reduces_outer(node):
+        return False
+    assert isinstance(node.target, OpOverload)
+    return schema.name in _FUSIBLE or torch.Tag.pointwise in node.target.tags

@@ -1,0 +1,158 @@
+"""Regions: the runs of compute nodes that a compiler may take as one program each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.fusible import is_fusible
+from graph_trainer.core.graph.annotations import layer_of, module_of, phase_of, tensor_of, value_of
+from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.core.graph.ops import (
+    ValueStorages,
+    collective_kind,
+    is_getitem,
+    is_random,
+    schema_of,
+    storages_in,
+    value_storages,
+    written_arguments,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Nodes that run as one program: no collective and no wait stands between them."""
+
+    nodes: tuple[fx.Node, ...]
+    """What runs inside, in the order of the graph."""
+    inputs: tuple[fx.Node, ...]
+    """The nodes outside that it reads, by their first readers; each is one tensor."""
+    outputs: tuple[fx.Node, ...]
+    """Those of its nodes that are read outside; each is one tensor with a storage of its own."""
+    after: tuple[fx.Node, ...]
+    """What runs behind it, from its outputs: views of them that are read outside, and assertions.
+    Views that are read inside as well are in `nodes` too, and so is every write: outside, the
+    result of a write is the value that it wrote."""
+
+
+def find_regions(graph: fx.Graph) -> list[Region]:
+    """List the parts of a graph that are worth compiling. Linear in nodes.
+
+    A region ends at every collective and wait, at every random number, at a write into something
+    that the region did not make, at a shape that is not fixed, and where the nodes of another
+    layer or phase begin: layers that are equal then have equal regions. No view leaves a region,
+    so that its results share no memory with each other or with its inputs. Parts with fewer than
+    two nodes that a compiler can fuse are left out, and those that read a conjugated view.
+    """
+    storages = value_storages(graph)
+    regions = (_region(run, storages) for run in _runs(graph, storages))
+    return [r for r in regions if sum(map(is_fusible, r.nodes)) > 1 and _is_plain(r)]
+
+
+def _is_plain(region: Region) -> bool:
+    """Tell whether shape, strides, dtype and device say all of each input, as a compiler needs."""
+    values = [tensor_of(node) for node in region.inputs]
+    return bool(region.outputs) and not any(t.is_conj() or t.is_neg() for t in values)
+
+
+def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[list[fx.Node]]:
+    run: list[fx.Node] = []
+    inside: set[fx.Node] = set()
+    place: object = None
+    for node in compute_nodes(graph):
+        view = _is_view(node, storages[node])
+        fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
+        here = (phase_of(node), layer_of(module_of(node)))
+        if fits and (view or here == place):
+            run.append(node)
+            inside.add(node)
+            continue
+        if view and not fits and inside.isdisjoint(node.all_input_nodes):
+            continue  # a view of what was made before separates nothing
+        yield run
+        # what only looks at the nodes before, or writes them, cannot begin a region
+        fits = fits and _fits(node, storages, set())
+        run = [node] if fits else []
+        inside = set(run)
+        place = here
+    yield run
+
+
+def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
+    """Tell whether a node may run in a region that so far has the nodes `inside`."""
+    if schema_of(node) is None or collective_kind(node) is not None or is_random(node):
+        return False
+    values = [value_of(n) for n in (node, *node.all_input_nodes)]
+    flat = [t for v in values for t in (v if isinstance(v, tuple | list) else (v,))]
+    if not all(t is None or isinstance(t, torch.Tensor) for t in flat):
+        return False
+    if any(isinstance(s, torch.SymInt) for t in flat if t is not None for s in _numbers(t)):
+        return False
+    if isinstance(values[0], tuple | list) and not all(map(is_getitem, node.users)):
+        return False
+    if not all(_all_of(storages[target], inside) for target in written_arguments(node)):
+        return False
+    if _asserts(node):
+        return node.target.namespace == "aten"  # type: ignore[union-attr]
+    own = {s[0] is node for s in storages_in(storages[node])}
+    return len(own) == 1  # a list of new tensors and views is neither
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
+    return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+
+
+def _is_view(node: fx.Node, storages: ValueStorages) -> bool:
+    """Tell whether a node only looks at what others made: a view, a list of views, a getitem."""
+    if is_getitem(node):
+        return True
+    if written_arguments(node) or collective_kind(node) is not None:
+        return False
+    return not _makes(node, storages)
+
+
+def _makes(node: fx.Node, storages: ValueStorages) -> bool:
+    return not is_getitem(node) and any(s[0] is node for s in storages_in(storages))
+
+
+def _all_of(storages: ValueStorages, makers: set[fx.Node]) -> bool:
+    return all(s[0] in makers for s in storages_in(storages))
+
+
+def _asserts(node: fx.Node) -> bool:
+    """Tell whether a node only checks a value: it returns and writes nothing."""
+    schema = schema_of(node)
+    return schema is not None and not schema.returns
+
+
+def _region(run: list[fx.Node], storages: dict[fx.Node, ValueStorages]) -> Region:
+    members = set(run)
+    makers = {n for n in run if not _asserts(n) and _makes(n, storages[n])}
+    inside: set[fx.Node] = set()
+    outside: set[fx.Node] = set()  # a view of a result may be in both
+    results: list[fx.Node] = []
+    for node in reversed(run):
+        read_outside = any(u not in members or u in outside for u in node.users)
+        if node in makers or (is_getitem(node) and node.args[0] in makers):
+            inside.add(node)
+            if read_outside and isinstance(value_of(node), torch.Tensor):
+                results.append(node)
+        elif _asserts(node):
+            outside.add(node)
+        elif _all_of(storages[node], makers):
+            if read_outside or not node.users:
+                outside.add(node)
+            if written_arguments(node) or any(u in inside for u in node.users):
+                inside.add(node)
+        else:
+            (outside if read_outside else inside).add(node)
+    # a tuple cannot enter a region: all of its members do
+    inside -= {n for n in inside if is_getitem(n) and n.args[0] not in inside}
+    nodes = tuple(n for n in run if n in inside)
+    inputs = dict.fromkeys(s for n in nodes for s in n.all_input_nodes if s not in inside)
+    after = (n for n in run if n in outside and (_asserts(n) or _all_of(storages[n], makers)))
+    return Region(nodes, tuple(inputs), tuple(reversed(results)), tuple(after))

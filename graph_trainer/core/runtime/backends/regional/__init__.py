@@ -1,0 +1,1 @@
+"""Compile a graph region by region, each kind of region once."""

@@ -1,0 +1,135 @@
+"""Compile the runs of compute between collectives with Inductor, equal runs once."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.regions import Region, find_regions
+from graph_trainer.core.graph.annotations import tensor_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import aliased_input, written_arguments
+from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
+from graph_trainer.core.runtime.backends.eager import run_nodes
+from graph_trainer.core.runtime.backends.regional.program import (
+    examples_of_region,
+    module_of_region,
+    program_key,
+)
+from graph_trainer.core.torch_private_inductor import compile_part_with_inductor
+
+Program = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+CompilePart = Callable[[fx.GraphModule, list[torch.Tensor]], Program]
+
+
+def compile_graph(
+    joint: JointGraph, compile_part: CompilePart = compile_part_with_inductor
+) -> BoxedFunction:
+    """Replace each region by a call of its program; all else runs as in the eager backend.
+
+    The order of what is in no region is the graph's. Equal regions share a program, so that the
+    time to compile does not grow with the number of layers. Linear in nodes.
+    """
+    programs: dict[str, Program] = {}
+    regions = find_regions(joint.graph)
+    keys = [program_key(region) for region in regions]
+    for key, region in zip(keys, regions, strict=True):
+        if key not in programs:
+            run = compile_part(module_of_region(region), examples_of_region(region))
+            programs[key] = checked(run, [tensor_of(n).stride() for n in region.outputs])
+    graph = _graph_of_calls(joint.graph, regions, [programs[key] for key in keys])
+    return run_nodes(joint.graph_module, graph)
+
+
+def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
+    """Let the results of a program have these strides and share no memory with its inputs or each
+    other.
+
+    They do so by themselves but for two cases: a kernel gives other strides than its fake one, or
+    the compiler makes two equal results once. A program does the same in every call: what its
+    first call finds is copied in all.
+    """
+    wrong: list[int] | None = None
+
+    def call(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        nonlocal wrong
+        if wrong is None:
+            memory = {_memory(tensor) for tensor in boxed}
+            results = run(boxed)
+            wrong = _wrong(results, strides, memory)
+        else:
+            results = run(boxed)
+        if wrong:
+            results = list(results)
+            for index in wrong:
+                results[index] = _copy(results[index], strides[index])
+        return results
+
+    return call
+
+
+def _wrong(
+    results: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], seen: set[int]
+) -> list[int]:
+    found = []
+    for index, (result, stride) in enumerate(zip(results, strides, strict=True)):
+        memory = _memory(result)
+        if result.numel() and (memory in seen or result.stride() != stride):
+            found.append(index)
+        seen.add(memory)
+    return found
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
+def _graph_of_calls(
+    graph: fx.Graph, regions: Sequence[Region], programs: Sequence[Program]
+) -> fx.Graph:
+    """Copy a graph with a call of its program for each region, where its last node was."""
+    calls = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    inside = {node for region in regions for node in (*region.nodes, *region.after)}
+    ends = {region.nodes[-1]: index for index, region in enumerate(regions)}
+
+    def copy(node: fx.Node) -> None:
+        made[node] = calls.node_copy(node, made.__getitem__)
+
+    for node in graph.nodes:
+        if node not in inside:
+            copy(node)
+        elif (index := ends.get(node)) is not None:
+            region = regions[index]
+            # the list is the program's alone, so that it frees what nothing else reads
+            boxed = calls.call_function(_boxed, tuple(made[n] for n in region.inputs))
+            results = calls.call_function(programs[index], (boxed,))
+            for place, output in enumerate(region.outputs):
+                made[output] = calls.call_function(operator.getitem, (results, place))
+            for other in region.after:
+                written = aliased_input(other) if written_arguments(other) else None
+                if written is None:
+                    copy(other)
+                else:
+                    made[other] = made[written]
+    return calls
+
+
+def _boxed(*values: torch.Tensor) -> list[torch.Tensor]:
+    return list(values)
+
+
+REGIONAL = Backend(
+    name="regional",
+    compile=compile_graph,
+    fuses_ops=True,
+    dispatches_ops=False,
+    needs_cpp_compiler=True,
+)

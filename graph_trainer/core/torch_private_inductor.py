@@ -1,0 +1,81 @@
+"""Every private name of Inductor, with the reason it is needed. See `torch_private`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, examples: list[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Inductor on a graph that has its backward already, as a function of a boxed list.
+
+    torch._inductor.compile is the documented way in for an FX graph; the settings are private
+    names of its configuration. torch 2.13 to 2.15.
+    """
+    import torch._inductor
+
+    with _inductor_in_order():
+        compiled = torch._inductor.compile(module, list(examples))
+
+    def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        values = tuple(boxed)
+        boxed.clear()
+        return compiled(*values)
+
+    return run
+
+
+def _inductor_in_order() -> contextlib.AbstractContextManager[Any]:
+    """Settings under which Inductor keeps collectives as they are.
+
+    Their order is the graph's, decided by passes that all ranks share: nothing may merge them, nor
+    move starts and waits among compute. torch 2.13 to 2.15.
+    """
+    import torch._inductor.config as inductor_config
+
+    return inductor_config.patch(
+        {
+            "reorder_for_compute_comm_overlap": False,
+            "reorder_for_locality": False,
+            "reorder_for_peak_memory": False,
+            "bucket_all_gathers_fx": "none",
+            "bucket_reduce_scatters_fx": "none",
+            "bucket_all_reduces_fx": "none",
+            "aten_distributed_optimizations.enable_overlap_scheduling": False,
+            "_fuse_ddp_communication": False,
+            "_micro_pipeline_tp": False,
+        }
+    )
+
+
+def compile_part_with_inductor(
+    module: fx.GraphModule, examples: list[torch.Tensor]
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """Inductor on a part of a step that writes none of its inputs and returns no view of them.
+
+    Such a part needs none of what AOTAutograd wraps around Inductor's program: the function that
+    is returned is the program itself, which empties the list that it is given and frees each
+    input after its last reader. torch._inductor.compile hands the program to nobody; the
+    `inner_compile` of compile_fx does. AOTAutograd's own cache would skip it; FxGraphCache, which
+    is below, stays in use. torch 2.13 to 2.15.
+    """
+    import torch._functorch.config as functorch_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    made: list[Any] = []
+
+    def note(graph_module: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        made.append(compile_fx_inner(graph_module, inputs, **how))
+        return made[-1]
+
+    off = functorch_config.patch(enable_autograd_cache=False)
+    with torch.no_grad(), _inductor_in_order(), off:
+        compile_fx(module, list(examples), inner_compile=note)
+    (program,) = made
+    return program
