@@ -52,6 +52,9 @@ class Pass:
     memory than `compile.memory_limit_gib`. For prefetching, bucketing, overlap."""
     changes_sums: bool = False
     """Whether it may change the order in which numbers are added, and so the last bits."""
+    has_bitwise_mode: bool = False
+    """Whether it leaves every sum as it is where `context.bitwise` is set. Another pass with
+    `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
     required_for: tuple[str, str] | None = None

@@ -140,6 +140,21 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     return selected
 
 
+def check_bitwise(selected: Sequence[Pass]) -> None:
+    """Refuse passes that cannot do without changing the order of a sum.
+
+    Raises:
+        PassError: naming the pass and what to do.
+    """
+    for each in selected:
+        if each.changes_sums and not each.has_bitwise_mode:
+            raise PassError(
+                f"compile.bitwise = true, and the pass '{each.name}' declares that it changes the "
+                "order of sums (changes_sums): take it out of compile.passes, or set "
+                "compile.bitwise = false"
+            )
+
+
 def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     if name in known:
         return known[name]

@@ -54,6 +54,9 @@ class RunSettings:
     """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
     a gather per microbatch costs more than it saves."""
 
+    bitwise: bool = False
+    """Whether no pass may change the order of a sum, on any transport."""
+
     hardware: Hardware | None = None
     """The machine that the step will run on, for passes that decide by simulation. None for the
     machine that is there."""

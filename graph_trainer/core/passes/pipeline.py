@@ -11,7 +11,7 @@ from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import check_bitwise, registered_passes, resolve_passes
 from graph_trainer.core.passes.context import (
     AllReduceMax,
     PassContext,
@@ -179,6 +179,11 @@ class PassStep(NamedTuple):
     def needs_hardware(self) -> bool:
         return self.graph_pass.needs_hardware(self.options)
 
+    @property
+    def may_change_sums(self) -> bool:
+        """Whether this run of the pass may change the order of a sum."""
+        return self.graph_pass.changes_sums and not self.context.bitwise
+
     def run(self, joint: JointGraph) -> None:
         self.graph_pass.function(joint, self.options, self.context)
 
@@ -191,6 +196,8 @@ def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[l
         if name not in {p.name for p in selected}:
             raise PassError(f"options are given for '{name}', which is not in the pass list")
     _check_required(config, selected)
+    if config.bitwise:
+        check_bitwise(selected)
     steps: list[PassStep] = []
     for place, each in enumerate(selected, start=1):
         options = config.options.get(each.name, each.options_type())
@@ -274,7 +281,7 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
         verified = ""
         if numbers is not None:
             verify_values(joint)
-            verified = numbers.check(joint, changes_sums=step.graph_pass.changes_sums)
+            verified = numbers.check(joint, changes_sums=step.may_change_sums)
     except VerificationError as error:
         raise VerificationError(
             f"pass '{name}' (after {ran}) left an invalid graph: {error}"

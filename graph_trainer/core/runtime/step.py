@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,11 +14,13 @@ from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, r
 from graph_trainer.core.capture.module_settings import autocast_enabled
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
+from graph_trainer.core.graph.ops import argument, is_collective
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import CaptureError
 
 Gradients = dict[str, torch.Tensor]
@@ -212,4 +215,15 @@ def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = 
         loss, gradients = step(model, tokens, labels)
     """
     joint.validate()
+    _warn_of_plain_gloo(joint)
     return Step(joint, find_backend(backend).compile(joint), compare_ranks)
+
+
+def _warn_of_plain_gloo(joint: JointGraph) -> None:
+    groups = {str(argument(n, "group_name")) for n in joint.graph.nodes if is_collective(n)}
+    if any(group_backend(g) == "gloo" and len(group_ranks(g)) > 1 for g in groups - {"None"}):
+        warnings.warn(
+            "the graph communicates over plain gloo, which may crash with several all-gathers in "
+            "flight, and is slow: write torch.distributed.init_process_group(gt.cpu_backend())",
+            stacklevel=3,
+        )

@@ -11,7 +11,12 @@ from torchtitan.config import CompileConfig
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import (
+    check_bitwise,
+    load_pass,
+    registered_passes,
+    resolve_passes,
+)
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -65,6 +70,14 @@ class GraphCompileConfig(CompileConfig):
 
     disable_passes: list[str] = field(default_factory=list)
     """Passes to leave out of the list above, by name."""
+
+    bitwise: bool = False
+    """
+    Change the order of no sum: loss and gradients are then, bit by bit, those of the model run
+    eagerly, on any transport. Costs speed on more than two ranks: reductions of gradients are not
+    merged. Without it sums keep their addends, and on CPU ranks their order as well. Passes of
+    your own that declare `changes_sums` are refused.
+    """
 
     hardware: str | None = None
     """
@@ -190,11 +203,14 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
     """
     named = config.hardware
     listed = resolve_passes(config.passes, config.disable_passes)
+    if config.bitwise:
+        check_bitwise(listed)
     changed = changed_sections(config)
     return PassConfig(
         passes=tuple(config.passes),
         disable_passes=tuple(config.disable_passes),
         options={p.name: getattr(config, p.section) for p in listed if p.section in changed},
+        bitwise=config.bitwise,
         verify_passes=config.verify_passes,
         memory_limit_gib=config.memory_limit_gib,
         hardware=None if named is None else load_hardware(named, "compile.hardware"),

@@ -21,7 +21,9 @@ from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import PassError
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
@@ -33,7 +35,7 @@ _BY_SIZE = ("size", "auto")
 class BucketCollectivesOptions:
     """Which collectives are merged."""
 
-    strategy: Strategy = "none"
+    strategy: Strategy = "transformer_block"
     """
     "none": no collective. "size": in graph order, up to `cap_mib`. "transformer_block": those of
     one block and kind, the embedding alone, the final norm with the output head. "auto": by
@@ -73,6 +75,7 @@ class BucketCollectivesOptions:
     options_type=BucketCollectivesOptions,
     optional=True,
     changes_sums=True,
+    has_bitwise_mode=True,
     section="bucketing",
     relies_on=(tag_buckets.name,),
     needs_hardware=lambda options: options.strategy == "auto",
@@ -87,9 +90,10 @@ def bucket_collectives(
     in the model, so that the layout does not depend on the graph's order. A gather starts where
     its first member did, a reduction where its last did.
 
-    Gathered values are equal bit by bit. Sums are equal bit by bit on two ranks; on more, a
-    backend may add the same numbers in another order. Costs memory: a bucket and its members are
-    alive together for a moment. n log n in nodes.
+    Gathered values are equal bit by bit. Sums are equal bit by bit on two ranks, and on CPU ranks
+    that add in rank order (`cpu_backend`); elsewhere a backend may add the same numbers in another
+    order, and with `context.bitwise` reductions are not merged. Costs memory: a bucket and its
+    members are alive together for a moment. n log n in nodes.
 
     All ranks merge alike: where sizes decide and ranks have unlike sizes, so that their buckets
     would differ, none of them merges.
@@ -97,7 +101,8 @@ def bucket_collectives(
     if options.strategy == "none":
         return
     members = members_of(joint)
-    buckets = without_circles(_buckets(joint, members, options, context))
+    mergeable = [m for m in members if not (context.bitwise and m.route.reduction)]
+    buckets = without_circles(_buckets(joint, mergeable, options, context))
     undecided = options.strategy in _BY_SIZE and context.decided is None
     place = {member: index for index, member in enumerate(members)}
     found = fingerprint([[place[member] for member in bucket] for bucket in buckets])
@@ -110,7 +115,26 @@ def bucket_collectives(
         buckets = []
     for member in members:  # a second run must not decide again
         clear_bucket_tag(member.node)
+    _remark_on_sums(joint, buckets, context)
     merge(joint, buckets)
+
+
+def _remark_on_sums(
+    joint: JointGraph, buckets: Sequence[Sequence[Member]], context: PassContext
+) -> None:
+    """Say whether merging reductions may change the order of a sum, of which two ranks have one."""
+    reductions = [m for bucket in buckets if len(bucket) > 1 for m in bucket if m.route.reduction]
+    groups = {m.route.group for m in reductions}
+    backends = {group_backend(group) for group in groups if len(group_ranks(group)) > 2}
+    if not backends:
+        return
+    planned_for_cpu = backends == {"fake"} and context.hardware_for(joint).device == "cpu"
+    joint.remarks.append(
+        "every sum keeps its order: CPU ranks add in rank order, whatever the bucket"
+        if backends == {BACKEND} or planned_for_cpu
+        else "merged sums have the same addends, maybe in another order; compile.bitwise = true "
+        "keeps the order"
+    )
 
 
 def _buckets(

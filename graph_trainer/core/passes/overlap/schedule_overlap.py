@@ -35,7 +35,6 @@ class Decided:
     summary="Start collectives early and wait late, by the simulator's clock",
     options_type=ScheduleOverlapOptions,
     needs_hardware=lambda options: True,
-    default=False,
     optional=True,
 )
 def schedule_overlap(

@@ -23,6 +23,7 @@ DEFAULT = [
     "rematerialize",
     "tag_buckets",
     "bucket_collectives",
+    "schedule_overlap",
 ]
 CHANGE_SUMS = {"fuse_chained_reduce_scatters", "fold_grad_reductions", "bucket_collectives"}
 

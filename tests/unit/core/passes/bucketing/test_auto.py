@@ -40,7 +40,7 @@ def captured(**decoder):
 
 def tagged(**decoder):
     joint = captured(**decoder)
-    off = ["tag_buckets", "bucket_collectives"]
+    off = ["tag_buckets", "bucket_collectives", "schedule_overlap"]
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", disable_passes=off))
     tag_buckets(joint)
     return joint
@@ -107,7 +107,8 @@ def test_it_says_what_it_tried(limit_gib):
             + (", more than memory_limit_gib" if limit_gib else "")
         )
     assert joint.remarks[0] == f"the best of 6: {told.pop(cap)}"
-    assert joint.remarks[1:] == list(told.values())
+    assert joint.remarks[1:-1] == list(told.values())
+    assert "maybe in another order" in joint.remarks[-1]
 
 
 def test_what_does_not_fit_is_not_taken():
@@ -157,9 +158,8 @@ def buckets(joint):
 def test_another_graph_of_the_step_is_bucketed_alike_without_an_all_reduce(options):
     """The rank that meets it is alone: to ask others would be to wait for ever."""
     first, second = captured(), captured()
-    passes = ["default", "schedule_overlap"]
     options = {"bucket_collectives": options}
-    config = gt.PassConfig(passes=passes, options=options, hardware=SLOW)
+    config = gt.PassConfig(options=options, hardware=SLOW)
     asked = []
     gt.run_passes(first, config, all_reduce_max=lambda mine: asked.append(mine) or mine)
     so_far = len(asked)

@@ -62,7 +62,9 @@ def test_buckets_overlap_too(strategy, limit):
     joint = captured_decoder(layers=4)
     bucketing = BucketCollectivesOptions(strategy=strategy, cap_mib=0.0008)
     passes = gt.PassConfig(
-        reshard_after_forward="always", options={"bucket_collectives": bucketing}
+        reshard_after_forward="always",
+        options={"bucket_collectives": bucketing},
+        disable_passes=["schedule_overlap"],
     )
     gt.run_passes(joint, passes)
     assert any(len(parameters_of(n)) > 1 for n in joint.graph.nodes)
