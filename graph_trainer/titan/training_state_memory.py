@@ -26,6 +26,7 @@ def other_memory_of(
         data_parallel_degree: how many different batches a step has.
         device: what the step runs on: "cuda" or "cpu".
     """
+    backend = find_backend(config.compile.backend)
     several = microbatches(config, data_parallel_degree) > 1
 
     def other_memory(joint: JointGraph) -> OtherMemory:
@@ -33,7 +34,8 @@ def other_memory_of(
             optimizer_bytes(joint, config),
             # Validation runs after a step, whose gradients stay alive until the next step.
             trained_bytes(joint) if several or not joint.signature.backward else 0,
-            fused=find_backend(config.compile.backend).fuses_ops,
+            fused=backend.fuses_ops,
+            in_regions=backend.compiles_regions,
             device=device,
         )
 

@@ -144,9 +144,9 @@ def _region(run: list[fx.Node], storages: dict[fx.Node, ValueStorages]) -> Regio
         elif _asserts(node):
             outside.add(node)
         elif _all_of(storages[node], makers):
-            if read_outside or not node.users:
+            if read_outside:
                 outside.add(node)
-            if written_arguments(node) or any(u in inside for u in node.users):
+            if not read_outside or any(u in inside for u in node.users) or written_arguments(node):
                 inside.add(node)
         else:
             (outside if read_outside else inside).add(node)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from graph_trainer.core.analysis.fusible import is_free, is_fusible
+from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import (
-    Phase,
     phase_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -41,17 +41,18 @@ def fuse(
     joint: JointGraph,
     may_fuse: Callable[[fx.Node], bool] = lambda node: True,
     looks_through: Callable[[fx.Node], bool] = lambda node: False,
+    part_of: Callable[[fx.Node], object] = phase_of,
 ) -> Fusion:
     """Group elementwise and reducing nodes as a compiler would. Linear in nodes.
 
     A node joins the groups of all fusible nodes that it reads, and merges these groups, if all are
-    of one phase, near each other, and no unfusible node lies on a path between them. For the last
+    of one part, near each other, and no unfusible node lies on a path between them. For the last
     condition each node has a depth, the number of unfusible nodes on the longest path to it, and
     a group has nodes of one depth. A group that a node reads and does not join gets no further
     nodes, so no two groups can depend on each other.
 
     The compiler sees the nodes of `may_fuse`; those of `looks_through` neither fuse nor separate
-    others.
+    others. Parts are the phases, or whatever else nothing is fused across.
     """
     graph = joint.graph
     depth: dict[fx.Node, int] = {}
@@ -71,9 +72,15 @@ def fuse(
         depth[node] = max((depth[n] for n in inputs), default=0) + barrier
         if fusible:
             sources = [source_of[n] for n in inputs]
-            groups.add(node, place, [s for s in sources if depth[s] == depth[node]])
+            groups.add(node, place, [s for s in sources if depth[s] == depth[node]], part_of(node))
     group = groups.by_node()
     return Fusion(group, _kept_inside(graph, storage_roots(graph), group))
+
+
+def fuse_in_regions(joint: JointGraph) -> Fusion:
+    """Group the nodes of each region alone (see `find_regions`). Linear in nodes."""
+    region = {n: place for place, r in enumerate(find_regions(joint.graph)) for n in r.nodes}
+    return fuse(joint, region.__contains__, part_of=region.get)
 
 
 class _Groups:
@@ -81,23 +88,20 @@ class _Groups:
 
     def __init__(self) -> None:
         self._group: dict[fx.Node, int] = {}
-        self._phase: dict[int, Phase | None] = {}
+        self._part: dict[int, object] = {}
         self._merged_into: dict[int, int] = {}
         self._closed: set[int] = set()
 
-    def add(self, node: fx.Node, place: int, sources: list[fx.Node]) -> None:
+    def add(self, node: fx.Node, place: int, sources: list[fx.Node], part: object) -> None:
         """Merge the groups of the nodes that a node reads, where allowed, and add the node."""
-        phase = phase_of(node)
         found = {self._merged(self._group[s]) for s in sources if s in self._group}
-        joined = {
-            g for g in found - self._closed if self._phase[g] is phase and place - g <= _REACH
-        }
+        joined = {g for g in found - self._closed if self._part[g] == part and place - g <= _REACH}
         self._closed |= found - joined
         first = min(joined, default=place)
         for each in joined - {first}:
             self._merged_into[each] = first
         self._group[node] = first
-        self._phase[first] = phase
+        self._part[first] = part
 
     def by_node(self) -> dict[fx.Node, int]:
         """Return the group of every node after all merges."""

@@ -22,7 +22,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, aten, storage_roots
 from graph_trainer.core.simulation.allocator import Pool, one_pool, pool_per_stream
-from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, fuse
+from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, fuse, fuse_in_regions
 from graph_trainer.core.simulation.hardware import Hardware
 
 
@@ -39,13 +39,24 @@ class Runtime:
     keeps_saved: bool
     """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
     layer ends, even if it does not read them."""
+    runs_backend: bool
+    """Whether a backend of ours runs the graph, and so says what is compiled together."""
     copies_buckets: bool
     """Whether gathered parameters are copied out of their bucket, on the compute stream, and
     gradients into their bucket, on the communication stream."""
 
-    def fusion(self, joint: JointGraph, compiles: bool) -> Fusion:
-        """Return the groups of nodes that become one kernel."""
-        return fuse(joint, self.compiled) if compiles else NO_FUSION
+    def fusion(self, joint: JointGraph, compiles: bool, in_regions: bool = False) -> Fusion:
+        """Return the groups of nodes that become one kernel.
+
+        Args:
+            compiles: whether the backend compiles.
+            in_regions: whether it compiles region by region, where the program leaves that to it.
+        """
+        if not compiles:
+            return NO_FUSION
+        if in_regions and self.runs_backend:
+            return fuse_in_regions(joint)
+        return fuse(joint, self.compiled)
 
     def copy_seconds(self, collective: Collective, hardware: Hardware) -> float:
         """Return the seconds in which a collective's bucket is copied, 0 where none is."""
@@ -65,6 +76,7 @@ GRAPH_TRAINER = Runtime(
     compiled=lambda node: True,
     pool_of=one_pool,
     keeps_saved=False,
+    runs_backend=True,
     copies_buckets=False,
 )
 """The joint graph as one program."""
@@ -74,6 +86,7 @@ TORCHTITAN = Runtime(
     compiled=lambda node: layer_of(module_of(node)) is not None,
     pool_of=pool_per_stream,
     keeps_saved=True,
+    runs_backend=False,
     copies_buckets=True,
 )
 """torchtitan's train loop: FSDP2 allocates gathered parameters and reduced gradients on separate

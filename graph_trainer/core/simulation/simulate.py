@@ -27,6 +27,8 @@ class OtherMemory(NamedTuple):
     """Gradients of earlier microbatches."""
     fused: bool = False
     """Whether the backend fuses ops, so that some results are never stored."""
+    in_regions: bool = False
+    """Whether it fuses only within the regions of `find_regions`."""
     device: str = "cuda"
     """ "cpu", where collectives allocate scratch memory; or "cuda"."""
 
@@ -67,7 +69,7 @@ def simulate(
         VerificationError: a collective cannot be read (see `collectives`).
     """
     issued = collectives(joint)
-    cost = costs(joint, hardware, runtime.fusion(joint, other.fused))
+    cost = costs(joint, hardware, runtime.fusion(joint, other.fused, other.in_regions))
     memory = predicted_memory(joint, other._replace(device=hardware.device), runtime)
     timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
@@ -81,7 +83,7 @@ def predicted_memory(
         joint,
         optimizer_bytes=other.optimizer_bytes,
         accumulated_bytes=other.accumulated_bytes,
-        not_allocated=runtime.fusion(joint, other.fused).kept_inside,
+        not_allocated=runtime.fusion(joint, other.fused, other.in_regions).kept_inside,
         kept_until=runtime.kept_until(joint),
         scratch=scratch_bytes(joint, other.device),
     )

@@ -85,7 +85,7 @@ def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
     assert two.reserved_bytes - one.reserved_bytes >= trained_bytes(one.simulation.joint) - 2**21
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "inductor", "regional"])
 @pytest.mark.parametrize("hardware", ["h100-sxm", "cpu"])
 def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, hardware):
     plan = planned("--compile.backend", backend, hardware=hardware)

@@ -26,5 +26,7 @@ class Backend:
     dispatches_ops: bool
     """Whether each node of the graph is one call through torch's dispatcher, so that a dispatch
     mode sees every tensor that the step allocates. Collectives must always be such calls."""
+    compiles_regions: bool = False
+    """Whether ops are fused only within the regions of `core.analysis.regions`."""
     needs_cpp_compiler: bool = False
     """Whether the machine needs a C++ compiler."""

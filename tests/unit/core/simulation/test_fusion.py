@@ -6,13 +6,14 @@ import torch
 from hypothesis import HealthCheck, example, given
 
 from graph_trainer.core.analysis.fusible import is_free, is_fusible
+from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
-from graph_trainer.core.simulation.fusion import fuse
+from graph_trainer.core.simulation.fusion import fuse, fuse_in_regions
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
-from tests.unit.graphs import BACKWARD, FORWARD, aten, c10d, captured_decoder
+from tests.unit.graphs import ALL_REDUCE, BACKWARD, FORWARD, aten, c10d, captured_decoder
 
 
 def chain(b, x, *ops):
@@ -162,3 +163,25 @@ def test_a_reduction_of_a_number_is_fused_like_any_other():
     total = builder.call(aten.sum.dim_IntList, builder.call(aten.neg.default, x), [0])
     joint = builder.joint(total)
     assert len(set(fuse(joint).group.values())) == 1
+
+
+def test_no_region_is_fused_with_another():
+    """What is made before a collective and read behind it is stored, unlike in a whole program."""
+    b = Builder()
+    x = b.input("x", 4, 4)
+    inner = b.call(aten.sin.default, x)
+    crosses = b.call(aten.cos.default, inner)
+    b.waited(ALL_REDUCE, x, "sum", "0")
+    last = b.call(aten.neg.default, b.call(aten.exp.default, crosses))
+    joint = b.joint(b.total(last))
+    assert {(inner, 0), (crosses, 0)} <= fuse(joint).kept_inside
+    found = fuse_in_regions(joint)
+    assert (inner, 0) in found.kept_inside and (crosses, 0) not in found.kept_inside
+
+
+@examples(25, suppress_health_check=list(HealthCheck))
+@given(program=steps)
+def test_regions_store_all_that_leaves_them(program):
+    joint = random_graph(program)
+    regions, kept = find_regions(joint.graph), fuse_in_regions(joint).kept_inside
+    assert kept.isdisjoint({(node, 0) for region in regions for node in region.outputs})

@@ -131,5 +131,6 @@ REGIONAL = Backend(
     compile=compile_graph,
     fuses_ops=True,
     dispatches_ops=False,
+    compiles_regions=True,
     needs_cpp_compiler=True,
 )
