@@ -75,7 +75,41 @@ def compile_part_with_inductor(
         return made[-1]
 
     off = functorch_config.patch(enable_autograd_cache=False)
-    with torch.no_grad(), _inductor_in_order(), off:
+    on_cpu = any(example.device.type == "cpu" for example in examples)
+    width = _vector_width() if on_cpu else contextlib.nullcontext()
+    with torch.no_grad(), _inductor_in_order(), off, width:
         compile_fx(module, list(examples), inner_compile=note)
     (program,) = made
     return program
+
+
+def _vector_width() -> contextlib.AbstractContextManager[Any]:
+    """Name the vector width that Inductor finds by itself, so that it is part of the cache's key:
+    code for wider vectors than a CPU has would be taken from the cache otherwise, and not compile.
+    torch 2.13 to 2.15.
+    """
+    import torch._inductor.config as inductor_config
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    return inductor_config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
+
+
+def inductor_cache_folder() -> str:
+    """Return where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of this
+    user's below the one for temporary files. torch 2.13 to 2.15.
+
+    Raises:
+        OSError: it does not exist and cannot be made.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def compilations() -> int:
+    """Return how many programs Inductor compiled in this process, for lack of them in its cache.
+    torch 2.13 to 2.15."""
+    from torch._dynamo.utils import counters
+
+    found = counters["inductor"]
+    return found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import fx
@@ -14,6 +15,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aliased_input, written_arguments
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.runtime.backends.eager import run_nodes
+from graph_trainer.core.runtime.backends.regional.cache import compile_all
 from graph_trainer.core.runtime.backends.regional.program import (
     examples_of_region,
     module_of_region,
@@ -33,13 +35,15 @@ def compile_graph(
     The order of what is in no region is the graph's. Equal regions share a program, so that the
     time to compile does not grow with the number of layers. Linear in nodes.
     """
-    programs: dict[str, Program] = {}
     regions = find_regions(joint.graph)
     keys = [program_key(region) for region in regions]
-    for key, region in zip(keys, regions, strict=True):
-        if key not in programs:
-            run = compile_part(module_of_region(region), examples_of_region(region))
-            programs[key] = checked(run, [tensor_of(n).stride() for n in region.outputs])
+
+    def compiled(region: Region) -> Program:
+        run = compile_part(module_of_region(region), examples_of_region(region))
+        return checked(run, [tensor_of(node).stride() for node in region.outputs])
+
+    kinds = dict(zip(keys, regions, strict=True))
+    programs = compile_all({key: partial(compiled, region) for key, region in kinds.items()})
     graph = _graph_of_calls(joint.graph, regions, [programs[key] for key in keys])
     return run_nodes(joint.graph_module, graph)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graph_trainer.core.analysis.regions import Region
 from graph_trainer.core.graph.annotations import tensor_of
@@ -71,7 +72,7 @@ def module_of_region(region: Region) -> fx.GraphModule:
 def examples_of_region(region: Region) -> list[torch.Tensor]:
     """Make fake tensors like the inputs of a region, in a fake mode of their own: what a program
     is compiled for then depends on nothing else of the step."""
-    with FakeTensorMode():
+    with FakeTensorMode(shape_env=ShapeEnv()):  # without one, Inductor's cache is left out
         return [_example(spec_of(tensor_of(node))) for node in region.inputs]
 
 
