@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,48 +20,44 @@ from benchmarks.turns import orders
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 from graph_trainer.core.runtime.live_storages import LiveStorages
+from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
 
 from torchtitan.distributed import utils as dist_utils  # isort: skip
 
-_BUCKETS = ["--compile.bucketing.strategy", "transformer_block"]
 FLAGS = {
     "eager": ["--compile.mode", "eager"],
     **{p: ["--parallelism.fsdp_reshard_after_forward", p] for p in ("never", "default", "always")},
-    "overlap": [
-        *("--compile.passes", "default,overlap_fsdp"),
-        *("--compile.overlap_fsdp.in_flight", "8"),
+    "plain": [
+        *("--compile.bucketing.strategy", "none"),
+        *("--compile.disable_passes", "schedule_overlap"),
     ],
-    "buckets": _BUCKETS,
-    "auto": ["--compile.bucketing.strategy", "auto", "--compile.hardware", "cpu"],
-    "scheduled": [
-        *_BUCKETS,
-        *("--compile.passes", "default,schedule_overlap", "--compile.hardware", "cpu"),
-    ],
+    "auto": ["--compile.bucketing.strategy", "auto"],
 }
 # what the process groups and the ops that call them are named in a profile
-_COMMUNICATION = ("gloo:", "c10d::", "_c10d_functional::", "c10d_functional::")
+_COMMUNICATION = ("gloo:", f"{BACKEND}:", "c10d::", "_c10d_functional::", "c10d_functional::")
 
 
 class Variant:
     """A trainer that is stepped by hand, with a clock at each part of its step.
 
     `name` is words of FLAGS: "eager", or a reshard policy and what is done beside it; or "peer"
-    and a policy.
+    and a policy. "gloo" beside them: on torch's own process groups.
     """
 
     def __init__(self, name: str, flags: list[str], folder: Path) -> None:
         words = name.split()
         self._of_peer = words[0] == "peer"
-        own = [flag for word in words if word != "peer" for flag in FLAGS[word]]
+        own = [flag for word in words for flag in FLAGS.get(word, [])]
         config = load_config([*flags, *own, "--dump_folder", str(folder)])
         if self._of_peer:
             from benchmarks.peer import config_of_peer
 
             config = config_of_peer(config)
-        self.trainer = config.build() if self._of_peer else GraphTrainer(config)
+        with _groups_of_plain_gloo() if "gloo" in words else contextlib.nullcontext():
+            self.trainer = config.build() if self._of_peer else GraphTrainer(config)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._parts: Counter[str] = Counter()
         self._around: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
@@ -148,6 +145,12 @@ class Variant:
         start = time.perf_counter()
         yield
         self._parts[part] += time.perf_counter() - start
+
+
+def _groups_of_plain_gloo() -> contextlib.AbstractContextManager[Any]:
+    """Inside, meshes make groups of torch's gloo, whatever the backend of the world."""
+    on_gloo = partial(dist.new_group, backend="gloo")
+    return mock.patch("torch.distributed.device_mesh.new_group", on_gloo)
 
 
 def run(plan: dict[str, Any], folder: Path) -> dict[str, Any]:
