@@ -29,12 +29,11 @@ from graph_trainer.planner.run_metrics import (
     IssuedCollectives,
     Measured,
     StepTimes,
-    local_bytes,
-    optimizer_state_bytes,
 )
 from graph_trainer.planner.saved_plan import SavedPlan
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.trainer import GraphTrainer
+from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
 
 from torchtitan.tools.logging import logger  # isort: skip
 

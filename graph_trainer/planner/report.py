@@ -105,7 +105,7 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"Passes that decide by simulation do so for {named}, as compile.hardware says; what "
             f"they made is simulated on {plan.hardware.name}."
         )
-    if plan.config.compile.memory_limit_gib is not None and plan.world_size > 1:
+    if plan.config.compile.memory_limit_gib and plan.world_size > 1:
         yield (
             f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "
             "training the rank that needs most decides for all, as it does in --save and "

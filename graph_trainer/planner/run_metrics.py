@@ -6,14 +6,13 @@ import contextlib
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.torch_private import TorchDispatchMode
 
 WARM_UP = 3
@@ -99,19 +98,3 @@ class StepTimes:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-
-def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Sum the bytes of the tensors' elements on this rank."""
-    return sum(part.numel() * part.itemsize for t in tensors for part in unwrap(t)[0])
-
-
-def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
-    """Sum the bytes of the optimizers' state tensors on this rank."""
-    return local_bytes(
-        value
-        for optimizer in optimizers
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor)
-    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -17,14 +18,18 @@ from torchtitan.trainer import Trainer
 
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_hardware
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.device import process_group_timeouts
+from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
@@ -59,6 +64,7 @@ class GraphTrainer(Trainer):
         self.observer = RunObserver()
         """Watches the run; set before the first step."""
         if config.compile.mode == "aot_fx_trace":
+            self._memory = self._device_memory()
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
@@ -74,15 +80,28 @@ class GraphTrainer(Trainer):
     def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
         """Make a step that captures itself, with the backend and passes of [compile]."""
         compile_config = self.config.compile
+        passes = passes_of(self.config, self.parallel_dims, self.device.type)
         return TrainStep(
             loss_fn,
-            passes=passes_of(self.config, self.parallel_dims, self.device.type),
+            passes=replace(passes, device_memory=self._memory),
             backend=compile_config.backend,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
             on_report=lambda joint, report: self.observer.graph_reported(report),
             **options,
         )
+
+    def _device_memory(self) -> MemoryOfRun:
+        """Make what tells how much memory a step may need; warn where nothing is refused."""
+        if self.config.compile.memory_limit_gib == 0:
+            logger.warning(
+                f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "
+                f"the system may kill it. Unset {KEY} to refuse such a step"
+            )
+        named = self.config.compile.hardware
+        hardware = load_hardware(named, HARDWARE_KEY) if named else detect_hardware(self.device)[0]
+        parameters = [p for part in self.model_parts for p in part.parameters()]
+        return MemoryOfRun(self.device, hardware, parameters, self.optimizers)
 
     def forward_backward_step(
         self,

@@ -1,11 +1,14 @@
-"""Predict the memory of a training run beside the graph: optimizer state, earlier gradients."""
+"""The memory of a run beside the graph: optimizer state and gradients, predicted and measured."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+import torch
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
+from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.context import OtherMemoryOf
@@ -75,3 +78,19 @@ def _trained(joint: JointGraph) -> Iterator[tuple[str, int]]:
     for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
         if spec.requires_grad and spec.name not in without:
             yield spec.name, sum(storage_bytes(t) for n in nodes for t in tensors_of(n))
+
+
+def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Sum the bytes of the tensors' elements on this rank."""
+    return sum(part.numel() * part.itemsize for t in tensors for part in unwrap(t)[0])
+
+
+def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
+    """Sum the bytes of the optimizers' state tensors on this rank."""
+    return local_bytes(
+        value
+        for optimizer in optimizers
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor)
+    )

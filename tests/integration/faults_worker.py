@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,9 @@ from torchtitan.components.dataloader import DataloaderExhaustedError
 from torchtitan.tools.logging import init_logger, logger
 
 from graph_trainer.core.torch_private_groups import default_store
+from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import GraphTrainerError
+from graph_trainer.titan import device_memory
 from graph_trainer.titan.checkpoint_files import damage
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
@@ -148,6 +151,10 @@ def full_disk(trainer: GraphTrainer) -> None:
     at_step(4, 1, before=fill)(trainer)
 
 
+def little_on_rank_1() -> tuple[int, str]:
+    return (64 * MIB if dist.get_rank() == 1 else 64 * GIB), "in a test"
+
+
 def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -216,7 +223,13 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
         shown(run(folder / "ruin", *four, change=ruin)) | {"names": names(folder / "ruin")},
     )
 
-    ended = run(folder / "ended", *four, "--checkpoint.async_mode", "async", change=out_of_data)
+    with patch.object(device_memory, "available_on_cpu", little_on_rank_1):
+        yield "no room", shown(run(folder / "no room", *four))
+
+    risk = ("--compile.memory_limit_gib", "0")
+    ended = run(
+        folder / "ended", *four, *risk, "--checkpoint.async_mode", "async", change=out_of_data
+    )
     yield "out of data", shown(ended) | {"names": names(folder / "ended")}
 
     export = ("--checkpoint.last_save_model_only", "--checkpoint.last_save_in_hf")

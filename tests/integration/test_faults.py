@@ -114,9 +114,22 @@ def test_numbers_that_are_not_finite_stop_every_rank_before_the_save(
         assert (case["step"], case["names"]) == (4, ["step-2"])
 
 
+def test_a_step_that_cannot_fit_is_refused_on_all_ranks_before_it_is_taken(
+    results: Results, folder: Path
+) -> None:
+    """Only rank 1 lacks memory."""
+    for rank, has in enumerate(("32.", "0.0")):
+        error = results[rank]["no room"]["error"]
+        assert error.startswith("PassError: compile.memory_limit_gib is unset, and the step needs")
+        assert f"This rank has {has}" in error and "GiB available in a test / 2 ranks" in error
+        assert "training.local_batch_size" in error
+    assert not (folder / "no room/checkpoint").exists()
+
+
 def test_a_save_is_finished_when_the_data_run_out(results: Results) -> None:
     for rank in (0, 1):
         case = results[rank]["out of data"]
+        assert any(line.startswith("compile.memory_limit_gib = 0:") for line in case["lines"])
         assert (case["error"], case["still_saving"], case["names"]) == ("", False, ["step-2"])
 
 

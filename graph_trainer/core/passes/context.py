@@ -64,7 +64,7 @@ class RunSettings:
     memory_limit_gib: float | None = None
     """The most GiB that a step may need on a device, parameters included: an optional pass that
     breaks the limit is rolled back, and a graph that breaks it without them is refused. None for
-    no limit."""
+    no limit but what the device has, where `PassConfig.device_memory` tells that; 0 for none."""
 
     other_memory: OtherMemoryOf = lambda joint: NO_OTHER_MEMORY
     """What counts against the limit beside the graph and its inputs, given the graph."""
@@ -115,7 +115,7 @@ class PassContext(RunSettings):
         found = self.simulate(trial)
         nanoseconds = self.all_reduce_max(round(found.timeline.step_seconds * _PER_SECOND))
         peak = self.all_reduce_max(found.memory.peak_bytes)
-        fits = self.memory_limit_gib is None or peak <= self.memory_limit_gib * GIB
+        fits = not self.memory_limit_gib or peak <= self.memory_limit_gib * GIB
         return nanoseconds / _PER_SECOND, peak, fits
 
 

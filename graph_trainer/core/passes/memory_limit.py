@@ -1,17 +1,36 @@
-"""A limit of device memory that an optional pass may not break."""
+"""What a step may need of a device's memory: a limit that optional passes may not break either."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
 
 KEY = "compile.memory_limit_gib"
+
+
+class DeviceMemory(NamedTuple):
+    """What a step of this rank may need, as far as its device goes."""
+
+    bytes: int
+    """What is free, and what of the predicted memory is allocated already."""
+    source: str
+    """How that is reckoned, for messages."""
+
+
+DeviceMemoryOf = Callable[[JointGraph], DeviceMemory | None]
+
+
+def unknown(joint: JointGraph) -> None:
+    """Say that a device tells nothing of its memory."""
 
 
 class Budget:
@@ -20,21 +39,28 @@ class Budget:
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the peak of the rank that needs most decides. The limit counts
     everything on the device: parameters, buffers, batch, what `other_memory` says, and what the
-    graph allocates. One that is not above 0 is a PassError.
+    graph allocates. One below 0 is a PassError.
+
+    Without a limit, what the device has bounds the step and no pass, so that all devices get the
+    same graph; a limit of 0 bounds nothing.
     """
 
-    def __init__(self, context: PassContext) -> None:
+    def __init__(self, context: PassContext, device_memory: DeviceMemoryOf = unknown) -> None:
         limit = context.memory_limit_gib
-        if limit is not None and not limit > 0:
-            raise PassError(f"{KEY} = {limit}: not a limit; write GiB above 0, or None")
+        if limit is not None and not 0 <= limit < math.inf:
+            raise PassError(
+                f"{KEY} = {limit}: not a limit; write GiB above 0, None for what the device has, "
+                "or 0 to refuse nothing"
+            )
         self._context = context
         self._limit = limit
+        self._device_memory = device_memory
         self._latest: int | None = None
 
     @property
-    def is_set(self) -> bool:
-        """Whether there is a limit."""
-        return self._limit is not None
+    def limits_passes(self) -> bool:
+        """Whether there is a limit for which passes are rolled back."""
+        return bool(self._limit)
 
     def memory(self, joint: JointGraph) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
@@ -53,7 +79,7 @@ class Budget:
 
     def is_over(self, joint: JointGraph) -> bool:
         """Return whether the graph as it is now needs more than the limit."""
-        return self._limit is not None and self.peak(joint) > self._limit * GIB
+        return bool(self._limit) and self.peak(joint) > (self._limit or 0) * GIB
 
     def why_rolled_back(self, before: int, after: int) -> str:
         """Return what the report says of a pass that was rolled back, given peaks in bytes."""
@@ -62,13 +88,39 @@ class Budget:
             f"{gib(after)} GiB, {KEY} is {self._limit:g}"
         )
 
-    def refusal(self, joint: JointGraph, ledger: str, raised: Mapping[str, int]) -> PassError:
-        """Make the error for a graph that needs more than the limit after all passes.
+    def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
+        """Refuse a graph that needs more than the limit after all passes, or than a device has.
 
         Args:
-            ledger: the report so far, as text.
+            report: of all passes.
             raised: by optional pass that was kept, the bytes by which it raised the peak.
+
+        Raises:
+            PassError: it does, on every rank alike, with what the memory is for and what helps.
         """
+        if self.is_over(joint):
+            needs = f"{gib(self.peak(joint))} GiB at its predicted peak on the rank that needs most"
+            raise PassError(
+                f"{KEY} = {self._limit:g}: the step needs {needs}. This rank: "
+                f"{self._advice(joint, report, raised, f'Raise {KEY}, or set')}"
+            )
+        if self._limit is not None or self._device_memory is unknown:
+            return
+        room, need = self._device_memory(joint), self.memory(joint).peak_bytes
+        # a rank that knows nothing has to take part
+        lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
+        if lack > 0:
+            has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
+            needs = self._advice(joint, report, raised, f"Take the risk with {KEY} = 0, or set")
+            raise PassError(
+                f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
+                f"rank that lacks most. This rank has {has}; it needs {needs}"
+            )
+
+    def _advice(
+        self, joint: JointGraph, report: Report, raised: Mapping[str, int], first: str
+    ) -> str:
+        """Say what this rank needs and for what, what each pass did to it, and what helps."""
         memory = self.memory(joint)
         at_peak = memory.peak_by_category()
         parts = ", ".join(
@@ -78,15 +130,14 @@ class Budget:
         )
         reshards = self._context.reshard_after_forward == "always"
         found = remedies(at_peak, reshards=reshards, raised=raised)
-        return PassError(
-            f"{KEY} = {self._limit:g}: the step needs {gib(self.peak(joint))} GiB at its "
-            f"predicted peak on the rank that needs most. This rank: {gib(memory.peak_bytes)} GiB, "
-            f"of which {parts}.\n{ledger}\n"
-            f"Raise {KEY}, or set what would help, with what it frees here at most:\n"
+        return (
+            f"{gib(memory.peak_bytes)} GiB at its predicted peak, of which {parts}.\n{report}\n"
+            f"{first} what would help, with what it frees here at most:\n"
             + "\n".join(f"  {line}" for line in found)
         )
 
 
+_ENDLESS = 2**62
 _STATE = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
 _REMEDIES: tuple[tuple[tuple[Category, ...], str], ...] = (
     (

@@ -19,7 +19,7 @@ from graph_trainer.core.passes.context import (
     detect_on_all_ranks,
     one_rank,
 )
-from graph_trainer.core.passes.memory_limit import Budget
+from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
@@ -40,6 +40,11 @@ class PassConfig(RunSettings):
 
     options: Mapping[str, Any] = field(default_factory=dict)
     """Options dataclass by pass name, for passes that have options."""
+
+    device_memory: DeviceMemoryOf = unknown
+    """What a step of this rank may need on its device, given the graph. Where `memory_limit_gib` is
+    None, a graph that needs more on any rank is refused. No pass is told: the same graph is made
+    whatever a device has free."""
 
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """By pass name, what it decided for an earlier graph of the step, to be followed."""
@@ -74,8 +79,8 @@ def run_passes(
     Raises:
         PassError: an unknown, repeated or misplaced pass; options that do not fit; a pass
             that failed, with the names of those that ran before it; a step that needs more
-            memory than the limit; ranks on unlike devices, where passes decide by simulation
-            and no hardware is named.
+            memory than the limit, or than the device has; ranks on unlike devices, where passes
+            decide by simulation and no hardware is named.
         VerificationError: a pass that left an invalid graph.
     """
     steps = pass_by_pass(
@@ -107,7 +112,7 @@ def pass_by_pass(
     run = PassContext(**settings, all_reduce_max=all_reduce_max)
     steps, simulated_on = _prepare(joint, config, run)
     _check_history(joint, [step.graph_pass for step in steps])
-    budget = Budget(run)
+    budget = Budget(run, config.device_memory)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
     first = measure(joint, "capture", 0.0)
@@ -120,7 +125,7 @@ def pass_by_pass(
         name = step.graph_pass.name
         if on_pass is not None:
             on_pass(name)
-        may_go = roll_back and budget.is_set and step.graph_pass.optional
+        may_go = roll_back and budget.limits_passes and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.peak(joint)) if may_go else (None, 0)
         seconds, verified = run_one(joint, step, numbers)
         budget.changed()
@@ -137,14 +142,15 @@ def pass_by_pass(
         before_pass, state = state, state_of(joint)
         changed = state != before_pass
         row = measure(joint, name, seconds) if changed else rows[-1]
+        if start is None and step.graph_pass.optional:
+            raised[name] = row.peak_bytes - rows[-1].peak_bytes
         row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
         if simulated_on and step.needs_hardware and (changed or joint.remarks):
             joint.remarks[:1] = ["; ".join([*joint.remarks[:1], f"simulated on {simulated_on}"])]
             simulated_on = ""  # said once
         rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
         yield rows[-1]
-    if budget.is_over(joint):
-        raise budget.refusal(joint, str(Report(rows)), raised)
+    budget.check(joint, Report(rows), raised)
     joint.graph_module.recompile()
 
 

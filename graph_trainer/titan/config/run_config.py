@@ -93,7 +93,9 @@ class GraphCompileConfig(CompileConfig):
     optimizer state, gradients and what the graph allocates, without the gaps that an allocator
     leaves (`graph-trainer plan` shows them). An optional pass (bucketing, overlap) that needs
     more is rolled back; a step that needs more without such passes is refused before it runs.
-    Unset for no limit.
+    Unset for what the device has: free memory less the reserve of the hardware's profile on a
+    GPU, available memory divided by the ranks of the machine on CPU. It refuses steps and rolls
+    no pass back. 0 refuses nothing.
     """
 
     verify_passes: bool = False

@@ -153,10 +153,11 @@ class _Checks:
         )
         limit = self.config.compile.memory_limit_gib
         self.require(
-            limit is None or 0 < limit < math.inf,
+            limit is None or 0 <= limit < math.inf,
             "compile.memory_limit_gib",
-            "not a positive number of GiB",
-            "Set the GiB that a step may need on a device, or unset it for no limit.",
+            "not a number of GiB",
+            "Set the GiB that a step may need on a device, 0 to refuse no step, or unset it for "
+            "what the device has.",
         )
         folder = self.config.dump_folder
         self.require(

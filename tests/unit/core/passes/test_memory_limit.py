@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 
 import pytest
@@ -14,9 +15,10 @@ from graph_trainer.core.graph.ops import subgraph_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import one_rank
+from graph_trainer.core.passes.memory_limit import DeviceMemory, unknown
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.simulate import OtherMemory
-from graph_trainer.core.units import GIB
+from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import Builder, assert_same, code, run, values_for
 from tests.unit.graphs import aten, captured_decoder, hungry
 
@@ -33,8 +35,10 @@ def _captured(**decoder):
     return captured_decoder(**decoder)
 
 
-def after(limit=None, passes=OVERLAP, other=NOTHING, all_reduce_max=one_rank, **decoder):
-    """The graph after the passes and the report; the limit in bytes."""
+def after(
+    limit=None, passes=OVERLAP, other=NOTHING, all_reduce_max=one_rank, has=unknown, **decoder
+):
+    """The graph after the passes and the report; the limit in bytes; `has` as `device_memory`."""
     joint = copy_graph(_captured(**decoder))
     config = gt.PassConfig(
         reshard_after_forward="always",
@@ -42,6 +46,7 @@ def after(limit=None, passes=OVERLAP, other=NOTHING, all_reduce_max=one_rank, **
         disable_passes=OFF,
         memory_limit_gib=limit and limit / GIB,
         other_memory=lambda joint: other,
+        device_memory=has,
     )
     return joint, gt.run_passes(joint, config, all_reduce_max=all_reduce_max)
 
@@ -239,6 +244,72 @@ def test_a_step_captured_again_keeps_to_what_the_first_graph_did():
 
 def config(extra, limit):
     return gt.PassConfig(passes=["default", extra], memory_limit_gib=limit / GIB)
+
+
+# --- what the device has -------------------------------------------------------------------
+
+
+def having(num):
+    """A device with so many bytes."""
+    return lambda joint: DeviceMemory(num, "all there is")
+
+
+def test_a_device_refuses_a_step_and_rolls_nothing_back(overlapped, high, low):
+    joint, report = after(has=having(high))
+    assert described(joint) == described(overlapped) and report.notes() == []
+    with pytest.raises(gt.PassError) as caught:
+        after(has=having(high - 1))  # which would do without overlap_fsdp
+    message = str(caught.value)
+    for words in (
+        "compile.memory_limit_gib is unset, and the step needs",
+        f"This rank has {gib(high - 1)} GiB: all there is; it needs {gib(high)} GiB",
+        "activations",
+        "gather fwd",  # the ledger
+        "Take the risk with compile.memory_limit_gib = 0",
+        "training.local_batch_size",
+        'compile.disable_passes = ["overlap_fsdp"]',
+    ):
+        assert words in message
+    assert "rolled back" not in message
+
+
+def test_a_limit_of_ones_own_and_none_at_all_ask_no_device(plain, overlapped, high):
+    def has(joint):
+        pytest.fail("asked")
+
+    assert described(after(high, has=has)[0]) == described(overlapped)
+    assert described(after(high - 1, has=has)[0]) == described(plain)
+    silent = lambda mine: pytest.fail("asked")  # noqa: E731
+    joint, report = after(0, has=has, all_reduce_max=silent)
+    assert described(joint) == described(overlapped) and report.notes() == []
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, math.inf])
+def test_what_is_no_limit(limit):
+    with pytest.raises(gt.PassError, match=f"compile.memory_limit_gib = {limit}: not a limit"):
+        gt.run_passes(copy_graph(_captured()), gt.PassConfig(memory_limit_gib=limit))
+
+
+def test_ranks_with_unlike_memory_decide_the_same(high):
+    """One has enough, one too little, one does not know; each asks the others once."""
+    ranks = [having(high + 10 * GIB), having(high - 1000), lambda joint: None]
+    said = []
+    for has in ranks:
+        after(has=has, all_reduce_max=lambda mine: said.append(mine) or -1)
+    assert len(said) == len(ranks) and max(said) == 1000
+    for has in ranks:
+        with pytest.raises(gt.PassError, match="needs 9.31e-07 GiB more than there is"):
+            after(has=has, all_reduce_max=lambda mine: max(said))
+
+
+def test_a_batch_of_another_shape_has_to_fit_too():
+    model = Net()
+    joint = gt.capture(model, loss, (torch.ones(2, 4),))
+    gt.run_passes(joint)
+    step = TrainStep(loss, passes=gt.PassConfig(device_memory=having(peak(joint))))
+    step(model, torch.ones(2, 4))
+    with pytest.raises(gt.PassError, match="memory_limit_gib is unset, and the step needs"):
+        step(model, torch.ones(40, 4))
 
 
 # --- copies --------------------------------------------------------------------------------

@@ -1,0 +1,122 @@
+"""How much memory a step of this rank may need, as far as its device goes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import psutil
+import torch
+from torch import nn
+from torchtitan.tools.logging import logger
+
+from graph_trainer.core.analysis.memory import given_bytes
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.passes.memory_limit import KEY, DeviceMemory
+from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.units import GIB, gib
+from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_OF_PROCESS = Path("/proc/self/cgroup")
+
+
+class MemoryOfRun:
+    """Tells how many bytes the steps of a run may need on this rank.
+
+    Asked for the first graph and then answered the same: the rank's share of what is free before
+    the first step, and what the rank has allocated of the memory that is predicted. Later, other
+    ranks are within a step of theirs, and allocators keep what they have had.
+
+    Args:
+        device: what the steps run on.
+        hardware: whose reserve is left free on a GPU.
+        parameters: of the model, for their gradients.
+        optimizers: whose state may have been restored.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        hardware: Hardware,
+        parameters: Iterable[nn.Parameter],
+        optimizers: Iterable[torch.optim.Optimizer],
+    ) -> None:
+        self._device = device
+        self._reserve = int(hardware.memory_reserved_gib * GIB)
+        self._parameters = list(parameters)
+        self._optimizers = optimizers
+        self._found: list[DeviceMemory | None] = []
+
+    def __call__(self, joint: JointGraph) -> DeviceMemory | None:
+        """Return the bytes; None, with a warning in the log, where the device tells nothing."""
+        if not self._found:
+            self._found.append(self._find(joint))
+        return self._found[0]
+
+    def _find(self, joint: JointGraph) -> DeviceMemory | None:
+        try:
+            free, source = self._free()
+        except (OSError, RuntimeError, AttributeError, psutil.Error) as error:
+            logger.warning(
+                f"{KEY} is unset, and it is unknown how much memory '{self._device}' has free "
+                f"({error}): a step that does not fit is not refused. Set {KEY} to the GiB that a "
+                "step may need there"
+            )
+            return None
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        here = given_bytes(joint, InputKind.PARAMETER, InputKind.BUFFER, InputKind.BATCH)
+        here += local_bytes(gradients) + optimizer_state_bytes(self._optimizers)
+        return DeviceMemory(free + here, f"{source}, and {gib(here)} GiB that are in use for it")
+
+    def _free(self) -> tuple[int, str]:
+        """Return the bytes that this rank may still allocate, and how that is reckoned."""
+        if self._device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self._device)
+            # what the allocator keeps is free for this process
+            free += torch.cuda.memory_reserved(self._device)
+            free -= torch.cuda.memory_allocated(self._device)
+            reserve = f"{gib(self._reserve)} for the driver and NCCL"
+            return free - self._reserve, f"{gib(free)} GiB free on the GPU, less {reserve}"
+        if self._device.type != "cpu":
+            raise RuntimeError(f"devices of type '{self._device.type}' are not asked")
+        free, where = available_on_cpu()
+        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        return free // ranks, f"{gib(free)} GiB available {where} / {ranks} ranks"
+
+
+def available_on_cpu() -> tuple[int, str]:
+    """Return the bytes that programs may still take, and of what: the machine, or the control
+    group of this process (a container) where that leaves less."""
+    found = [(psutil.virtual_memory().available, "on this machine")]
+    found += [(free, "in this container") for free in _left_in_cgroups()]
+    return min(found)
+
+
+def _left_in_cgroups() -> Iterator[int]:
+    """Yield the bytes that each limit above this process leaves; files that programs have read
+    count as free, as the kernel drops them first."""
+    try:
+        entries = [line.split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
+    except OSError:  # not Linux
+        return
+    for _, controllers, path in entries:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version_1 = bool(controllers)
+        root = _CGROUPS / "memory" if version_1 else _CGROUPS
+        names = ("limit_in_bytes", "usage_in_bytes") if version_1 else ("max", "current")
+        # a container sees its own group as the root, and the path is then that of the host
+        inner = root / path.strip("/")
+        for folder in (inner, *inner.parents):
+            if not folder.is_relative_to(root):
+                break
+            try:
+                limit, usage = ((folder / f"memory.{name}").read_text().strip() for name in names)
+                stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+            except OSError:  # the root of version 2 has no limit
+                continue
+            if limit != "max":
+                files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                yield max(0, int(limit) - int(usage) + files)
