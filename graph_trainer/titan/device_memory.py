@@ -68,7 +68,7 @@ class MemoryOfRun:
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         here = given_bytes(joint, InputKind.PARAMETER, InputKind.BUFFER, InputKind.BATCH)
         here += local_bytes(gradients) + optimizer_state_bytes(self._optimizers)
-        return DeviceMemory(free + here, f"{source}, and {gib(here)} GiB that are in use for it")
+        return DeviceMemory(free + here, f"{source}, plus {gib(here)} GiB of it that are allocated")
 
     def _free(self) -> tuple[int, str]:
         """Return the bytes that this rank may still allocate, and how that is reckoned."""

@@ -122,7 +122,7 @@ def test_a_step_that_cannot_fit_is_refused_on_all_ranks_before_it_is_taken(
         error = results[rank]["no room"]["error"]
         assert error.startswith("PassError: compile.memory_limit_gib is unset, and the step needs")
         assert f"This rank has {has}" in error and "GiB available in a test / 2 ranks" in error
-        assert "training.local_batch_size" in error
+        assert "parallelism.data_parallel_shard_degree" in error
     assert not (folder / "no room/checkpoint").exists()
 
 

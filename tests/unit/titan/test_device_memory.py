@@ -60,7 +60,7 @@ def test_the_ranks_of_a_machine_share_what_is_available(machine, joint):
     machine.setenv("LOCAL_WORLD_SIZE", "4")
     found = memory(joint)
     assert found.bytes == 4 * GIB + held
-    assert found.source.startswith("16.00 GiB available on this machine / 4 ranks, and 0.00195")
+    assert found.source.startswith("16.00 GiB available on this machine / 4 ranks, plus 0.00195")
 
 
 def test_what_the_run_has_allocated_already_is_not_counted_twice(machine, joint):
