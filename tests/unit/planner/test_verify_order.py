@@ -8,6 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
+from graph_trainer.core.passes.memory_limit import unknown
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -174,10 +175,9 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     after = {}
     for rank in (0, 2):
         run = FakeRank(config_with(1000), 3, rank, "cpu")
-        joint, peaks = run.capture(), []
-        run_passes(
-            joint, run.pass_config(), all_reduce_max=lambda peak, to=peaks: to.append(peak) or peak
-        )
+        joint, peaks, passes = run.capture(), [], run.pass_config()
+        assert passes.device_memory is unknown, "a plan depends on no machine's free memory"
+        run_passes(joint, passes, all_reduce_max=lambda peak, to=peaks: to.append(peak) or peak)
         assert peaks[-1] > peaks[0], "the pass needs no memory"
         after[rank] = peaks[-1]
     assert after[2] < after[0]
