@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import fx
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
@@ -35,7 +33,6 @@ from tests.integration.issued import count_issued, expected_events
 from tests.integration.matrix import (
     DDP4,
     FP32,
-    FSDP2,
     FSDP2_TP2,
     FSDP4,
     HSDP2X2_TP2,
@@ -51,34 +48,45 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Variant:
-    """Passes behind the default ones, and options of bucket_collectives."""
+    """Options of bucket_collectives, and what else the default list is run with."""
 
     bucketing: dict[str, Any] = field(default_factory=dict)
-    passes: tuple[str, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)
 
 
+UNSCHEDULED = {"disable_passes": ("schedule_overlap",)}
 VARIANTS = {
-    "none": Variant(),
-    "size": Variant({"strategy": "size", "cap_mib": 1.0}),
-    "transformer_block": Variant({"strategy": "transformer_block"}),
-    "auto": Variant({"strategy": "auto"}),
-    "scheduled": Variant({"strategy": "transformer_block"}, ("schedule_overlap",)),
+    "none": Variant({"strategy": "none"}, UNSCHEDULED),
+    "size": Variant({"strategy": "size", "cap_mib": 1.0}, UNSCHEDULED),
+    "transformer_block": Variant({}, UNSCHEDULED),
+    "auto": Variant({"strategy": "auto"}, UNSCHEDULED),
+    "default": Variant(),
+    "bitwise": Variant({}, {"bitwise": True}),
 }
 
 MESHES: dict[str, tuple[Flags, str]] = {
+    "fsdp3": (shard(3) | rows(2) | FP32, "always"),
     "fsdp4": (FSDP4 | FP32, "always"),
+    "fsdp8": (shard(8) | rows(1) | FP32, "always"),
     "fsdp2_tp2": (FSDP2_TP2 | FP32, "always"),
     "hsdp2x2_tp2": (HSDP2X2_TP2 | FP32, "always"),
     "ddp4": (DDP4 | FP32, "never"),
-    "fsdp2": (FSDP2 | FP32, "always"),
     "ddp2": (replicate(2) | shard(1) | rows(4) | FP32, "never"),
 }
 """Flags, and the policy that reshards after forward."""
 # What each strategy does is seen on meshes of one axis.
-FEWER = {"fsdp2_tp2": ("none", "auto", "scheduled"), "hsdp2x2_tp2": ("none", "scheduled")}
+FEWER = {"fsdp2_tp2": ("none", "auto", "default"), "hsdp2x2_tp2": ("none", "default")}
 RUNS = [(mesh, name) for mesh in MESHES for name in FEWER.get(mesh, tuple(VARIANTS))]
 """Every mesh with the variants that run on it."""
-RANKS = {"fsdp4": 4, "ddp4": 4, "fsdp2_tp2": 4, "hsdp2x2_tp2": 8, "fsdp2": 2, "ddp2": 2}
+RANKS = {
+    "fsdp3": 3,
+    "fsdp4": 4,
+    "ddp4": 4,
+    "fsdp2_tp2": 4,
+    "hsdp2x2_tp2": 8,
+    "fsdp8": 8,
+    "ddp2": 2,
+}
 
 
 def run(folder: Path, mesh: str) -> Result:
@@ -95,12 +103,11 @@ def run(folder: Path, mesh: str) -> Result:
         captured = gt.capture(model, loss_of_batch(trainer.loss_fn), args, kwargs)
         plain = with_passes(captured, config, VARIANTS["none"], policy)
         exact = plain(model, *args, **kwargs)
-        bounds = summation_bounds(plain, model, args, kwargs)
         for name in (name for known, name in RUNS if known == mesh):
             variant = VARIANTS[name]
             step = plain if name == "none" else with_passes(captured, config, variant, policy)
             found, issued = count_issued(step, model, *args, **kwargs)
-            entry = differences(found, exact, bounds)
+            entry = differences(found, exact)
             kinds = Counter(c.kind for c in collectives(step.joint))
             entry |= {"issued": issued, "expected": expected_events(kinds)}
             entry |= {"merged": counts(step.joint), "plain": counts(plain.joint)}
@@ -123,26 +130,24 @@ def with_passes(captured: JointGraph, config: gt.PassConfig, variant: Variant, p
     joint = copy_graph(captured)
     asked = dataclasses.replace(
         config,
-        passes=("default", *variant.passes),
         reshard_after_forward=policy,
         hardware=load_hardware("cpu"),
         options={"bucket_collectives": BucketCollectivesOptions(**variant.bucketing)},
+        **variant.more,
     )
     gt.run_passes(joint, asked, all_reduce_max=LargestOfAllRanks())
     check_order_across_ranks(joint)
     return gt.compile(joint, compare_ranks=False)
 
 
-def differences(found: Any, exact: Any, bounds: dict[str, torch.Tensor]) -> Result:
+def differences(found: Any, exact: Any) -> Result:
     """A variant's loss and gradients beside the plain graph's."""
     (loss, gradients), (exact_loss, exact_gradients) = found, exact
-    assert gradients.keys() == exact_gradients.keys() == bounds.keys()
+    assert gradients.keys() == exact_gradients.keys()
     return {
         "losses": [loss.item(), exact_loss.item()],
         "gradients": len(gradients),
         "unlike": [n for n, g in exact_gradients.items() if not same(gradients[n], g)],
-        "beyond": [n for n, g in exact_gradients.items() if not within(gradients[n], g, bounds[n])],
-        "least_bound": min(b.max().item() for b in bounds.values() if b.numel()),
     }
 
 
@@ -150,56 +155,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.to_local(), b.to_local())
 
 
-def within(a: torch.Tensor, b: torch.Tensor, bound: torch.Tensor) -> bool:
-    difference = (a.to_local().double() - b.to_local().double()).abs()
-    return bool((difference <= bound).all())
-
-
 def counts(joint: JointGraph) -> list[int]:
     """Parameter gathers forward and backward, and gradient reductions."""
     found = Counter((role_of(n), is_backward(n)) for n in joint.graph.nodes if is_collective(n))
     keys = ((Role.UNSHARD, False), (Role.UNSHARD, True), (Role.REDUCE_GRAD, True))
     return [found[key] for key in keys]
-
-
-def summation_bounds(plain: Step, model: Any, args: Any, kwargs: Any) -> dict[str, torch.Tensor]:
-    """How far two orders of summation can be apart, element by element of each gradient.
-
-    n numbers x added up in float32, in whatever order, are off by at most (n - 1) u sum |x| to
-    first order, u = 2**-24 (Higham, Accuracy and Stability of Numerical Algorithms, 4.2); and so
-    two orders are at most twice that apart, n being at most the number of ranks. The sums of |x|
-    are reduced beside the gradients.
-    """
-    magnitudes = Magnitudes(plain.joint)
-    values = plain._state_values(model) + plain._batch_values(args, kwargs)
-    with torch.no_grad():
-        magnitudes.run(*values)
-    ranks, unit = dist.get_world_size(), 2.0**-24
-    return {
-        name: 2 * (ranks - 1) * unit * magnitudes.magnitude[node].double()
-        for name, node in plain.joint.gradients()
-    }
-
-
-class Magnitudes(fx.Interpreter):
-    """Runs a graph and beside each reduction of gradients one of their magnitudes."""
-
-    def __init__(self, joint: JointGraph) -> None:
-        super().__init__(joint.graph_module, garbage_collect_values=False)
-        self.magnitude: dict[fx.Node, torch.Tensor] = {}
-
-    def run_node(self, node: fx.Node) -> Any:
-        result = super().run_node(node)
-        if node.op != "call_function":
-            return result
-        reduces = role_of(node) is Role.REDUCE_GRAD and is_collective(node)
-        if reduces or any(n in self.magnitude for n in node.all_input_nodes):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), self._magnitude_of)
-            self.magnitude[node] = node.target(*args, **kwargs)
-        return result
-
-    def _magnitude_of(self, node: fx.Node) -> Any:
-        if node in self.magnitude:
-            return self.magnitude[node]
-        value = self.env[node]
-        return value.abs() if isinstance(value, torch.Tensor) else value

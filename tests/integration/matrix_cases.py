@@ -88,10 +88,10 @@ def run_double_batch(case: Case, folder: Path, accumulated: Recorded) -> Result:
 def describe(case: Case, eager: Recorded, captured: Recorded, folder: Path, flags: Flags) -> Result:
     """What one captured run gave, beside the eager one."""
     found = collectives(captured.joint())
-    gathers: dict[str, list[str | None]] = {"forward": [], "backward": []}
+    gathers: dict[str, list[str]] = {"forward": [], "backward": []}
     for entry in found:
         if entry.role == "unshard":
-            gathers["backward" if entry.phase == "backward" else "forward"].append(entry.parameter)
+            gathers["backward" if entry.phase == "backward" else "forward"] += entry.parameters
     result: Result = {
         "differing": differing(eager, captured),
         "gradients": len(captured.gradients[0]),

