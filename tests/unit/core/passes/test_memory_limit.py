@@ -3,15 +3,13 @@
 import dataclasses
 import functools
 import math
-import operator
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import memory_of
-from graph_trainer.core.graph.ops import subgraph_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import one_rank
@@ -19,7 +17,7 @@ from graph_trainer.core.passes.memory_limit import DeviceMemory, unknown
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.testing import Builder, assert_same, code, run, values_for
+from graph_trainer.testing import assert_same, code, run
 from tests.unit.graphs import aten, captured_decoder, hungry
 
 OVERLAP = ["default", "overlap_fsdp"]
@@ -331,71 +329,6 @@ def test_a_copy_does_not_change_with_its_original(plain):
     assert described(joint) == before and joint.history[-1] == "tag_buckets"
     joint.validate()
     assert_same(run(joint), run(plain))
-
-
-def with_attributes():
-    """relu(x) * const * scales.factor, negated by a subgraph."""
-    b = Builder()
-    inner = fx.Graph()
-    x = b.call(aten.relu.default, b.input("x", 8))
-    value = inner.placeholder("value")
-    inner.output((inner.call_function(aten.neg.default, (value,)),))
-    body = b.call_higher_order(called, fx.GraphModule(nn.Module(), inner), x, val=x)
-    result = b.call(operator.getitem, body, 0)
-    b.root.register_buffer("const", torch.ones(8))
-    b.root.scales = nn.Module()
-    b.root.scales.register_buffer("factor", torch.full((8,), 0.5))
-    for name in ("const", "scales.factor"):
-        constant = b.graph.get_attr(name)
-        constant.meta["val"] = x.meta["val"]
-        result = b.call(aten.mul.Tensor, result, constant)
-    return b.joint(b.call(aten.sum.default, result))
-
-
-def called(module, *args):
-    """A higher-order op, as far as fx can tell."""
-    return module(*args)
-
-
-def replaced(module):
-    module.const = torch.full((8,), 10.0)
-    module.scales = nn.Module()
-    module.scales.register_buffer("factor", torch.zeros(8))
-
-
-def replaced_inside(module):
-    module.scales.factor = torch.zeros(8)
-
-
-def deleted(module):
-    del module.const, module.scales
-
-
-def another_body(module):
-    graph = fx.Graph()
-    value = graph.placeholder("value")
-    graph.output((graph.call_function(aten.exp.default, (value,)),))
-    module.body = fx.GraphModule(nn.Module(), graph)
-
-
-def added(module):
-    module.register_buffer("extra", torch.ones(8))
-
-
-@pytest.mark.parametrize("change", [replaced, replaced_inside, deleted, another_body, added])
-def test_what_a_pass_did_to_attributes_is_restored(change):
-    joint = with_attributes()
-    joint.graph_module.meta["set by"] = "the caller"
-    before, text = run(joint), str(joint)
-    copy = copy_graph(joint)
-    change(joint.graph_module)
-    restore_graph(joint, copy)
-    assert_same(before, run(joint))
-    assert str(joint) == text and not hasattr(joint.graph_module, "extra")
-    assert joint.graph_module.meta["set by"] == "the caller"
-    assert all(subgraph_of(n) is not None for n in joint.graph.nodes if n.target == "body")
-    # and so in the code that backends compile
-    assert_same(before[:1], [o.clone() for o in joint.graph_module(*values_for(joint))])
 
 
 def test_no_limit_costs_no_exchange():
