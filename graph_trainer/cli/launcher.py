@@ -35,6 +35,7 @@ In the environment (a flag wins over it):
   RDZV_ENDPOINT  where the machines meet, host:port; needed when there are several
   MAX_RESTARTS   how often all ranks are restarted from the last checkpoint after one has failed;
                  needs checkpoint.enable: 0
+  TORCHINDUCTOR_CACHE_DIR  where what is compiled is kept: torchinductor_ and your name, below /tmp
   PYTHON         the Python with which run_train.sh makes .venv
 
 """

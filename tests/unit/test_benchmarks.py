@@ -176,3 +176,13 @@ def test_planning_is_measured_from_command_to_table(tmp_path):
     assert row["wall_seconds"] > 0 and row["cpu_seconds"] > 0
     assert 50 * 1024**2 < row["peak_resident_bytes"] < 4 * 1024**3
     assert "debugmodel" in table[-1]
+
+
+def test_regions_and_the_whole_graph_are_compiled_and_compared():
+    flags = ["--layers", "1", "--compare-layers", "1", "--sequence", "32", "--steps", "2"]
+    _, results = benchmark("benchmarks.regional", *flags, timeout=800)
+    assert [row["backend"] for row in results["compiled"]] == ["inductor", "regional"]
+    assert all(row["seconds"] > 0 for row in results["compiled"])
+    assert results["step"]["regional"]["order"] and results["step"]["inductor"]["order"]
+    own = results["step"]["regional"]
+    assert 0 < own["peak_bytes"] <= 1.05 * own["predicted_bytes"]
