@@ -85,7 +85,7 @@ def captured(wanted: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...], Any
     fields = ("layers", "fsdp", "tp", "batch", "sequence")
     case = Case(config="debugmodel", **{key: wanted[key] for key in fields})
     prepared = prepare(case, "ours")
-    model = prepared.model.to_empty(device="cpu")
+    model: Any = prepared.model.to_empty(device="cpu")
     torch.manual_seed(0)
     with torch.no_grad():
         model.init_states()
