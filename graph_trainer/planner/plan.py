@@ -13,9 +13,10 @@ import torch
 
 from graph_trainer.core.graph.annotations import layer_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
-from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.context import AllReduceMax, one_rank
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
+from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
@@ -179,12 +180,11 @@ def make_plan(
 
 
 def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
-    """Add the pass that makes the graph what this runtime does.
+    """Choose the passes that make the graph what this runtime does.
 
     FSDP2, which torchtitan uses, gathers the next layer's parameters while one layer computes.
     """
-    listed = {p.name for p in resolve_passes(passes.passes, passes.disable_passes)}
-    if runtime is not TORCHTITAN or overlap_fsdp.name in listed:
+    if runtime is not TORCHTITAN:
         return passes
     layers = Counter(
         layer
@@ -194,9 +194,9 @@ def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassCo
     options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
     return replace(
         passes,
-        passes=(*passes.passes, overlap_fsdp.name),
-        disable_passes=[name for name in passes.disable_passes if name != overlap_fsdp.name],
-        options={**passes.options, overlap_fsdp.name: options},
+        passes=("default", overlap_fsdp.name),
+        disable_passes=(bucket_collectives.name, schedule_overlap.name),
+        options={overlap_fsdp.name: options},
     )
 
 

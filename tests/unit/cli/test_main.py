@@ -129,7 +129,7 @@ def test_the_table_of_passes_names_them_all_in_stage_order_within_100_columns(ca
     found = [(cells[0], cells[1]) for cells in rows if cells and cells[0] in passes]
     in_order = sorted(passes, key=lambda name: passes[name].stage)
     assert found == [(name, passes[name].stage.name.lower()) for name in in_order]
-    assert 'strategy = "none"' in out
+    assert 'strategy = "transformer_block"' in out
 
 
 def test_a_pass_in_the_current_folder_is_in_the_table(tmp_path, capsys, monkeypatch):

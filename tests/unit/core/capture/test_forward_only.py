@@ -34,6 +34,9 @@ from tests.unit.graphs import Decoder
 
 TOKENS = torch.arange(6).reshape(2, 3)
 
+OFF = ["bucket_collectives", "schedule_overlap"]
+"""What gathers several parameters at a time."""
+
 
 def forward_only(*, backward=False, fsdp=None, **model):
     """A decoder sharded over four fake ranks, captured in eval mode."""
@@ -180,8 +183,8 @@ def test_gathered_parameters_are_freed_after_their_last_reader():
     size = {"layers": 4, "dim": 64, "hidden": 256}
     weight = 64 * 256 * 4
     alone, trained = forward_only(**size), forward_only(backward=True, **size)
-    gt.run_passes(alone)
-    gt.run_passes(trained, gt.PassConfig(reshard_after_forward="always"))
+    gt.run_passes(alone, gt.PassConfig(disable_passes=OFF))
+    gt.run_passes(trained, gt.PassConfig(reshard_after_forward="always", disable_passes=OFF))
     assert weight <= lifetimes(alone).peak_bytes < 2 * weight
     assert lifetimes(alone).peak_bytes < lifetimes(trained).peak_bytes
 
@@ -191,17 +194,19 @@ def test_the_memory_limit_holds():
     size = {"dim": 64, "hidden": 256}
     passes = ("default", "overlap_fsdp")
     plain, overlapped = forward_only(**size), forward_only(**size)
-    gt.run_passes(plain)
-    gt.run_passes(overlapped, gt.PassConfig(passes=passes))
+    gt.run_passes(plain, gt.PassConfig(disable_passes=OFF))
+    gt.run_passes(overlapped, gt.PassConfig(passes=passes, disable_passes=OFF))
     low, high = (memory_of(joint).peak_bytes for joint in (plain, overlapped))
     assert low < high
 
     limited = forward_only(**size)
-    config = gt.PassConfig(passes=passes, memory_limit_gib=(high - 1) / GIB)
+    limit = (high - 1) / GIB
+    config = gt.PassConfig(passes=passes, disable_passes=OFF, memory_limit_gib=limit)
     report = gt.run_passes(limited, config)
     assert "rolled back" in report.last.rolled_back
     assert memory_of(limited).peak_bytes == low
-    config = gt.PassConfig(passes=passes, memory_limit_gib=(low - 1) / GIB)
+    limit = (low - 1) / GIB
+    config = gt.PassConfig(passes=passes, disable_passes=OFF, memory_limit_gib=limit)
     with pytest.raises(gt.PassError, match="the step needs"):
         gt.run_passes(forward_only(**size), config)
 

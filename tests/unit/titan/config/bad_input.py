@@ -75,7 +75,7 @@ KEYS_AND_TYPES = (
 )
 """What the schema refuses as well: a wrong key, type or choice, for itself alone."""
 
-SCHEDULED = '[compile]\npasses = ["default", "schedule_overlap"]\nhardware = "h100-sxm"\n'
+SCHEDULED = '[compile]\nhardware = "h100-sxm"\n'
 OVERLAPPED = '[compile]\npasses = ["default", "overlap_fsdp"]\n'
 
 
@@ -102,9 +102,9 @@ IN_FILES = (
         f"[lr_scheduler]\nmin_lr_factor = {10**400}",
     ),
     Bad(
-        "compile.schedule_overlap.prefetch_depth = 3: has no effect",
-        'Add "schedule_overlap" to compile.passes',
-        "[compile.schedule_overlap]\nprefetch_depth = 3",
+        "compile.overlap_fsdp.in_flight = 3: has no effect",
+        'Add "overlap_fsdp" to compile.passes',
+        "[compile.overlap_fsdp]\nin_flight = 3",
     ),
     Bad(
         "compile.overlap_fsdp.in_flight = 8: has no effect: the pass overlap_fsdp is in "
@@ -132,6 +132,11 @@ IN_FILES = (
         "compile.schedule_overlap.max_consecutive_compute = 0", "must be at least 1", SCHEDULED
     ),
     Bad('compile.passes = ["rematerialize", "rematerialize"]', "remove one"),
+    Bad(
+        "the pass 'fold_grad_reductions' declares that it changes the order of sums",
+        "set compile.bitwise = false",
+        '[compile]\nbitwise = true\npasses = ["default", "fold_grad_reductions"]',
+    ),
     Bad('compile.passes = ["rematerialize", "normalize_views"]', "put it in front"),
     Bad(
         'dataloader.type = "torchtitan.components.loss:CrossEntropyLoss.Config"',
@@ -263,9 +268,9 @@ ON_THE_COMMAND_LINE = (
         ["--activation_checkpoint.debug"],
     ),
     Bad(
-        "command line: compile.schedule_overlap.prefetch_depth = 3: has no effect",
-        'Add "schedule_overlap" to compile.passes',
-        ["--compile.schedule_overlap.prefetch_depth", "3"],
+        "command line: compile.overlap_fsdp.in_flight = 3: has no effect",
+        'Add "overlap_fsdp" to compile.passes',
+        ["--compile.overlap_fsdp.in_flight", "3"],
     ),
     Bad('dataloader.type = "hf"', 'Write "text", "huggingface"', ["--dataloader.type", "hf"]),
     Bad('trainign = { type = "x" }', "Did you mean training?", ["--trainign.type", "x"]),
