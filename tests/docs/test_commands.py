@@ -56,8 +56,12 @@ def lines_of(output: str) -> list[str]:
 
 
 def _normal(text: str) -> str:
-    """A row of the table: its name, gathers and reductions. Any other line without its numbers."""
+    """A row of the table: its name, gathers and reductions. A remark below the table: the pass and
+    what it says, without numbers. Any other line without its numbers."""
     columns = re.split(r"\s{2,}", text.strip())
+    named, _, remark = text.strip().partition(": ")
+    if named in TABLE:
+        return f"{named} | {_normal(remark)}"
     if columns[0] in TABLE:
         name, _, gather_forward, gather_backward, reduce, *_ = columns
         return " | ".join([name, gather_forward, gather_backward, reduce])
