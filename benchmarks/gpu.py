@@ -1,14 +1,17 @@
 """One device: step time, peak memory and MFU of eager, torch.compile and the joint graph.
 
     python -m benchmarks.gpu                  # about 1B parameters, on a GPU
+    python -m benchmarks.gpu --size 8b        # eight of the 32 blocks of Llama 3 8B
     python -m benchmarks.gpu --size tiny      # anywhere
+    benchmarks/gpu.sh                         # the tests of the core on CUDA, and all sizes
 
 Uses the core only (torch 2.11 or newer, no torchtitan). All variants run the same weights in
 bf16, kept in fp32, on the same batch in one process. All are prepared first and then step in
 turns, in another order each round; a ratio is the median over the rounds of eager's seconds to
 the variant's. Peak memory is that of one more step each. Eager and torch.compile run the plain
 model, which suits them best; the joint graphs run it sharded by simple_fsdp over a group of one.
-"joint, eager" is checked bitwise against eager on the way.
+"joint, eager" is checked bitwise against eager on the way. The joint graphs have the default
+passes, and beside what is measured stands what the simulator predicts for the device's profile.
 """
 
 from __future__ import annotations
@@ -31,11 +34,17 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_trainer as gt
 from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
 from benchmarks.turns import orders
+from graph_trainer.core.analysis.memory import given_bytes
+from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.simulation.detect import detect_hardware
+from graph_trainer.core.simulation.simulate import OtherMemory, simulate
+from graph_trainer.core.units import GIB
 
 # Dense bf16 peak of the tensor cores, FLOP/s, from NVIDIA's data sheets (without sparsity).
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "B200": 2250e12}
 
-VARIANTS = ("eager", "joint, eager", "torch.compile", "joint, inductor")
+VARIANTS = ("eager", "joint, eager", "torch.compile", "joint, inductor", "joint, regional")
 
 
 def main() -> None:
@@ -66,7 +75,7 @@ def with_group_of_one(device: torch.device) -> None:
         s.bind(("localhost", 0))
         port = s.getsockname()[1]
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(port), RANK="0", WORLD_SIZE="1")
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else gt.cpu_backend())
 
 
 def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, object]:
@@ -80,10 +89,22 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
     tokens = torch.randint(size.vocabulary, (2, arguments.batch, arguments.sequence), device=device)
     batch = (tokens[0], tokens[1])
 
+    hardware = detect_hardware(device).hardware
+    predicted: dict[str, dict[str, float]] = {}
+
     def joint(backend: str) -> Callable[[], object]:
         graph = gt.capture(model, loss_fn, batch)
         gt.run_passes(graph, gt.PassConfig(reshard_after_forward="always"))
         step = gt.compile(graph, backend=backend)
+        kind = find_backend(backend)
+        other = OtherMemory(
+            fused=kind.fuses_ops, in_regions=kind.compiles_regions, device=device.type
+        )
+        found = simulate(graph, hardware, other)
+        predicted[f"joint, {backend}"] = {
+            "predicted_seconds": found.timeline.step_seconds,
+            "predicted_peak_gib": (found.memory.peak_bytes - given_bytes(graph, *InputKind)) / GIB,
+        }
         return lambda: step(model, *batch)
 
     def loss_of(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -106,6 +127,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
         "joint, eager": lambda: joint("eager"),
         "torch.compile": lambda: autograd(torch.compile(loss_of)),
         "joint, inductor": lambda: joint("inductor"),
+        "joint, regional": lambda: joint("regional"),
     }
     rows: dict[str, dict[str, float]] = {}
     steps: dict[str, Callable[[], object]] = {}
@@ -128,7 +150,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
     reference = None
     gc.collect()
     for name, measured in measure(steps, arguments.steps, device).items():
-        rows[name] |= measured
+        rows[name] |= measured | predicted.get(name, {})
     count = arguments.batch * arguments.sequence
     peak = next((v for k, v in PEAK_FLOPS.items() if k in device_name(device)), None)
     for row in rows.values():
@@ -137,6 +159,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
             row["mfu"] = row["tokens_per_second"] * size.flops_per_token(arguments.sequence) / peak
     return {
         "device": device_name(device),
+        "hardware": hardware.name,
         "torch": torch.__version__,
         "size": arguments.size,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -173,7 +196,7 @@ def measure(
     }
     if device.type == "cuda":
         for name, step in steps.items():
-            measured[name]["peak_gib"] = peak_bytes(step) / 1024**3
+            measured[name]["peak_gib"] = peak_bytes(step) / GIB
     return measured
 
 
@@ -203,17 +226,22 @@ def print_table(results: dict[str, object]) -> None:
     """The variants, one a line."""
     print(
         f"{results['device']}, torch {results['torch']}, {results['parameters']:,} parameters, "
-        f"batch {results['batch']} x {results['sequence']}"
+        f"batch {results['batch']} x {results['sequence']}, profile {results['hardware']}"
     )
     print(
-        f"{'variant':<18}{'ms a step':>10}{'x eager':>9}{'peak GiB':>10}{'MFU':>7}{'prepare s':>11}"
+        f"{'variant':<18}{'ms a step':>10}{'predicted':>10}{'x eager':>9}{'peak GiB':>10}"
+        f"{'predicted':>10}{'MFU':>7}{'prepare s':>11}"
     )
     for name, row in results["variants"].items():  # type: ignore[attr-defined]
         peak = f"{row['peak_gib']:.2f}" if "peak_gib" in row else "-"
         mfu = f"{row['mfu']:.1%}" if "mfu" in row else "-"
+        seconds = gib = "-"
+        if "predicted_seconds" in row:
+            seconds = f"{row['predicted_seconds'] * 1e3:.1f}"
+            gib = f"{row['predicted_peak_gib']:.2f}"
         print(
-            f"{name:<18}{row['step_seconds'] * 1e3:>10.1f}{row['ratio']:>9.2f}{peak:>10}{mfu:>7}"
-            f"{row['prepare_seconds']:>11.1f}"
+            f"{name:<18}{row['step_seconds'] * 1e3:>10.1f}{seconds:>10}{row['ratio']:>9.2f}"
+            f"{peak:>10}{gib:>10}{mfu:>7}{row['prepare_seconds']:>11.1f}"
         )
 
 

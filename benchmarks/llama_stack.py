@@ -32,6 +32,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, dim=64, heads=4, hidden=128, vocabulary=256),
+    "8b": Size(layers=8, dim=4096, heads=32, hidden=14336, vocabulary=128256),
     "1b": Size(layers=16, dim=2048, heads=32, hidden=8192, vocabulary=32000),
 }
 
