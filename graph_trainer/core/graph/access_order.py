@@ -50,11 +50,14 @@ class AccessOrder:
                 done[roots[target]] += 1
         return found
 
-    def check_kept(self, joint: JointGraph) -> None:
+    def check_kept(self, joint: JointGraph) -> AccessOrder:
         """Refuse a graph that reads a storage before another of its writes than this order does.
 
         Storages whose writers are others than before are left out: whoever replaces a write says
         by its own test that it replaces it rightly.
+
+        Returns:
+            the order of the graph, for the check after its next change.
 
         Raises:
             VerificationError: with the reader, or with the input that is not written any more.
@@ -77,3 +80,4 @@ class AccessOrder:
                     f"{'before' if after < count else 'after'} '{moved.name}' writes it in place, "
                     "and it was the other way round: keep the order of the two"
                 )
+        return now

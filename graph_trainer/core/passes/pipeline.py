@@ -120,6 +120,7 @@ def pass_by_pass(
         rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
         first = replace(first, remarks=(rounding,))
     rows, state = [first], state_of(joint)
+    order: AccessOrder | None = None
     yield rows[0]
     for step in steps:
         name = step.graph_pass.name
@@ -127,7 +128,7 @@ def pass_by_pass(
             on_pass(name)
         may_go = roll_back and budget.limits_passes and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.peak(joint)) if may_go else (None, 0)
-        seconds, verified = run_one(joint, step, numbers)
+        seconds, verified, order = run_one(joint, step, numbers, order)
         budget.changed()
         rolled_back = ""
         if start is not None:
@@ -135,6 +136,7 @@ def pass_by_pass(
             if raised[name] > 0 and budget.is_over(joint):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)
+                order = None
                 budget.changed()
                 joint.remarks.clear()
                 if numbers is not None:
@@ -258,17 +260,21 @@ def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:
         )
 
 
-def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple[float, str]:
+def run_one(
+    joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
+) -> tuple[float, str, AccessOrder]:
     """Run a pass and check the graph.
 
     Args:
         numbers: of the graph before the pass; None to leave out the expensive checks.
+        order: of the graph before the pass, if it is known.
 
     Returns:
-        the seconds that the pass alone took, and what the expensive checks say of the numbers.
+        the seconds that the pass alone took, what the expensive checks say of the numbers, and
+        the order of reads and writes that the graph now has.
     """
     joint.remarks.clear()
-    order = AccessOrder.of(joint)
+    order = order or AccessOrder.of(joint)
     start = time.perf_counter()
     name = step.graph_pass.name
     ran = ", ".join(joint.history) or "no other pass"
@@ -283,7 +289,7 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
     seconds = time.perf_counter() - start
     try:
         joint.validate()
-        order.check_kept(joint)
+        order = order.check_kept(joint)
         verified = ""
         if numbers is not None:
             verify_values(joint)
@@ -293,4 +299,4 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
             f"pass '{name}' (after {ran}) left an invalid graph: {error}"
         ) from error
     joint.history.append(name)
-    return seconds, verified
+    return seconds, verified, order
