@@ -6,8 +6,8 @@
 Every measurement is a process of its own, and the two sides take turns, so that both meet the
 same machine. Seconds are CPU seconds of the process: tracing runs on one thread, and other
 processes on the machine count little in them (wall seconds are in the JSON). The garbage
-collector is off, as torchtitan's trainer has it. "ours" runs our default passes; "overlap" merges
-collectives by transformer block and schedules them as well, as the peer does.
+collector is off, as torchtitan's trainer has it. "ours" runs our default passes, which merge and
+schedule collectives as the peer's do; "plain" does neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 POLICIES = ("always", "never")
-SIDES = ("ours", "overlap", "peer")
+SIDES = ("plain", "ours", "peer")
 
 
 def main() -> None:
@@ -107,7 +107,7 @@ def measure(wanted: dict[str, Any]) -> dict[str, Any]:
     if wanted["side"] == "peer":
         graph = peer(prepared, clock)
     else:
-        graph = ours(prepared, clock, overlap=wanted["side"] == "overlap")
+        graph = ours(prepared, clock, "plain" if wanted["side"] == "plain" else "default")
     return {**wanted, **clock.seconds, **graph}
 
 
@@ -126,7 +126,7 @@ class Clock:
         self._start = now
 
 
-def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
+def ours(prepared: Any, clock: Clock, variant: str) -> dict[str, int]:
     """graph_trainer: its report's measuring after every pass counts as passes too."""
     import graph_trainer as gt
     from benchmarks.simulated import passes_of_variant
@@ -136,7 +136,6 @@ def ours(prepared: Any, clock: Clock, *, overlap: bool) -> dict[str, int]:
     loss_fn = loss_of_batch(prepared.loss_fn)
     *batch, positions = prepared.batch()
     policy = prepared.config.parallelism.fsdp_reshard_after_forward
-    variant = "transformer_block overlap" if overlap else "plain"
     passes = passes_of_variant(variant, policy, load_hardware("h100-sxm"))
     clock.lap("loading")
     joint = gt.capture(prepared.model, loss_fn, batch, {"positions": positions})

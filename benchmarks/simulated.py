@@ -98,14 +98,17 @@ def variant(case: Captured, name: str, policy: str, hardware: Hardware) -> Joint
 
 
 def passes_of_variant(name: str, policy: Any, hardware: Hardware) -> gt.PassConfig:
-    """The passes of "plain", a bucketing strategy, or one with " overlap" behind it."""
-    strategy, *overlap = name.split()
-    options = BucketCollectivesOptions(strategy="none" if name == "plain" else strategy)  # type: ignore[arg-type]
-    return gt.PassConfig(
-        reshard_after_forward=policy,
-        passes=["default", "schedule_overlap"] if overlap else ["default"],
+    """The passes of "default", of "plain" (nothing merged or scheduled), or of a bucketing strategy,
+    with " overlap" behind it where the result is scheduled as well."""
+    config = gt.PassConfig(reshard_after_forward=policy, hardware=hardware)
+    if name == "default":
+        return config
+    strategy, *overlap = name.replace("plain", "none").split()
+    options = BucketCollectivesOptions(strategy=strategy)  # type: ignore[arg-type]
+    return replace(
+        config,
+        disable_passes=[] if overlap else ["schedule_overlap"],
         options={"bucket_collectives": options},
-        hardware=hardware,
     )
 
 

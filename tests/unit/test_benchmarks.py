@@ -60,19 +60,19 @@ def test_capture_measures_every_layer_count_and_policy(tmp_path):
 
 def test_the_peer_is_captured_beside_ours():
     flags = [*CAPTURE, "--layers", "1", "--policies", "always"]
-    table, results = benchmark("benchmarks.capture", *flags, "--sides", "ours", "overlap", "peer")
-    ours, overlap, peer = results["rows"]
-    assert [row["side"] for row in results["rows"]] == ["ours", "overlap", "peer"]
-    assert 0 < overlap["collectives"] < ours["collectives"]
-    # the same model: as many weights to gather, and the peer's in fewer, larger buckets
-    assert 0 < peer["collectives"] < ours["collectives"]
+    table, results = benchmark("benchmarks.capture", *flags, "--sides", "plain", "ours", "peer")
+    plain, ours, peer = results["rows"]
+    assert [row["side"] for row in results["rows"]] == ["plain", "ours", "peer"]
+    # the same model: as many weights to gather; the peer merges them as well
+    for merged in (ours, peer):
+        assert 0 < merged["collectives"] < plain["collectives"]
     assert 0.5 < peer["captured_nodes"] / ours["captured_nodes"] < 2
     assert "x as fast" in table[-1]
 
 
 def test_communication_of_ours_and_the_peers_passes_on_one_graph():
     flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
-    merged = ("transformer_block", "transformer_block overlap", "peer")
+    merged = ("transformer_block", "default", "peer")
     flags += ["--variants", "plain", *merged, "--unfused-qkv"]
     table, (result,) = benchmark("benchmarks.communication", *flags)
     rows = {(row["policy"], row["variant"]): row for row in result["rows"]}
@@ -97,7 +97,21 @@ def test_communication_of_ours_and_the_peers_passes_on_one_graph():
             assert row["step_seconds"] > max(floor["compute"], *floor["bandwidth"].values())
             parallel = sum(each["seconds"] for each in row["exposed_tensor_parallel"])
             assert parallel == pytest.approx(row["exposed_seconds"]["tensor_parallel"])
-    assert any("bytes over bandwidth" in line for line in table)
+    for part in ("bytes over bandwidth", "of FSDP's exposed ms"):
+        assert any(part in line for line in table)
+
+
+def test_the_default_list_hides_what_fsdp_sends_at_next_to_no_memory():
+    flags = ["--cases", "8b:16:8:8", "--layers", "4", "--variants", "plain", "default"]
+    _, (result,) = benchmark("benchmarks.communication", *flags)
+    for policy in ("always", "never"):
+        plain, default = (row for row in result["rows"] if row["policy"] == policy)
+        of_fsdp = [
+            row["exposed_seconds"]["unshard"] + row["exposed_seconds"]["reduce_grad"]
+            for row in (plain, default)
+        ]
+        assert 0 < of_fsdp[1] <= of_fsdp[0] / 4
+        assert default["peak_bytes"] <= 1.03 * plain["peak_bytes"]
 
 
 @pytest.mark.timeout(600)
