@@ -98,8 +98,8 @@ def variant(case: Captured, name: str, policy: str, hardware: Hardware) -> Joint
 
 
 def passes_of_variant(name: str, policy: Any, hardware: Hardware) -> gt.PassConfig:
-    """The passes of "default", of "plain" (nothing merged or scheduled), or of a bucketing strategy,
-    with " overlap" behind it where the result is scheduled as well."""
+    """The passes of "default", of "plain" (nothing merged or scheduled), or of a bucketing
+    strategy, with " overlap" behind it where the result is scheduled as well."""
     config = gt.PassConfig(reshard_after_forward=policy, hardware=hardware)
     if name == "default":
         return config
