@@ -119,7 +119,7 @@ def test_a_step_of_ours_eager_and_the_peer_on_two_ranks():
     # long enough for activations to make the peak: while it reduces, gloo holds less than nccl,
     # for which memory is predicted
     flags = ["--fsdp", "2", "--tp", "1", "--batch", "1", "--sequence", "256", "--rounds", "1"]
-    variants = ["eager", "never", "peer never"]
+    variants = ["eager", "never", "never plain", "peer never"]
     flags += ["--warmup", "1", "--variants", *variants]
     _, results = benchmark("benchmarks.step", *flags, timeout=580)
     rows = results["variants"]
@@ -128,11 +128,11 @@ def test_a_step_of_ours_eager_and_the_peer_on_two_ranks():
     for row in rows.values():
         assert row["step_seconds"] > 0
         assert sum(row["shares"].values()) == pytest.approx(1)
-    ours, peer = rows["never"], rows["peer never"]
-    # what the graph predicts is what the step holds
-    for row in (ours, peer):
+    plain = rows["never plain"]
+    for row in (rows["never"], rows["peer never"]):
+        # what the graph predicts is what the step holds
         assert 0 < row["live_bytes"] == row["predicted_bytes"]
-    assert 0 < peer["collectives"] < ours["collectives"]
+        assert 0 < row["collectives"] < plain["collectives"]
 
 
 def test_a_ratio_is_the_median_of_the_rounds_and_the_mean_of_the_ranks():
@@ -197,6 +197,6 @@ def test_regions_and_the_whole_graph_are_compiled_and_compared():
     _, results = benchmark("benchmarks.regional", *flags, timeout=800)
     assert [row["backend"] for row in results["compiled"]] == ["inductor", "regional"]
     assert all(row["seconds"] > 0 for row in results["compiled"])
-    assert results["step"]["regional"]["order"] and results["step"]["inductor"]["order"]
+    assert results["step"]["regional"]["order"]  # Inductor is free to reorder the whole graph
     own = results["step"]["regional"]
     assert 0 < own["peak_bytes"] <= 1.05 * own["predicted_bytes"]
