@@ -139,6 +139,5 @@ def test_ranks_whose_graphs_differ_are_refused(launches: Launches, other: Job) -
     messages = set(launches(other))
     assert len(messages) == 1, "every rank says the same"
     (message,) = messages
-    assert "rank 0 issues all_gather_into_tensor" in message
-    assert "rank 1 issues all_gather_into_tensor" in message
+    assert "rank 0 issues" in message and "rank 1 issues" in message
     assert "would hang" in message

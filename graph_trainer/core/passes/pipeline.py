@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
+from graph_trainer.core.ordering.exchange import LargestOfAllRanks
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import check_bitwise, registered_passes, resolve_passes
 from graph_trainer.core.passes.context import (
@@ -60,7 +61,7 @@ def run_passes(
     config: PassConfig | None = None,
     *,
     on_pass: Callable[[str], None] | None = None,
-    all_reduce_max: AllReduceMax = one_rank,
+    all_reduce_max: AllReduceMax | None = None,
     roll_back: bool = True,
 ) -> Report:
     """Run the passes of `config` on `joint`, in place.
@@ -69,7 +70,8 @@ def run_passes(
         on_pass: called with each pass's name before it runs, for progress.
         all_reduce_max: all-reduces (max) an int over all ranks, so that all decide alike: peak
             bytes where there is a memory limit, and what passes ask that decide by sizes or by
-            simulation. Needed where ranks have shards of unlike sizes.
+            simulation. None for an exchange with the ranks of the default process group, which
+            then all call this; `one_rank` where this rank is alone.
         roll_back: whether the memory limit may roll passes back; if not, a graph beyond the limit
             is refused with all its passes.
 
@@ -83,9 +85,8 @@ def run_passes(
             decide by simulation and no hardware is named.
         VerificationError: a pass that left an invalid graph.
     """
-    steps = pass_by_pass(
-        joint, config, on_pass=on_pass, all_reduce_max=all_reduce_max, roll_back=roll_back
-    )
+    agree = all_reduce_max or LargestOfAllRanks()
+    steps = pass_by_pass(joint, config, on_pass=on_pass, all_reduce_max=agree, roll_back=roll_back)
     return Report(list(steps))
 
 

@@ -26,6 +26,7 @@ from graph_trainer.core.ordering.exchange import (
     check_same_collectives,
     gather_or_fail,
 )
+from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
@@ -138,7 +139,7 @@ class TrainStep:
             else:
                 passes = passes_like(self.passes, self._firsts[program])
                 with groups_agreed_on(no_new_groups):
-                    report = run_passes(joint, passes, roll_back=False)
+                    report = run_passes(joint, passes, all_reduce_max=one_rank, roll_back=False)
             passed = time.perf_counter()
             if first:
                 self.check(joint)

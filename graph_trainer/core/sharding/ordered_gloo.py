@@ -108,16 +108,20 @@ class OrderedGloo(_Base):
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
-        return _start("all_gather", (self._gather(*pair) for pair in pairs))
+        return _start("all_gather", tensors, (self._gather(*pair) for pair in pairs))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
-        return _start("reduce_scatter", (self._scatter(*pair, opts.reduceOp) for pair in pairs))
+        return _start(
+            "reduce_scatter", tensors, (self._scatter(*pair, opts.reduceOp) for pair in pairs)
+        )
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        return _start("all_reduce", (self._all_reduce(each, opts.reduceOp) for each in tensors))
+        return _start(
+            "all_reduce", tensors, (self._all_reduce(each, opts.reduceOp) for each in tensors)
+        )
 
     # What gloo itself does is called by name: torch's class for process groups in Python would call
     # it with the interpreter's lock held, and gloo's thread waits for that lock while it holds
@@ -246,25 +250,27 @@ class _SecondRound:
 class _Work(dist.Work):
     """Collectives under way, which are finished when they are first waited for."""
 
-    def __init__(self, finishes: list[Finish]) -> None:
+    def __init__(self, finishes: list[Finish], sent: list[torch.Tensor]) -> None:
         super().__init__()
         self._finishes = finishes
+        self._sent = sent  # gloo may drop them sooner, at a moment that nobody can predict
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         finishes, self._finishes = self._finishes, []
         with torch.no_grad():
             for finish in finishes:
                 finish()
+        self._sent = []
         return True
 
     def is_completed(self) -> bool:
         return not self._finishes
 
 
-def _start(name: str, collectives: Iterable[Finish]) -> _Work:
+def _start(name: str, sent: list[torch.Tensor], collectives: Iterable[Finish]) -> _Work:
     """Start the collectives, each as the iterable yields it, under one name in profiles."""
     with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
-        return _Work(list(collectives))
+        return _Work(list(collectives), sent)
 
 
 def _exchange(
