@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -20,9 +21,10 @@ def test_what_is_written_is_read(plan, saved):
     assert second.rank == 1 and second.ranks == 1
     fingerprint = plan.fingerprint(second)
     assert len(fingerprint.issues) > 5 and len(fingerprint.computes) > 10
-    # Without overlap_fsdp every collective is waited for in place.
-    waits = [entry.what.rpartition(", ")[2] for entry in fingerprint.issues]
-    assert waits == [f"waited for when {n} are issued" for n in range(1, len(waits) + 1)]
+    # Each is waited for once it is issued itself, some while later ones are in flight.
+    waits = [int(re.search(r"waited for when (\d+) are", e.what)[1]) for e in fingerprint.issues]
+    later = [wait - number for number, wait in enumerate(waits, start=1)]
+    assert min(later) >= 0 < max(later)
     assert second.predicted.parameter_bytes == second.predicted.gradient_bytes > 0
     # The peak is what the caller keeps alive and what the graph makes.
     parts = second.predicted.peak_by_category
