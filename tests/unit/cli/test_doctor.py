@@ -243,7 +243,7 @@ def test_a_machine_that_lacks_nothing_is_told_so(machine, capsys):
     for part in (
         "2.14.1+cu130",
         "GPU 1",
-        "GPU of a kind, 80 GiB",
+        "NVIDIA H100 80GB HBM3, 79 GiB",
         "nccl",
         "eager, inductor, regional",
     ):
