@@ -25,7 +25,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 POLICIES = ("never", "default", "always")
-WAYS = ("plain", "auto", "gloo")
+WAYS = ("plain", "auto", "regional", "gloo")
 VARIANTS = (
     "eager",
     "eager gloo",

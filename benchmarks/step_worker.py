@@ -35,6 +35,7 @@ FLAGS = {
         *("--compile.disable_passes", "schedule_overlap"),
     ],
     "auto": ["--compile.bucketing.strategy", "auto"],
+    "regional": ["--compile.backend", "regional"],
 }
 # what the process groups and the ops that call them are named in a profile
 _COMMUNICATION = ("gloo:", f"{BACKEND}:", "c10d::", "_c10d_functional::", "c10d_functional::")
@@ -52,6 +53,7 @@ class Variant:
         self._of_peer = words[0] == "peer"
         own = [flag for word in words for flag in FLAGS.get(word, [])]
         config = load_config([*flags, *own, "--dump_folder", str(folder)])
+        self._compiled = config.compile.backend != "eager"
         if self._of_peer:
             from benchmarks.peer import config_of_peer
 
@@ -104,6 +106,8 @@ class Variant:
         graph = self._graph()
         if graph is None:
             return {}  # an eager step's tensors are DTensors, whose insides are not seen
+        if self._compiled:
+            return {}  # nor is what a compiled program holds
         live = LiveStorages()
         self.step(live)
         issued = [n for n in graph.graph.nodes if "c10d" in str(n.target)]

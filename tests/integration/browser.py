@@ -114,3 +114,21 @@ class Browser:
     def close(self) -> None:
         """End the browser and its driver."""
         self.driver.quit()
+
+
+def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[Any, str]:
+    """Point at something: what plotly says is there, and the label that appears."""
+    browser.js(
+        """
+        delete window.pointed;
+        document.getElementById(arguments[0]).on("plotly_hover", ({points}) => {
+            window.pointed = points.map((p) => p.customdata).find((c) => c !== undefined);
+        });
+        """,
+        plot,
+    )
+    browser.point_at(selector, right)
+    browser.until("return window.pointed !== undefined")
+    labels = f"#{plot} .hoverlayer .hovertext"
+    browser.until(f"return document.querySelector('{labels}')?.textContent")
+    return browser.js("return window.pointed"), " ".join(browser.texts(labels))

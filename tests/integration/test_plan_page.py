@@ -25,7 +25,7 @@ from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
-from tests.integration.browser import Browser
+from tests.integration.browser import Browser, hover
 
 HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
 MOST_BYTES = 15e6
@@ -224,24 +224,6 @@ def test_dragging_zooms_both_plots_and_a_double_click_shows_the_whole_step(brows
     browser.until("return document.getElementById('streams')._fullLayout.xaxis.range[0] === 0")
     assert shown(browser, "memory") == shown(browser, "streams") == whole
     assert browser.log() == []
-
-
-def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[Any, str]:
-    """Point at something: what plotly says is there, and the label that appears."""
-    browser.js(
-        """
-        delete window.pointed;
-        document.getElementById(arguments[0]).on("plotly_hover", ({points}) => {
-            window.pointed = points.map((p) => p.customdata).find((c) => c !== undefined);
-        });
-        """,
-        plot,
-    )
-    browser.point_at(selector, right)
-    browser.until("return window.pointed !== undefined")
-    labels = f"#{plot} .hoverlayer .hovertext"
-    browser.until(f"return document.querySelector('{labels}')?.textContent")
-    return browser.js("return window.pointed"), " ".join(browser.texts(labels))
 
 
 def shortened(name: str, letters: int) -> str:

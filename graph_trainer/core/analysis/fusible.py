@@ -53,6 +53,8 @@ _FUSIBLE = {
     "aten::constant_pad_nd",
 }
 
+_MOST_INLINED = 8  # torch._inductor.config.max_pointwise_cat_inputs
+
 
 def is_free(node: fx.Node) -> bool:
     """Return whether a node computes nothing: a view, a wait, a getitem."""
@@ -65,6 +67,17 @@ def is_free(node: fx.Node) -> bool:
         return False
     listed = bool(schema.returns) and schema.returns[0].alias_info is not None
     return (aliased_input(node) is not None or listed) and not written_arguments(node)
+
+
+def has_own_buffer(node: fx.Node) -> bool:
+    """Return whether a compiler keeps a fusible node's result in memory although only kernels that
+    it could fuse with read it: a concatenation on CPU, and elsewhere of many tensors."""
+    # torch._inductor.lowering.cat makes a ConcatKernel of these, torch 2.13 to 2.15
+    if node.target is not torch.ops.aten.cat.default:
+        return False
+    tensors = node.all_input_nodes
+    on_cpu = any(t.device.type == "cpu" for t in tensors_of(node))
+    return on_cpu or len(tensors) > _MOST_INLINED
 
 
 def _reduces_outer(node: fx.Node) -> bool:

@@ -65,6 +65,8 @@ def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[l
     place: object = None
     for node in compute_nodes(graph):
         view = _is_view(node, storages[node])
+        if view and not run:
+            continue
         fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
         here = (phase_of(node), layer_of(module_of(node)))
         if fits and (view or here == place):

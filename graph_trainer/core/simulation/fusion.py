@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from graph_trainer.core.analysis.fusible import is_free, is_fusible
+from graph_trainer.core.analysis.fusible import has_own_buffer, is_free, is_fusible
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import (
     phase_of,
@@ -79,8 +79,11 @@ def fuse(
 
 def fuse_in_regions(joint: JointGraph) -> Fusion:
     """Group the nodes of each region alone (see `find_regions`). Linear in nodes."""
-    region = {n: place for place, r in enumerate(find_regions(joint.graph)) for n in r.nodes}
-    return fuse(joint, region.__contains__, part_of=region.get)
+    regions = find_regions(joint.graph)
+    region = {n: place for place, r in enumerate(regions) for n in r.nodes}
+    fusion = fuse(joint, region.__contains__, part_of=region.get)
+    returned = {(n, 0) for r in regions for n in r.outputs}
+    return Fusion(fusion.group, fusion.kept_inside - returned)
 
 
 class _Groups:
@@ -119,7 +122,8 @@ class _Groups:
 def _kept_inside(
     graph: fx.Graph, roots: dict[fx.Node, Storage], group: dict[fx.Node, int]
 ) -> set[Storage]:
-    inside = {roots[node] for node in group if roots[node] == (node, 0)}
+    own = (node for node in group if not has_own_buffer(node))
+    inside = {roots[node] for node in own if roots[node] == (node, 0)}
     for node in graph.nodes:
         if is_free(node):
             continue

@@ -2,6 +2,7 @@
 
 import graphlib
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given
 
@@ -40,6 +41,19 @@ def test_a_chain_is_one_kernel_and_its_intermediate_results_are_not_allocated():
     assert len({found.group[relu], found.group[exp], found.group[neg]}) == 1
     assert view not in found.group
     assert {(relu, 0), (exp, 0)} <= found.kept_inside and (neg, 0) not in found.kept_inside
+
+
+@pytest.mark.parametrize(("tensors", "device", "kept"), [
+    (2, "cpu", False), (8, "cuda", True), (9, "cuda", False)
+])  # fmt: skip
+def test_a_concatenation_that_is_a_kernel_of_its_own_is_allocated(tensors, device, kept):
+    b = Builder()
+    x = b.input("x", 4, 4)
+    with b.mode:
+        x.meta["val"] = torch.empty(4, 4, device=device)
+    joined = b.call(aten.cat.default, [b.call(aten.exp.default, x) for _ in range(tensors)])
+    found = fuse(b.joint(b.call(aten.sum.default, b.call(aten.neg.default, joined))))
+    assert ((joined, 0) in found.kept_inside) == kept
 
 
 def test_what_leaves_the_group_is_allocated():

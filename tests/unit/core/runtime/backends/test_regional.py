@@ -83,6 +83,20 @@ def test_more_layers_need_no_more_programs():
     assert 0 < kinds(3) == kinds(4)
 
 
+@pytest.mark.parametrize("view", [aten.t.default, aten._conj.default])
+def test_a_view_before_the_first_result_makes_no_other_program(view):
+    def region(apart):
+        b = Builder()
+        x, y = (b.input(name, 4, 4, dtype=torch.complex64) for name in "xy")
+        other = b.call(view, x)
+        if apart:
+            b.waited(ALL_REDUCE, y, "sum", "0")
+        b.graph.output(b.call(aten.sin.default, b.call(aten.mul.Tensor, y, other)))
+        return [program_key(region) for region in find_regions(b.graph)]
+
+    assert region(apart=False) == region(apart=True)
+
+
 @pytest.mark.parametrize(
     "change", ["same", "constant", "type of constant", "operands", "strides", "dtype", "output"]
 )
