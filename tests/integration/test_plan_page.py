@@ -34,6 +34,8 @@ MOST_BYTES = 15e6
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     words = ["--config", "debugmodel", "--parallelism.tensor_parallel_degree", "2"]
+    # without these there is much to point at wherever the page is opened
+    words += ["--compile.disable_passes", "bucket_collectives,schedule_overlap"]
     return make_plan(load_config(words, world_size=8), 8, load_hardware("h100-sxm"))
 
 
