@@ -194,11 +194,10 @@ def test_planning_is_measured_from_command_to_table(tmp_path):
 
 
 def test_regions_and_the_whole_graph_are_compiled_and_compared():
-    flags = ["--layers", "1", "--compare-layers", "1", "--sequence", "32", "--steps", "2"]
+    flags = ["--layers", "1", "--compare-layers", "1", "--sequence", "256", "--steps", "2"]
     _, results = benchmark("benchmarks.regional", *flags, timeout=800)
     assert [row["backend"] for row in results["compiled"]] == ["inductor", "regional"]
     assert all(row["seconds"] > 0 for row in results["compiled"])
     assert results["step"]["regional"]["order"]  # Inductor is free to reorder the whole graph
-    # at this size, what one kernel reads and writes is most of the peak: the real one is in the
-    # README of the benchmarks
-    assert all(results["step"][name]["peak_bytes"] > 0 for name in ("inductor", "regional"))
+    own = results["step"]["regional"]
+    assert 0 < own["peak_bytes"] <= 1.05 * own["predicted_bytes"]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import fx
 
 from graph_trainer.core.analysis.fusible import has_own_buffer, is_free, is_fusible
 from graph_trainer.core.analysis.regions import find_regions
-from graph_trainer.core.graph.annotations import (
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import phase_of, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import (
-    Storage,
-    storage_roots,
-)
+from graph_trainer.core.graph.ops import Storage, storage_roots
 
 # Nodes that are further apart in the graph are not fused: Inductor scores fusions by the distance
 # of their nodes, since a fusion over a long distance keeps a buffer alive.
@@ -84,6 +81,43 @@ def fuse_in_regions(joint: JointGraph) -> Fusion:
     fusion = fuse(joint, region.__contains__, part_of=region.get)
     returned = {(n, 0) for r in regions for n in r.outputs}
     return Fusion(fusion.group, fusion.kept_inside - returned)
+
+
+def read_until(joint: JointGraph, fusion: Fusion) -> dict[Storage, int]:
+    """Return the position until which kernels need storages that they are the last to read.
+
+    A kernel reads and writes at once. So what it reads last is there until it has written its last
+    result, unless a result of the same bytes takes its place. Linear in nodes.
+    """
+    roots = storage_roots(joint.graph)
+    last_reader: dict[Storage, tuple[int, fx.Node]] = {}
+    end: dict[int, int] = {}
+    results: dict[int, Counter[int]] = defaultdict(Counter)
+    for place, node in enumerate(joint.graph.nodes):
+        for source in node.all_input_nodes:
+            last_reader[roots[source]] = (place, node)
+        group = fusion.group.get(node)
+        if group is not None and roots[node] == (node, 0) and (node, 0) not in fusion.kept_inside:
+            end[group] = place
+            results[group][_bytes((node, 0))] += 1
+    until = {}
+    for storage, (place, node) in last_reader.items():
+        group = fusion.group.get(node)
+        if group is None or fusion.group.get(storage[0]) == group or end.get(group, 0) <= place:
+            continue
+        size = _bytes(storage)
+        if results[group][size]:
+            results[group][size] -= 1
+        else:
+            until[storage] = end[group]
+    return until
+
+
+def _bytes(storage: Storage) -> int:
+    node, index = storage
+    value = value_of(node)
+    result = value[index] if isinstance(value, (tuple, list)) else value
+    return result.nbytes if isinstance(result, torch.Tensor) else 0
 
 
 class _Groups:

@@ -12,6 +12,7 @@ from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
+from graph_trainer.core.simulation.fusion import read_until
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
@@ -79,11 +80,15 @@ def predicted_memory(
     joint: JointGraph, other: OtherMemory, runtime: Runtime = GRAPH_TRAINER
 ) -> Memory:
     """Predict the memory of a step, as `simulate` does. Linear in nodes."""
+    fusion = runtime.fusion(joint, other.fused, other.in_regions)
+    kept = read_until(joint, fusion)
+    for storage, place in runtime.kept_until(joint).items():
+        kept[storage] = max(place, kept.get(storage, place))
     return memory_of(
         joint,
         optimizer_bytes=other.optimizer_bytes,
         accumulated_bytes=other.accumulated_bytes,
-        not_allocated=runtime.fusion(joint, other.fused, other.in_regions).kept_inside,
-        kept_until=runtime.kept_until(joint),
+        not_allocated=fusion.kept_inside,
+        kept_until=kept,
         scratch=scratch_bytes(joint, other.device),
     )

@@ -10,7 +10,7 @@ from graph_trainer.core.analysis.fusible import is_free, is_fusible
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.simulation import fusion
-from graph_trainer.core.simulation.fusion import fuse, fuse_in_regions
+from graph_trainer.core.simulation.fusion import fuse, fuse_in_regions, read_until
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps
@@ -54,6 +54,18 @@ def test_a_concatenation_that_is_a_kernel_of_its_own_is_allocated(tensors, devic
     joined = b.call(aten.cat.default, [b.call(aten.exp.default, x) for _ in range(tensors)])
     found = fuse(b.joint(b.call(aten.sum.default, b.call(aten.neg.default, joined))))
     assert ((joined, 0) in found.kept_inside) == kept
+
+
+@pytest.mark.parametrize(("dtype", "coexist"), [(torch.float32, False), (torch.float64, True)])
+def test_what_a_kernel_reads_is_there_while_it_writes_unless_its_result_takes_the_place(
+    dtype, coexist
+):
+    b = Builder()
+    read = matmul(b, b.input("x", 4, 4))
+    written = b.call(aten._to_copy.default, b.call(aten.exp.default, read), dtype=dtype)
+    joint = b.joint(b.call(aten.sum.default, matmul(b, written)))
+    place = list(joint.graph.nodes).index(written)
+    assert read_until(joint, fuse(joint)) == ({(read, 0): place} if coexist else {})
 
 
 def test_what_leaves_the_group_is_allocated():
