@@ -102,6 +102,15 @@ def concatenate_meshes(meshes: list[Any]) -> Any:
     return dist.device_mesh.DeviceMesh._concatenate(meshes)
 
 
+def take_timeout(group: Any, other: Any) -> None:
+    """Let collectives of a gloo group time out as those of another do from now on.
+
+    What sets the timeout of a group reaches the first of its backends alone, and a backend says it
+    in its private options only. torch 2.13 to 2.15.
+    """
+    group._set_default_timeout(other.options._timeout)
+
+
 def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
     """Set the timeout of a process group: the later torch.distributed.set_timeout. torch 2.11 to
     2.15."""

@@ -20,6 +20,7 @@ from graph_trainer.titan.training_state_memory import local_bytes, optimizer_sta
 
 _CGROUPS = Path("/sys/fs/cgroup")
 _OF_PROCESS = Path("/proc/self/cgroup")
+_RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 class MemoryOfRun:
@@ -107,6 +108,7 @@ def _left_in_cgroups() -> Iterator[int]:
         version_1 = bool(controllers)
         root = _CGROUPS / "memory" if version_1 else _CGROUPS
         names = ("limit_in_bytes", "usage_in_bytes") if version_1 else ("max", "current")
+        prefix = "total_" if version_1 else ""
         # a container sees its own group as the root, and the path is then that of the host
         inner = root / path.strip("/")
         for folder in (inner, *inner.parents):
@@ -118,5 +120,5 @@ def _left_in_cgroups() -> Iterator[int]:
             except OSError:  # the root of version 2 has no limit
                 continue
             if limit != "max":
-                files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-                yield max(0, int(limit) - int(usage) + files)
+                read = sum(int(stat.get(f"{prefix}{name}", 0)) for name in _RECLAIMABLE)
+                yield max(0, int(limit) - int(usage) + read)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from graph_trainer.core.torch_private import FakeTensor
-from graph_trainer.core.torch_private_groups import gloo_with_one_thread
+from graph_trainer.core.torch_private_groups import gloo_with_one_thread, take_timeout
 from graph_trainer.errors import ConfigError
 
 BACKEND = "ordered_gloo"
@@ -222,7 +222,8 @@ class OrderedGloo(_Base):
 
         def finish() -> None:
             while second.work is None:
-                self._second_rounds.popleft().begin()
+                self._second_rounds[0].begin()
+                self._second_rounds.popleft()
             second.work.wait()
             put_back()
             _free(gathered)
@@ -232,6 +233,7 @@ class OrderedGloo(_Base):
     def _of_second_rounds(self) -> Any:
         if self._second_gloo is None:
             self._second_gloo = self._connect("second")
+        take_timeout(self._second_gloo, self._gloo)
         return self._second_gloo
 
 
@@ -256,10 +258,10 @@ class _Work(dist.Work):
         self._sent = sent  # gloo may drop them sooner, at a moment that nobody can predict
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        finishes, self._finishes = self._finishes, []
         with torch.no_grad():
-            for finish in finishes:
-                finish()
+            while self._finishes:
+                self._finishes[0]()
+                self._finishes.pop(0)  # not one that failed: the next call fails as well
         self._sent = []
         return True
 

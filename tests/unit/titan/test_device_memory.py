@@ -49,8 +49,10 @@ def group(root, path="", version=2, **files):
     for name, key in zip(names, ("limit", "usage"), strict=True):
         value = files[key]
         (folder / f"memory.{name}").write_text(f"{value if value == 'max' else value * GIB}\n")
-    name = "inactive_file" if version == 2 else "total_inactive_file"
-    (folder / "memory.stat").write_text(f"anon 5\n{name} {files['cached'] * GIB}\n")
+    prefix = "" if version == 2 else "total_"
+    parts = {"inactive_file": files["cached"] / 2, "active_file": files["cached"] / 2}
+    lines = [f"{prefix}{name} {int(gib * GIB)}" for name, gib in parts.items()]
+    (folder / "memory.stat").write_text("\n".join(["anon 5", *lines]) + "\n")
 
 
 def test_the_ranks_of_a_machine_share_what_is_available(machine, joint):

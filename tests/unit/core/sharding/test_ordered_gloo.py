@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -177,3 +178,22 @@ def test_a_reduction_that_gloo_lacks_is_refused_by_name():
             all_reduce(group, torch.ones(2), dist._make_nccl_premul_sum(2.0))
 
     on_ranks(1, run)
+
+
+def test_a_second_round_has_the_timeout_that_was_set_since_and_a_failed_wait_fails_again():
+    failed = threading.Event()
+
+    def run(group, rank):
+        group._gloo._set_default_timeout(timedelta(seconds=1))
+        all_reduce(group, torch.ones(4099)).wait()  # connects the second round
+        work = all_reduce(group, torch.ones(4099))
+        if rank:  # never waits, so that the other rank's second round has nobody to talk to
+            assert failed.wait(25)
+            return
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="[Tt]imed out"):
+                work.wait()
+        assert not work.is_completed()
+        failed.set()
+
+    on_ranks(2, run)

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_trainer.core.analysis.regions import Region, find_regions
 from graph_trainer.core.graph.annotations import tensor_of
@@ -61,7 +62,7 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
     def call(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         nonlocal wrong
         if wrong is None:
-            memory = {_memory(tensor) for tensor in boxed}
+            memory = set(map(_memory, boxed))
             results = run(boxed)
             wrong = _wrong(results, strides, memory)
         else:
@@ -76,7 +77,7 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
 
 
 def _wrong(
-    results: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], seen: set[int]
+    results: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], seen: set[StorageWeakRef]
 ) -> list[int]:
     found = []
     for index, (result, stride) in enumerate(zip(results, strides, strict=True)):
@@ -87,8 +88,9 @@ def _wrong(
     return found
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+def _memory(tensor: torch.Tensor) -> StorageWeakRef:
+    # an address is no name: a result may get that of an input which the program has freed
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:

@@ -44,6 +44,9 @@ def compile_all(wanted: Mapping[str, Callable[[], _T]]) -> dict[str, _T]:
     start, before = time.perf_counter(), compilations()
     made: dict[str, _T] = {}
     for waits in (False, True):
+        if waits and len(made) < len(wanted):
+            others = len(wanted) - len(made)
+            logger.info("Waiting for %d programs of other processes: locks in %s", others, folder)
         for key, compile_one in wanted.items():
             if key in made:
                 continue

@@ -137,6 +137,23 @@ def test_results_with_memory_or_strides_of_their_own_are_copied():
         assert [t[0, 1].item() for t in results] == [2.0, 3.0, 3.0, 5.0, 5.0]
 
 
+def test_a_result_at_the_address_of_an_input_that_is_gone_is_no_copy():
+    def run(boxed):
+        (x,) = boxed
+        boxed.clear()
+        address = x.data_ptr()
+        del x
+        nearby = [torch.empty(64, 64) for _ in range(100)]
+        made.append(next(t for t in nearby if t.data_ptr() == address))
+        return (made[-1],)
+
+    made = []
+    call = checked(run, [(64, 1)])
+    for _ in range(2):
+        (result,) = call([torch.ones(64, 64)])
+        assert result is made[-1]
+
+
 def test_a_program_frees_its_inputs():
     """What only a region reads is alive until the region says so, not until it ends."""
     b = Builder()
