@@ -22,6 +22,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph, Signature
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.device import own_cpu_backend
 from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.train import leave
 
@@ -58,7 +59,8 @@ class Variant:
             from benchmarks.peer import config_of_peer
 
             config = config_of_peer(config)
-        with _groups_of_plain_gloo() if "gloo" in words else contextlib.nullcontext():
+        groups = _groups_of_plain_gloo() if "gloo" in words else contextlib.nullcontext()
+        with own_cpu_backend(), groups:
             self.trainer = config.build() if self._of_peer else GraphTrainer(config)
         self.seconds: dict[str, list[float]] = defaultdict(list)
         self._parts: Counter[str] = Counter()

@@ -53,8 +53,14 @@ def setup() -> None:
         )
     utils.device_type = "cpu"
     utils.device_module = _cpu_module()
-    # torchtitan takes the backend of a device from this table, which has gloo for the CPU
-    dist.Backend.default_device_backend_map["cpu"] = cpu_backend()
+
+
+def own_cpu_backend() -> contextlib.AbstractContextManager[Any]:
+    """Inside, torchtitan lets CPU ranks talk by `cpu_backend`.
+
+    It takes the backend of a device from a table of torch, which has gloo for the CPU.
+    """
+    return patch.dict(dist.Backend.default_device_backend_map, cpu=cpu_backend())
 
 
 def _cpu_module() -> ModuleType:

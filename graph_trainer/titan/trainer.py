@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.validate import BaseValidator
+from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -28,7 +29,7 @@ from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
-from graph_trainer.titan.device import process_group_timeouts
+from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
@@ -76,6 +77,10 @@ class GraphTrainer(Trainer):
                 )
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
+
+    def init_distributed(self) -> ParallelDims:
+        with own_cpu_backend():
+            return super().init_distributed()
 
     def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
         """Make a step that captures itself, with the backend and passes of [compile]."""

@@ -66,7 +66,7 @@ def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[l
     for node in compute_nodes(graph):
         view = _is_view(node, storages[node])
         if view and not run:
-            continue
+            continue  # equal regions may have the views that they begin with before a collective
         fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
         here = (phase_of(node), layer_of(module_of(node)))
         if fits and (view or here == place):

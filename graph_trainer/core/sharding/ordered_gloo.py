@@ -8,15 +8,16 @@ ranks' numbers in the order of the ranks, whichever bucket they travel in.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from graph_trainer.core.sharding.rounds import LaterRounds, Rounds, RoundsWork, StartedCollective
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.core.torch_private_groups import gloo_with_one_thread, take_timeout
 from graph_trainer.errors import ConfigError
@@ -26,9 +27,6 @@ BACKEND = "ordered_gloo"
 
 _SMALL_BYTES = 1024
 """Up to this size an all-reduce sends everything to each rank: one round of messages, not two."""
-
-Finish = Callable[[], None]
-"""Waits for a collective that was started and puts its result in place."""
 
 _REDUCTIONS: tuple[tuple[Any, Callable[..., torch.Tensor]], ...] = (
     (dist.ReduceOp.SUM, torch.add),
@@ -51,7 +49,8 @@ def cpu_backend() -> str:
         dist.init_process_group(gt.cpu_backend())
     """
     if not hasattr(dist.Backend, BACKEND.upper()):
-        dist.Backend.register_backend(BACKEND, OrderedGloo, devices=["cpu"])
+        make = partial(OrderedGloo, later_rounds=LaterRounds())
+        dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
     return BACKEND
 
 
@@ -70,16 +69,23 @@ class OrderedGloo(_Base):
     each rank twice as many as a small one.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta,
+        *,
+        later_rounds: LaterRounds,
+    ) -> None:
         super().__init__(rank, size)
-        self._connect = lambda name: gloo_with_one_thread(
-            dist.PrefixStore(name, store), rank, size, timeout
+        # When a second round starts depends on the rank. On connections of their own, second
+        # rounds meet each other, whatever else a rank has started by then.
+        self._gloo, self._second_gloo = (
+            gloo_with_one_thread(dist.PrefixStore(name, store), rank, size, timeout)
+            for name in ("first", "second")
         )
-        self._gloo = self._connect("first")
-        # A second round starts when its all-reduce is waited for. On connections of their own,
-        # second rounds meet each other, whatever else a rank has started by then.
-        self._second_gloo: Any = None
-        self._second_rounds: deque[_SecondRound] = deque()
+        self._later_rounds = later_rounds
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     # C++ calls the coalesced collectives, Python the others, and fake tensors take torch's own
@@ -108,20 +114,18 @@ class OrderedGloo(_Base):
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
-        return _start("all_gather", tensors, (self._gather(*pair) for pair in pairs))
+        return self._start("all_gather", tensors, outputs, (self._gather(*p) for p in pairs))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
-        return _start(
-            "reduce_scatter", tensors, (self._scatter(*pair, opts.reduceOp) for pair in pairs)
-        )
+        started = (self._scatter(*pair, opts.reduceOp) for pair in pairs)
+        return self._start("reduce_scatter", tensors, outputs, started)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
-        return _start(
-            "all_reduce", tensors, (self._all_reduce(each, opts.reduceOp) for each in tensors)
-        )
+        started = (self._all_reduce(each, opts.reduceOp) for each in tensors)
+        return self._start("all_reduce", tensors, tensors, started)
 
     # What gloo itself does is called by name: torch's class for process groups in Python would call
     # it with the interpreter's lock held, and gloo's thread waits for that lock while it holds
@@ -130,149 +134,87 @@ class OrderedGloo(_Base):
     def allgather(self, outputs: Any, tensors: list[torch.Tensor], *opts: Any) -> Any:
         if isinstance(tensors[0], FakeTensor):
             return super().allgather(outputs, tensors, *opts)
-        return self._gloo.allgather(outputs, tensors, *opts)
+        return self._of_gloo(self._gloo.allgather(outputs, tensors, *opts))
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: Any, *opts: Any) -> Any:
         if isinstance(outputs[0], FakeTensor):
             return super().reduce_scatter(outputs, tensors, *opts)
-        return self._gloo.reduce_scatter(outputs, tensors, *opts)
+        return self._of_gloo(self._gloo.reduce_scatter(outputs, tensors, *opts))
 
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *more: Any) -> Any:
         if isinstance(tensor, FakeTensor):
             return super().alltoall_base(output, tensor, *more)
-        return self._gloo.alltoall_base(output, tensor, *more)
+        return self._of_gloo(self._gloo.alltoall_base(output, tensor, *more))
 
     def broadcast(self, tensors: list[torch.Tensor], *opts: Any) -> Any:
         if isinstance(tensors[0], FakeTensor):
             return super().broadcast(tensors, *opts)
-        return self._gloo.broadcast(tensors, *opts)
+        return self._of_gloo(self._gloo.broadcast(tensors, *opts))
 
     def send(self, tensors: list[torch.Tensor], *more: Any) -> Any:
-        return self._gloo.send(tensors, *more)
+        return self._of_gloo(self._gloo.send(tensors, *more))
 
     def recv(self, tensors: list[torch.Tensor], *more: Any) -> Any:
-        return self._gloo.recv(tensors, *more)
+        return self._of_gloo(self._gloo.recv(tensors, *more))
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._gloo.barrier(*(() if opts is None else (opts,)))
+        return self._of_gloo(self._gloo.barrier(*(() if opts is None else (opts,))))
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Finish:
+    def _start(
+        self,
+        name: str,
+        sent: list[torch.Tensor],
+        results: list[torch.Tensor],
+        collectives: Iterable[Rounds],
+    ) -> RoundsWork:
+        """Start the collectives, one after the other, under one name in profiles."""
+        with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
+            started = [StartedCollective(self, rounds) for rounds in collectives]
+        self._later_rounds.add(started)
+        return RoundsWork(started, self._later_rounds, sent, results)
+
+    def _of_gloo(self, work: dist.Work) -> RoundsWork:
+        return RoundsWork([StartedCollective(self, iter([(work, False)]))], self._later_rounds)
+
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Rounds:
         sent = tensor.reshape(1, -1).repeat(self.size(), 1)
-        work = _exchange(self._gloo, output, sent)
+        yield _exchange(self._gloo, output, sent), False
+        _free(sent)
 
-        def finish() -> None:
-            work.wait()
-            _free(sent)
-
-        return finish
-
-    def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Finish:
+    def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Rounds:
         reduce = _reduction(op, self.size())
         received = torch.empty_like(tensor)
-        work = _exchange(self._gloo, received, tensor)
+        yield _exchange(self._gloo, received, tensor), False
+        reduce(received.view(self.size(), -1), output.view(-1))
+        _free(received)
 
-        def finish() -> None:
-            work.wait()
-            reduce(received.view(self.size(), -1), output.view(-1))
-            _free(received)
-
-        return finish
-
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Finish:
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Rounds:
         reduce, size = _reduction(op, self.size()), self.size()
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
-
-        def put_back() -> None:
-            if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
-
         if flat.nbytes <= _SMALL_BYTES:
             sent = flat.repeat(size, 1)
             received = torch.empty_like(sent)
-            work = _exchange(self._gloo, received, sent)
-
-            def finish_small() -> None:
-                work.wait()
-                reduce(received, flat)
-                put_back()
-                _free(sent, received)
-
-            return finish_small
-
-        # Each rank reduces one part of the tensor, and then all gather the parts.
-        parts = flat.tensor_split(size)
-        mine = parts[self.rank()]
-        sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
-        gathered = flat.new_empty(size, len(mine))
-        first = _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes)
-
-        def start_second() -> dist.Work:
-            first.wait()
+            yield _exchange(self._gloo, received, sent), False
+            reduce(received, flat)
+            _free(sent, received)
+        else:  # each rank reduces one part of the tensor, and then all gather the parts
+            parts = flat.tensor_split(size)
+            mine = parts[self.rank()]
+            sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
+            gathered = flat.new_empty(size, len(mine))
+            yield _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes), True
             reduce(gathered, mine)
             gathered.copy_(mine.expand_as(gathered))
-            return _exchange(self._of_second_rounds(), flat, gathered, sizes, sizes_of_mine)
-
-        second = _SecondRound(start_second)
-        self._second_rounds.append(second)
-
-        def finish() -> None:
-            while second.work is None:
-                self._second_rounds[0].begin()
-                self._second_rounds.popleft()
-            second.work.wait()
-            put_back()
+            take_timeout(self._second_gloo, self._gloo)
+            yield _exchange(self._second_gloo, flat, gathered, sizes, sizes_of_mine), False
             _free(gathered)
-
-        return finish
-
-    def _of_second_rounds(self) -> Any:
-        if self._second_gloo is None:
-            self._second_gloo = self._connect("second")
-        take_timeout(self._second_gloo, self._gloo)
-        return self._second_gloo
-
-
-class _SecondRound:
-    """The second half of an all-reduce. Those of a group begin in the order of the first halves,
-    and so in the same order on each rank, whichever is waited for first."""
-
-    def __init__(self, start: Callable[[], dist.Work]) -> None:
-        self._start = start
-        self.work: dist.Work | None = None
-
-    def begin(self) -> None:
-        self.work = self._start()
-
-
-class _Work(dist.Work):
-    """Collectives under way, which are finished when they are first waited for."""
-
-    def __init__(self, finishes: list[Finish], sent: list[torch.Tensor]) -> None:
-        super().__init__()
-        self._finishes = finishes
-        self._sent = sent  # gloo may drop them sooner, at a moment that nobody can predict
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        with torch.no_grad():
-            while self._finishes:
-                self._finishes[0]()
-                self._finishes.pop(0)  # not one that failed: the next call fails as well
-        self._sent = []
-        return True
-
-    def is_completed(self) -> bool:
-        return not self._finishes
-
-
-def _start(name: str, sent: list[torch.Tensor], collectives: Iterable[Finish]) -> _Work:
-    """Start the collectives, each as the iterable yields it, under one name in profiles."""
-    with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
-        return _Work(list(collectives), sent)
+        if not tensor.is_contiguous():
+            tensor.copy_(flat.view(tensor.shape))
 
 
 def _exchange(

@@ -2,6 +2,7 @@
 
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
@@ -83,18 +84,19 @@ def test_more_layers_need_no_more_programs():
     assert 0 < kinds(3) == kinds(4)
 
 
-@pytest.mark.parametrize("view", [aten.t.default, aten._conj.default])
-def test_a_view_before_the_first_result_makes_no_other_program(view):
-    def region(apart):
+def test_a_view_before_the_first_result_makes_no_other_program():
+    def key(apart):
         b = Builder()
-        x, y = (b.input(name, 4, 4, dtype=torch.complex64) for name in "xy")
-        other = b.call(view, x)
+        x, y = b.input("x", 4, 4), b.input("y", 4, 4)
+        reduced = b.waited(ALL_REDUCE, b.call(aten.neg.default, y), "sum", "0")
+        other = b.call(aten.t.default, x)
         if apart:
             b.waited(ALL_REDUCE, y, "sum", "0")
-        b.graph.output(b.call(aten.sin.default, b.call(aten.mul.Tensor, y, other)))
-        return [program_key(region) for region in find_regions(b.graph)]
+        b.graph.output(b.call(aten.sin.default, b.call(aten.mul.Tensor, reduced, other)))
+        (found,) = find_regions(b.graph)
+        return program_key(found)
 
-    assert region(apart=False) == region(apart=True)
+    assert key(apart=False) == key(apart=True)
 
 
 @pytest.mark.parametrize(
@@ -138,19 +140,17 @@ def test_results_with_memory_or_strides_of_their_own_are_copied():
 
 
 def test_a_result_at_the_address_of_an_input_that_is_gone_is_no_copy():
+    memory = np.ones(4, np.float32)
+    made = []
+
     def run(boxed):
-        (x,) = boxed
         boxed.clear()
-        address = x.data_ptr()
-        del x
-        nearby = [torch.empty(64, 64) for _ in range(100)]
-        made.append(next(t for t in nearby if t.data_ptr() == address))
+        made.append(torch.from_numpy(memory))  # as the allocator may give it: another storage
         return (made[-1],)
 
-    made = []
-    call = checked(run, [(64, 1)])
+    call = checked(run, [(1,)])
     for _ in range(2):
-        (result,) = call([torch.ones(64, 64)])
+        (result,) = call([torch.from_numpy(memory)])
         assert result is made[-1]
 
 
