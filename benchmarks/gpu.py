@@ -1,9 +1,9 @@
 """One device: step time, peak memory and MFU of eager, torch.compile and the joint graph.
 
     python -m benchmarks.gpu                  # about 1B parameters, on a GPU
-    python -m benchmarks.gpu --size 8b        # eight of the 32 blocks of Llama 3 8B
+    python -m benchmarks.gpu --size 8b        # blocks of Llama 3 8B: eight, or --blocks
     python -m benchmarks.gpu --size tiny      # anywhere
-    benchmarks/gpu.sh                         # the tests of the core on CUDA, and all sizes
+    benchmarks/gpu.sh                         # the tests of the core with CUDA's, and all sizes
 
 Uses the core only (torch 2.11 or newer, no torchtitan). All variants run the same weights in
 bf16, kept in fp32, on the same batch in one process. All are prepared first and then step in
@@ -25,6 +25,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -51,6 +52,7 @@ def main() -> None:
     """Run every variant, print a table and one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="1b")
+    parser.add_argument("--blocks", type=int, help="instead of those of the size")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=10)
@@ -81,6 +83,7 @@ def with_group_of_one(device: torch.device) -> None:
 def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str, object]:
     """Every variant on the same weights and the same batch."""
     size = SIZES[arguments.size]
+    size = replace(size, layers=arguments.blocks or size.layers)
     torch.manual_seed(0)
     plain = LlamaStack(size).to(device)
     model = copy.deepcopy(plain)

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: the tests of the core on CUDA, then benchmarks.gpu in every size that
-# fits. Needs Python with torch 2.11 or newer and pytest, and neither torchtitan nor a network.
+# On a machine with a GPU: the tests of the core, those that want CUDA among them, then
+# benchmarks.gpu with 1B, and with as many blocks of 8B as fit. Needs Python with torch 2.11 or
+# newer, pytest, pytest-timeout and hypothesis, and neither torchtitan nor a network.
 # Writes logs and JSON into the folder that the first argument names, by default gpu_results.
 set -euo pipefail
 cd "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
@@ -10,7 +11,15 @@ failed=0
 export PYTHONPATH=$PWD
 python -c 'import torch; assert torch.cuda.is_available(), "no GPU here"'
 python -m pytest tests/unit/core -q -rs 2>&1 | tee "$out/tests.log" || failed=1
-for size in 1b 8b; do
-    python -m benchmarks.gpu --size "$size" --json "$out/$size.json" 2>&1 | tee "$out/$size.log"
+measure() {  # a name, and flags of benchmarks.gpu
+    python -m benchmarks.gpu "${@:2}" --json "$out/$1.json" 2>&1 | tee "$out/$1.log"
+}
+measure 1b --size 1b || failed=1
+fitted=0
+for blocks in 32 24 16 8 4; do
+    if measure "8b_$blocks" --size 8b --blocks "$blocks"; then
+        fitted=1
+        break
+    fi
 done
-exit "$failed"
+exit "$((failed || !fitted))"

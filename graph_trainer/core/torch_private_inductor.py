@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.errors import GraphTrainerError
+
 
 def compile_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor]
@@ -79,8 +81,12 @@ def compile_part_with_inductor(
     width = _vector_width() if on_cpu else contextlib.nullcontext()
     with torch.no_grad(), _inductor_in_order(), off, width:
         compile_fx(module, list(examples), inner_compile=note)
-    (program,) = made
-    return program
+    if len(made) != 1:
+        raise GraphTrainerError(
+            f"Inductor made {len(made)} programs of one region: its fallbacks split a graph. "
+            'compile.backend = "eager" or "inductor" does without regions'
+        )
+    return made[0]
 
 
 def _vector_width() -> contextlib.AbstractContextManager[Any]:
@@ -104,6 +110,14 @@ def inductor_cache_folder() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def inductor_has_cache() -> bool:
+    """Return whether Inductor keeps what it compiles: somebody may have switched that off.
+    torch 2.13 to 2.15."""
+    import torch._inductor.config as inductor_config
+
+    return bool(inductor_config.fx_graph_cache and not inductor_config.force_disable_caches)
 
 
 def compilations() -> int:

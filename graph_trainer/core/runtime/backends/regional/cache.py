@@ -16,7 +16,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from graph_trainer.core.torch_private_inductor import compilations, inductor_cache_folder
+from graph_trainer.core.torch_private_inductor import (
+    compilations,
+    inductor_cache_folder,
+    inductor_has_cache,
+)
 from graph_trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -36,10 +40,17 @@ def compile_all(wanted: Mapping[str, Callable[[], _T]]) -> dict[str, _T]:
         wanted: by the key of each program, what compiles it or takes it from Inductor's cache.
 
     Raises:
-        ConfigError: the cache folder cannot be written.
+        ConfigError: files in the cache folder cannot be written or locked.
     """
     if not wanted:
         return {}
+    if not inductor_has_cache():
+        logger.info(
+            "Backend 'regional': %d programs, all compiled: Inductor's cache is off, and every "
+            "rank and launch compiles for itself",
+            len(wanted),
+        )
+        return {key: compile_one() for key, compile_one in wanted.items()}
     folder = _lock_folder()
     start, before = time.perf_counter(), compilations()
     made: dict[str, _T] = {}
@@ -66,13 +77,13 @@ def _lock_folder() -> Path:
     try:
         folder = Path(inductor_cache_folder()) / "graph_trainer"
         folder.mkdir(parents=True, exist_ok=True)
-        with (folder / "writable").open("w"):
+        with _locked(folder / "writable", waits=False):
             pass
     except OSError as error:
         raise ConfigError(
             f"backend 'regional' keeps what it compiles in TORCHINDUCTOR_CACHE_DIR, and cannot "
-            f"write '{error.filename}' there ({error.strerror}): set TORCHINDUCTOR_CACHE_DIR to "
-            'a folder that you may write, or compile.backend = "eager"'
+            f"write or lock '{error.filename or folder}' there ({error.strerror}): set "
+            'TORCHINDUCTOR_CACHE_DIR to a folder that you may write, or compile.backend = "eager"'
         ) from error
     return folder
 

@@ -1,11 +1,14 @@
 """Ranks and launches share what the regional backend compiled."""
 
+import errno
+import fcntl
 import logging
 import subprocess
 import sys
 import threading
 
 import pytest
+import torch._inductor.config as inductor_config
 
 import graph_trainer as gt
 from graph_trainer.core.runtime.backends.regional import cache
@@ -60,6 +63,23 @@ def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path, monk
         compile_all({"key": lambda: None})
     for part in ("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"), "may write", '"eager"'):
         assert part in str(raised.value)
+
+
+def test_a_folder_without_locks_is_refused(folder, monkeypatch):
+    def no_locks(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(gt.ConfigError, match=r"TORCHINDUCTOR_CACHE_DIR.*No locks available"):
+        compile_all({"key": lambda: None})
+
+
+def test_ranks_without_a_cache_do_not_wait_for_each_other(folder, caplog):
+    caplog.set_level(logging.INFO)
+    with inductor_config.patch(fx_graph_cache=False):
+        assert compile_all({"key": lambda: "compiled"}) == {"key": "compiled"}
+    assert not list(folder.iterdir())
+    assert "cache is off" in caplog.text
 
 
 def test_a_damaged_file_is_removed_and_its_program_compiled_anew(folder, caplog):
@@ -130,5 +150,6 @@ def test_a_second_launch_compiles_nothing_and_damage_is_mended(folder):
     ):
         (damaged, *_) = (p for p in folder.glob(pattern) if p.is_file())
         damaged.write_bytes(replacement)
-        launched()  # gives the right number
+        said = launched()  # gives the right number
+        assert "compiles anew" in said or "cache unable to load compiled graph" in said
     assert "1 programs, 0 compiled and 1 from" in launched()
