@@ -8,16 +8,20 @@ ranks' numbers in the order of the ranks, whichever bucket they travel in.
 
 from __future__ import annotations
 
+import contextlib
+import queue
+import threading
+import time
+import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from graph_trainer.core.sharding.rounds import LaterRounds, Rounds, RoundsWork, StartedCollective
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.core.torch_private_groups import gloo_with_one_thread, take_timeout
 from graph_trainer.errors import ConfigError
@@ -27,6 +31,10 @@ BACKEND = "ordered_gloo"
 
 _SMALL_BYTES = 1024
 """Up to this size an all-reduce sends everything to each rank: one round of messages, not two."""
+
+Started = tuple[Any, Callable[[], None]]
+"""A collective under way: what to wait for, a `dist.Work`, and what then puts its result in place.
+"""
 
 _REDUCTIONS: tuple[tuple[Any, Callable[..., torch.Tensor]], ...] = (
     (dist.ReduceOp.SUM, torch.add),
@@ -49,8 +57,7 @@ def cpu_backend() -> str:
         dist.init_process_group(gt.cpu_backend())
     """
     if not hasattr(dist.Backend, BACKEND.upper()):
-        make = partial(OrderedGloo, later_rounds=LaterRounds())
-        dist.Backend.register_backend(BACKEND, make, devices=["cpu"])
+        dist.Backend.register_backend(BACKEND, OrderedGloo, devices=["cpu"])
     return BACKEND
 
 
@@ -69,15 +76,7 @@ class OrderedGloo(_Base):
     each rank twice as many as a small one.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        timeout: timedelta,
-        *,
-        later_rounds: LaterRounds,
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         # When a second round starts depends on the rank. On connections of their own, second
         # rounds meet each other, whatever else a rank has started by then.
@@ -85,7 +84,7 @@ class OrderedGloo(_Base):
             gloo_with_one_thread(dist.PrefixStore(name, store), rank, size, timeout)
             for name in ("first", "second")
         )
-        self._later_rounds = later_rounds
+        self._second_rounds: _SecondRounds | None = None
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     # C++ calls the coalesced collectives, Python the others, and fake tensors take torch's own
@@ -114,18 +113,18 @@ class OrderedGloo(_Base):
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
-        return self._start("all_gather", tensors, outputs, (self._gather(*p) for p in pairs))
+        return _start("all_gather", tensors, outputs, (self._gather(*p) for p in pairs))
 
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any
     ) -> Any:
         pairs = zip(outputs, tensors, strict=True)
         started = (self._scatter(*pair, opts.reduceOp) for pair in pairs)
-        return self._start("reduce_scatter", tensors, outputs, started)
+        return _start("reduce_scatter", tensors, outputs, started)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         started = (self._all_reduce(each, opts.reduceOp) for each in tensors)
-        return self._start("all_reduce", tensors, tensors, started)
+        return _start("all_reduce", tensors, tensors, started)
 
     # What gloo itself does is called by name: torch's class for process groups in Python would call
     # it with the interpreter's lock held, and gloo's thread waits for that lock while it holds
@@ -134,87 +133,207 @@ class OrderedGloo(_Base):
     def allgather(self, outputs: Any, tensors: list[torch.Tensor], *opts: Any) -> Any:
         if isinstance(tensors[0], FakeTensor):
             return super().allgather(outputs, tensors, *opts)
-        return self._of_gloo(self._gloo.allgather(outputs, tensors, *opts))
+        return self._gloo.allgather(outputs, tensors, *opts)
 
     def reduce_scatter(self, outputs: list[torch.Tensor], tensors: Any, *opts: Any) -> Any:
         if isinstance(outputs[0], FakeTensor):
             return super().reduce_scatter(outputs, tensors, *opts)
-        return self._of_gloo(self._gloo.reduce_scatter(outputs, tensors, *opts))
+        return self._gloo.reduce_scatter(outputs, tensors, *opts)
 
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *more: Any) -> Any:
         if isinstance(tensor, FakeTensor):
             return super().alltoall_base(output, tensor, *more)
-        return self._of_gloo(self._gloo.alltoall_base(output, tensor, *more))
+        return self._gloo.alltoall_base(output, tensor, *more)
 
     def broadcast(self, tensors: list[torch.Tensor], *opts: Any) -> Any:
         if isinstance(tensors[0], FakeTensor):
             return super().broadcast(tensors, *opts)
-        return self._of_gloo(self._gloo.broadcast(tensors, *opts))
+        return self._gloo.broadcast(tensors, *opts)
 
     def send(self, tensors: list[torch.Tensor], *more: Any) -> Any:
-        return self._of_gloo(self._gloo.send(tensors, *more))
+        return self._gloo.send(tensors, *more)
 
     def recv(self, tensors: list[torch.Tensor], *more: Any) -> Any:
-        return self._of_gloo(self._gloo.recv(tensors, *more))
+        return self._gloo.recv(tensors, *more)
 
     def barrier(self, opts: Any = None) -> Any:
-        return self._of_gloo(self._gloo.barrier(*(() if opts is None else (opts,))))
+        return self._gloo.barrier(*(() if opts is None else (opts,)))
 
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
 
-    def _start(
-        self,
-        name: str,
-        sent: list[torch.Tensor],
-        results: list[torch.Tensor],
-        collectives: Iterable[Rounds],
-    ) -> RoundsWork:
-        """Start the collectives, one after the other, under one name in profiles."""
-        with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
-            started = [StartedCollective(self, rounds) for rounds in collectives]
-        self._later_rounds.add(started)
-        return RoundsWork(started, self._later_rounds, sent, results)
-
-    def _of_gloo(self, work: dist.Work) -> RoundsWork:
-        return RoundsWork([StartedCollective(self, iter([(work, False)]))], self._later_rounds)
-
-    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Rounds:
+    def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
+        _check("all-gather", whole=output, part=tensor, ranks=self.size())
         sent = tensor.reshape(1, -1).repeat(self.size(), 1)
-        yield _exchange(self._gloo, output, sent), False
-        _free(sent)
+        return _exchange(self._gloo, output, sent), lambda: _free(sent)
 
-    def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Rounds:
+    def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Started:
+        _check("reduce-scatter", whole=tensor, part=output, ranks=self.size())
         reduce = _reduction(op, self.size())
-        received = torch.empty_like(tensor)
-        yield _exchange(self._gloo, received, tensor), False
-        reduce(received.view(self.size(), -1), output.view(-1))
-        _free(received)
+        received = tensor.new_empty(tensor.shape)
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Rounds:
+        def finish() -> None:
+            reduce(received.view(self.size(), -1), output.view(-1))
+            _free(received)
+
+        return _exchange(self._gloo, received, tensor.contiguous()), finish
+
+    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Started:
         reduce, size = _reduction(op, self.size()), self.size()
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+
+        def put_back(*scratch: torch.Tensor) -> None:
+            if not tensor.is_contiguous():
+                tensor.copy_(flat.view(tensor.shape))
+            _free(*scratch)
+
         if flat.nbytes <= _SMALL_BYTES:
             sent = flat.repeat(size, 1)
             received = torch.empty_like(sent)
-            yield _exchange(self._gloo, received, sent), False
-            reduce(received, flat)
-            _free(sent, received)
-        else:  # each rank reduces one part of the tensor, and then all gather the parts
-            parts = flat.tensor_split(size)
-            mine = parts[self.rank()]
-            sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
-            gathered = flat.new_empty(size, len(mine))
-            yield _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes), True
+
+            def finish() -> None:
+                reduce(received, flat)
+                put_back(sent, received)
+
+            return _exchange(self._gloo, received, sent), finish
+
+        # Each rank reduces one part of the tensor, and then all gather the parts.
+        parts = flat.tensor_split(size)
+        mine = parts[self.rank()]
+        sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
+        gathered = flat.new_empty(size, len(mine))
+        first = _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes)
+
+        def start_second() -> dist.Work:
+            first.wait()
             reduce(gathered, mine)
             gathered.copy_(mine.expand_as(gathered))
             take_timeout(self._second_gloo, self._gloo)
-            yield _exchange(self._second_gloo, flat, gathered, sizes, sizes_of_mine), False
-            _free(gathered)
-        if not tensor.is_contiguous():
-            tensor.copy_(flat.view(tensor.shape))
+            return _exchange(self._second_gloo, flat, gathered, sizes, sizes_of_mine)
+
+        if self._second_rounds is None:
+            self._second_rounds = _SecondRounds()
+        return self._second_rounds.start(start_second), lambda: put_back(gathered)
+
+
+class _SecondRounds:
+    """The thread that starts the second rounds of a group, in the order of the first ones.
+
+    It does not depend on who waits for what: ranks may wait for their collectives in different
+    orders, in several threads, or for something else altogether.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None]
+        self._waiting = queue.SimpleQueue()
+        # not joined at exit: it may wait for a rank that has gone
+        threading.Thread(target=_start_each, args=(self._waiting,), daemon=True).start()
+        weakref.finalize(self, self._waiting.put, None).atexit = False
+
+    def start(self, start: Callable[[], dist.Work]) -> _SecondRound:
+        found = _SecondRound()
+        self._waiting.put((start, found.started))
+        return found
+
+
+def _start_each(
+    waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None],
+) -> None:
+    while (item := waiting.get()) is not None:
+        start, started = item
+        try:
+            with torch.inference_mode():
+                started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+        del item, start, started  # or they would live until the next collective
+
+
+class _SecondRound:
+    """The second round of an all-reduce, which starts once the first one is over."""
+
+    def __init__(self) -> None:
+        self.started: Future[dist.Work] = Future()
+
+    def wait(self, timeout: timedelta) -> None:
+        start = time.monotonic()
+        try:
+            work = self.started.result(timeout.total_seconds() or None)
+        except TimeoutError:
+            raise RuntimeError(f"Timed out: an all-reduce took longer than {timeout}") from None
+        left = timeout - timedelta(seconds=time.monotonic() - start)
+        work.wait(max(left, timedelta(milliseconds=1)) if timeout else timeout)
+
+    def is_completed(self) -> bool:
+        if not self.started.done():
+            return False
+        return self.started.exception() is not None or self.started.result().is_completed()
+
+
+class _Work(dist.Work):
+    """Collectives under way. The results are in place once they were waited for."""
+
+    def __init__(
+        self, started: list[Started], sent: list[torch.Tensor], results: list[torch.Tensor]
+    ) -> None:
+        super().__init__()
+        self._lock = threading.Lock()  # two threads may wait
+        self._left = started
+        self._failure: BaseException | None = None
+        self._sent = sent  # gloo may drop them sooner, at a moment that nobody can predict
+        self._results = results
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work, _ in list(self._left):
+            work.wait(timeout)
+        with self._lock, torch.inference_mode():
+            if self._failure is not None:
+                raise self._failure
+            try:
+                while self._left:
+                    _, finish = self._left.pop(0)
+                    finish()
+            except BaseException as error:  # an interrupt, too, leaves half a result
+                self._failure = error
+                raise
+        self._sent = []
+        return True
+
+    def is_completed(self) -> bool:
+        if not all(work.is_completed() for work, _ in list(self._left)):
+            return False
+        with contextlib.suppress(Exception):  # meets whoever waits
+            self.wait()  # puts the results in place
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is done, with the results as its value. Waits for them."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._results)
+        return future
+
+
+def _start(
+    name: str,
+    sent: list[torch.Tensor],
+    results: list[torch.Tensor],
+    collectives: Iterable[Started],
+) -> _Work:
+    """Start the collectives, each as the iterable yields it, under one name in profiles."""
+    with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
+        return _Work(list(collectives), sent, results)
+
+
+def _check(name: str, *, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
+    """Refuse tensors that do not fit before anything is sent."""
+    if whole.numel() != ranks * part.numel() or whole.dtype != part.dtype:
+        raise ConfigError(
+            f"{name} over {ranks} ranks: {whole.dtype} {tuple(whole.shape)} is not {ranks} times "
+            f"{part.dtype} {tuple(part.shape)}"
+        )
 
 
 def _exchange(

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from hypothesis import Phase, given
 from hypothesis import strategies as st
 
-from graph_trainer.core.sharding.ordered_gloo import OrderedGloo
-from graph_trainer.core.sharding.rounds import LaterRounds
+from graph_trainer.core.sharding import ordered_gloo
+from graph_trainer.core.sharding.ordered_gloo import OrderedGloo, _SecondRound
 from graph_trainer.errors import ConfigError
 from tests.examples import examples
 
@@ -34,8 +35,7 @@ def on_ranks(ranks: int, run: Callable[[Any, int], Any], groups: int = 1) -> lis
     stores = [dist.PrefixStore(str(next(_names)), _store) for _ in range(groups)]
 
     def one(rank: int) -> Any:
-        rounds, timeout = LaterRounds(), timedelta(seconds=30)
-        made = [OrderedGloo(s, rank, ranks, timeout, later_rounds=rounds) for s in stores]
+        made = [OrderedGloo(store, rank, ranks, timedelta(seconds=30)) for store in stores]
         return run(made[0] if groups == 1 else made, rank)
 
     with ThreadPoolExecutor(ranks) as pool:
@@ -226,8 +226,10 @@ def test_a_second_round_has_the_timeout_that_was_set_since_and_a_failed_wait_fai
 
     def run(group, rank):
         group._gloo._set_default_timeout(timedelta(seconds=1))
+        if rank:  # without a second round, so that the other rank's has nobody to talk to
+            group._second_rounds = SimpleNamespace(start=lambda start: _SecondRound())
         work = all_reduce(group, torch.ones(4099))
-        if rank:  # never waits, so that the other rank's second round has nobody to talk to
+        if rank:
             assert failed.wait(25)
             return
         for _ in range(2):
@@ -237,3 +239,77 @@ def test_a_second_round_has_the_timeout_that_was_set_since_and_a_failed_wait_fai
         failed.set()
 
     on_ranks(2, run)
+
+
+def test_a_wait_may_have_a_timeout_of_its_own():
+    asked = threading.Event()
+
+    def run(group, rank):
+        if rank:
+            assert asked.wait(25)
+        work = all_reduce(group, torch.ones(4099))
+        if not rank:
+            with pytest.raises(RuntimeError, match="longer than 0:00:00.2"):
+                work.wait(timedelta(seconds=0.2))
+            asked.set()
+        work.wait()
+
+    on_ranks(2, run)
+
+
+def test_progress_needs_nobody_who_waits():
+    """One rank waits for something else, in this thread or another, before it waits for a sum."""
+    met = threading.Barrier(2, timeout=25)
+
+    def run(group, rank):
+        reduced = torch.ones(4099)
+        work = all_reduce(group, reduced)
+        if rank:
+            work.wait()
+        met.wait()
+        message = torch.tensor([float(rank)])
+        (group.send([message], 1, 0) if rank == 0 else group.recv([message], 0, 0)).wait()
+        with ThreadPoolExecutor(2) as pool:
+            for done in [pool.submit(work.wait) for _ in range(2)]:
+                assert done.result()
+        return reduced, message
+
+    for reduced, message in on_ranks(2, run):
+        assert reduced.eq(2).all() and message.item() == 0
+
+
+def test_sums_of_inference_tensors():
+    def run(group, rank):
+        with torch.inference_mode():
+            tensor = torch.ones(4099)
+            work = all_reduce(group, tensor)
+        work.wait()
+        return tensor
+
+    for tensor in on_ranks(2, run):
+        assert tensor.eq(2).all()
+
+
+def test_an_interrupted_result_is_a_failure(monkeypatch):
+    def interrupted(*scratch):
+        raise KeyboardInterrupt
+
+    def run(group, rank):
+        work = group.all_gather_single(torch.empty(4), torch.ones(4))
+        monkeypatch.setattr(ordered_gloo, "_free", interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+            monkeypatch.undo()
+
+    on_ranks(1, run)
+
+
+def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent():
+    def run(group, rank):
+        with pytest.raises(ConfigError, match=r"reduce-scatter over 1 ranks: .*\(4,\).*\(5,\)"):
+            reduce_scatter(group, torch.empty(5), torch.ones(4))
+        with pytest.raises(ConfigError, match=r"all-gather .*float32 .*float64"):
+            group.all_gather_single(torch.empty(4), torch.ones(4, dtype=torch.float64))
+
+    on_ranks(1, run)
