@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pkgutil import resolve_name
 
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
 examples:
@@ -70,11 +70,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         function, _ = _COMMANDS[command]
+        _check_cache_folder()
         code: int = resolve_name(f"graph_trainer.cli.{function}")(words[1:])
         return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def _check_cache_folder() -> None:
+    """Refuse a folder for compiled code that torch, which makes it when imported, cannot make."""
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    try:
+        if folder := os.environ.get(name):
+            os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"environment: torch keeps what it compiles in {name} = {folder!r}, which cannot be "
+            f"made ({error.strerror}): name a folder that you may write, or unset it"
+        ) from None
 
 
 def train(argv: Sequence[str]) -> int:

@@ -84,8 +84,8 @@ class Budget:
     def why_rolled_back(self, before: int, after: int) -> str:
         """Return what the report says of a pass that was rolled back, given peaks in bytes."""
         return (
-            f"rolled back: it raises the predicted peak by {after - before:,} bytes to "
-            f"{gib(after)} GiB, {KEY} is {self._limit:g}"
+            f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
+            f"{gib(after)} GiB, optimizer included; {KEY} is {self._limit:g}"
         )
 
     def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
@@ -126,7 +126,7 @@ class Budget:
         parts = ", ".join(
             f"{category.value.replace('_', ' ')} {gib(size)}"
             for category, size in sorted(at_peak.items(), key=lambda entry: -entry[1])
-            if size
+            if size > memory.peak_bytes / 1000
         )
         reshards = self._context.reshard_after_forward == "always"
         found = remedies(at_peak, reshards=reshards, raised=raised)

@@ -28,6 +28,14 @@ def test_config_prints_what_the_flags_resolve_to(capsys):
     assert (table["base"], table["training"]["steps"]) == ("llama3_8b", 3)
 
 
+def test_a_folder_for_compiled_code_that_cannot_be_made(capsys, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    code, out, err = run(capsys, "passes")
+    assert (code, out) == (2, "")
+    assert f"in TORCHINDUCTOR_CACHE_DIR = '{tmp_path}/file', which cannot be made" in err
+
+
 @pytest.mark.parametrize("command", ["config", "train"])
 @pytest.mark.parametrize(
     ("flags", "said"),
