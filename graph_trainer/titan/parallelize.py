@@ -8,9 +8,14 @@ import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointingConfig,
+    FullAC,
+    SelectiveAC,
+)
 from torchtitan.tools.logging import logger
 
+from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
@@ -19,6 +24,12 @@ from graph_trainer.core.sharding.simple_fsdp import (
     simple_fsdp,
 )
 from graph_trainer.errors import ConfigError
+
+POLICIES: dict[type, ActivationPolicy] = {
+    SelectiveAC.Config: "selective",
+    FullAC.Config: "full",
+}
+"""What `tag_activations` does with a captured step instead of torchtitan's checkpoint wrappers."""
 
 
 def parallelize_decoder(
@@ -34,8 +45,9 @@ def parallelize_decoder(
     """Parallelize a decoder on meta, in place, and return it: a torchtitan `parallelize_fn`.
 
     Tensor and sequence parallelism follow the sharding configuration of the model; data
-    parallelism is `simple_fsdp` in the mode that the degrees decide. Gradients are summed, not
-    averaged: torchtitan's loss is divided by the global number of tokens already.
+    parallelism is `simple_fsdp` in the mode that the degrees decide. Where the step is captured,
+    torchtitan's own checkpoint policies are left to the pass `tag_activations`. Gradients are
+    summed, not averaged: torchtitan's loss is divided by the global number of tokens already.
 
     Raises:
         ConfigError: a parallelism that a captured step does not support.
@@ -44,7 +56,7 @@ def parallelize_decoder(
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         _tie_again(model)
-    if ac_config is not None:
+    if ac_config is not None and not (type(ac_config) in POLICIES and _is_captured(compile_config)):
         ac_config.build(dump_folder=dump_folder).apply(model)
     mode, mesh = _data_parallel_mesh(parallel_dims)
     simple_fsdp(
@@ -60,6 +72,10 @@ def parallelize_decoder(
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
     _initialize_shards(model)
     return model
+
+
+def _is_captured(compile_config: CompileConfig) -> bool:
+    return getattr(compile_config, "mode", "") == "aot_fx_trace"
 
 
 def _check_supported(

@@ -57,7 +57,7 @@ class Pass:
     `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
-    required_for: tuple[str, str] | None = None
+    required_for: tuple[str, tuple[str, ...]] | None = None
     """The field of `PassConfig` and its value that no step can follow without this pass."""
     relies_on: tuple[str, ...] = ()
     """Names of passes that have to be in the list as well for its options to have an effect."""

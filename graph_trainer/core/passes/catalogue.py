@@ -21,6 +21,7 @@ from graph_trainer.core.passes.normalize_views import normalize_views
 from graph_trainer.core.passes.overlap.overlap_fsdp import overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.rematerialize import rematerialize
+from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
@@ -34,6 +35,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     eliminate_round_trips,
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
+    tag_activations,
     tag_fsdp_unshards,
     rematerialize,
     fold_grad_reductions,

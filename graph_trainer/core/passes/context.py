@@ -24,7 +24,7 @@ from graph_trainer.errors import PassError
 _PER_SECOND = 10**9
 
 ReshardAfterForward = Literal["default", "always", "never"]
-
+ActivationPolicy = Literal["none", "selective", "full"]
 
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 AllReduceMax = Callable[[int], int]
@@ -50,6 +50,13 @@ class RunSettings:
     that backward reads. "never": none. "default": all but the last bucket (final norm and output
     head), since backward starts with it."""
 
+    activation_policy: ActivationPolicy = "none"
+    """Which activations are freed after forward and computed again in backward, in every block:
+    "none", "selective", or "full" for all but the block's input. See `tag_activations`."""
+
+    recompute_matmuls_of: tuple[str, ...] = ()
+    """Parts of module names whose matrix products "selective" recomputes without counting them."""
+
     pipeline_parallel: bool = False
     """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
     a gather per microbatch costs more than it saves."""
@@ -70,12 +77,14 @@ class RunSettings:
     """What counts against the limit beside the graph and its inputs, given the graph."""
 
     def __post_init__(self) -> None:
-        policy, known = self.reshard_after_forward, get_args(ReshardAfterForward)
-        if policy not in known:
-            hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
-            raise PassError(
-                f"reshard_after_forward is {policy!r}{hint}; it must be one of {', '.join(known)}"
-            )
+        for name, kind in (
+            ("reshard_after_forward", ReshardAfterForward),
+            ("activation_policy", ActivationPolicy),
+        ):
+            policy, known = getattr(self, name), get_args(kind)
+            if policy not in known:
+                hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
+                raise PassError(f"{name} is {policy!r}{hint}; it must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

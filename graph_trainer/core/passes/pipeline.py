@@ -238,11 +238,11 @@ def _check_required(config: PassConfig, selected: Sequence[Pass]) -> None:
     listed = {p.required_for for p in selected}
     for each in registered_passes().values():
         if each.required_for is not None and each.required_for not in listed:
-            name, value = each.required_for
-            if getattr(config, name) == value:
+            name, values = each.required_for
+            if getattr(config, name) in values:
                 raise PassError(
-                    f"{name} is {value!r} and '{each.name}', which carries it out, is not in the "
-                    "pass list"
+                    f"{name} is {getattr(config, name)!r} and '{each.name}', which carries it out, "
+                    "is not in the pass list"
                 )
 
 

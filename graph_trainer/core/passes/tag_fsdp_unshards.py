@@ -14,14 +14,14 @@ from graph_trainer.core.passes.context import PassContext
 @graph_pass(
     stage=Stage.TAG,
     summary="Tag parameters to be freed after forward and gathered again in backward",
-    required_for=("reshard_after_forward", "always"),
+    required_for=("reshard_after_forward", ("always",)),
 )
 def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Write MUST_RECOMPUTE or MUST_SAVE on whole unshard chains.
 
     The whole chain is tagged and not only its all-gather: a permuted view or a copy that stayed
     would keep the same bytes alive. A tag MUST_SAVE or MUST_RECOMPUTE that is there already wins.
-    Chains that backward does not read are not tagged.
+    Chains that backward does not read, nor a node that it computes again, are not tagged.
 
     Relies on FSDP roles and on `deduplicate_unshards`. Changes metadata only. n log n.
     """
@@ -29,7 +29,10 @@ def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContex
     kept = _kept(joint, context, chains)
     decided = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
     for chain in chains:
-        if not chain.backward_readers:
+        recomputed = any(
+            recompute_policy(n) is CheckpointPolicy.MUST_RECOMPUTE for n in chain.forward_readers
+        )
+        if not (chain.backward_readers or recomputed):
             continue
         policy = (
             CheckpointPolicy.MUST_SAVE

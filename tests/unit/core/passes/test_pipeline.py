@@ -41,6 +41,10 @@ def small():
             {"reshard_after_forward": "always", "disable_passes": ["tag_fsdp_unshards"]},
             ["'always'", "'tag_fsdp_unshards'"],
         ),
+        (
+            {"activation_policy": "selective", "disable_passes": ["tag_activations"]},
+            ["activation_policy is 'selective'", "'tag_activations'"],
+        ),
         ({"reshard_after_forward": "sometimes"}, ["'sometimes'", "default"]),
         ({"passes": None}, ["lists of names; got None"]),
     ],

@@ -1,0 +1,215 @@
+"""Decide which activations backward computes again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.analysis.collective_kinds import Result
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    is_backward,
+    module_of,
+    phase_of,
+    recompute_policy,
+    set_recompute_policy,
+    tensor_of,
+    tensors_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import (
+    aliased_input,
+    collective_kind,
+    has_effect,
+    is_collective,
+    is_getitem,
+    is_wait,
+)
+from graph_trainer.core.passes.base import Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.errors import PassError
+
+aten = torch.ops.aten
+
+FIRST_AC_GRAPH_ID = 1 << 41
+"""Of the first block. Far from the numbers of user checkpointing and from that of FSDP's tags."""
+
+Matmuls = Literal["every_second", "keep", "recompute"]
+Regather = Literal["policy", "always", "never"]
+
+_LINEAR = (aten.mm.default, aten.linear.default)  # as torchtitan counts them
+_EXPENSIVE = (
+    *_LINEAR,
+    aten.addmm.default,
+    aten.baddbmm.default,
+    aten.bmm.default,
+    aten.convolution.default,
+    aten._grouped_mm.default,
+    aten._scaled_mm.default,
+    # not expensive: a choice of experts that is made again may be another one
+    aten.topk.default,
+    aten.max.default,
+)
+_ATTENTION = re.compile(r"scaled_dot_product|(flash|efficient|flex|varlen).*att(ention|n)")
+_LAYER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagActivationsOptions:
+    """What `tag_activations` may be told beside the policy, activation_checkpoint.type."""
+
+    matmuls: Matmuls = "every_second"
+    """What "selective" does with the matrix products of linear layers: "every_second" recomputes
+    the second, fourth, ... of each block, as torchtitan does; "keep" none; "recompute" all."""
+
+    regather: Regather = "policy"
+    """Whether backward repeats the all-gathers of tensor parallelism: "always" costs
+    communication, "never" the memory of their results. "policy": under "full" only. Reductions
+    are repeated under "full" alone, and not with "never"."""
+
+    every_nth_block: int = 1
+    """Apply the policy to the first block and to every nth one from there; keep the others."""
+
+    def __post_init__(self) -> None:
+        for name, kind in (("matmuls", Matmuls), ("regather", Regather)):
+            value, known = getattr(self, name), get_args(kind)
+            if value not in known:
+                hint = did_you_mean(str(value), known, " (did you mean '{}'?)")
+                raise PassError(
+                    f"compile.tag_activations.{name} is {value!r}{hint}; it must be one of "
+                    f"{', '.join(known)}"
+                )
+        if self.every_nth_block < 1:
+            raise PassError(
+                f"compile.tag_activations.every_nth_block is {self.every_nth_block}; it must be 1 "
+                'or more. To recompute nothing set activation_checkpoint.type = "none"'
+            )
+
+
+@graph_pass(
+    stage=Stage.TAG,
+    summary="Tag activations to be freed after forward and computed again in backward",
+    options_type=TagActivationsOptions,
+    required_for=("activation_policy", ("selective", "full")),
+)
+def tag_activations(
+    joint: JointGraph, options: TagActivationsOptions, context: PassContext
+) -> None:
+    """Write MUST_SAVE or MUST_RECOMPUTE on the forward nodes of every block, by the policy.
+
+    A block is a module in a numbered list, such as layers.3. Under "full" backward has only the
+    blocks' inputs and computes the rest again. Under "selective" it also keeps matrix products,
+    attention, results of collectives, and the first residual addition of each block. "none" leaves
+    the graph as it is, with what the model's own checkpoints recompute.
+
+    Kept under every policy: what another block or the loss reads, results of random ops, numbers
+    that the program read from tensors, and what is written in place or read from memory that is. A
+    tag that is there already wins; parameters are left to `tag_fsdp_unshards`.
+
+    Relies on phases and modules. Changes metadata only. Linear in nodes.
+    """
+    if context.activation_policy == "none":
+        return
+    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+    writes = LastWrites(joint.graph)
+    blocks: dict[str, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        block = _block_of(node)
+        if block is not None and node not in parameters:
+            blocks.setdefault(block, []).append(node)
+    for number, (block, nodes) in enumerate([*blocks.items()][:: options.every_nth_block]):
+        kept = {n for n in nodes if _is_read_elsewhere(n, block) or not _may_run_again(n, writes)}
+        kept |= set(_communicated(nodes, options, context))
+        if context.activation_policy == "selective":
+            kept |= set(_worth_keeping(nodes, block, options, context))
+        for node in nodes:
+            if recompute_policy(node) is None and not is_getitem(node):
+                policy = (
+                    CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
+                )
+                set_recompute_policy(node, policy, ac_graph_id=FIRST_AC_GRAPH_ID + number)
+
+
+def _block_of(node: fx.Node) -> str | None:
+    """Return the block whose forward made a node."""
+    if node.op != "call_function" or phase_of(node) is not Phase.FORWARD:
+        return None
+    fqn = module_of(node) or ""
+    found = _LAYER.search(fqn)
+    return None if found is None else fqn[: found.end()]
+
+
+def _is_read_elsewhere(node: fx.Node, block: str) -> bool:
+    """Return whether another block, the loss or nobody's module reads a result of the node."""
+    readers = (n for user in node.users for n in (user.users if is_getitem(user) else (user,)))
+    return any(not is_backward(reader) and _block_of(reader) != block for reader in readers)
+
+
+def _may_run_again(node: fx.Node, writes: LastWrites) -> bool:
+    if has_effect(node) or not tensors_of(node):
+        return False
+    read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))
+    return not any(writes.between(node, None, each) for each in read)
+
+
+def _communicated(
+    nodes: list[fx.Node], options: TagActivationsOptions, context: PassContext
+) -> Iterator[fx.Node]:
+    """Yield the collectives that backward does not repeat, and their waits."""
+    full = context.activation_policy == "full"
+    for node in nodes:
+        if not (is_collective(node) or is_wait(node)):
+            continue
+        start = node if is_collective(node) else node.all_input_nodes[0]
+        kind = collective_kind(start)
+        gathers = kind is not None and kind.result is Result.GATHERED
+        again = options.regather == "always" or (options.regather == "policy" and full)
+        if not again or not (gathers or full):
+            yield node
+
+
+def _worth_keeping(
+    nodes: list[fx.Node], block: str, options: TagActivationsOptions, context: PassContext
+) -> Iterator[fx.Node]:
+    """Yield what "selective" keeps beside collectives."""
+    counted, residual = 0, None
+    for node in nodes:
+        if node.target in _LINEAR:
+            if any(part in (module_of(node) or "") for part in context.recompute_matmuls_of):
+                continue
+            counted += 1
+            if options.matmuls == "keep" or (options.matmuls == "every_second" and counted % 2):
+                yield node
+        elif node.target in _EXPENSIVE or _ATTENTION.search(str(node.target)):
+            yield node
+        elif residual is None and _is_residual(node, block):
+            # without it every block would be computed again from the first one's input
+            residual = node
+            yield node
+
+
+def _is_residual(node: fx.Node, block: str) -> bool:
+    """Return whether a node adds what the block was given to what it made of it."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    shape = tensor_of(node).shape
+    inputs = node.all_input_nodes
+    return all(tensor_of(n).shape == shape for n in inputs) and any(
+        _block_of(_base(n)) != block for n in inputs
+    )
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """Return the node that allocated what a view shows."""
+    while (source := aliased_input(node)) is not None:
+        node = source
+    return node
