@@ -1,0 +1,95 @@
+"""Activation policies on the graph keep what torchtitan's checkpoint wrappers keep."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.graph.annotations import is_backward, module_of
+from graph_trainer.core.graph.ops import storage_roots
+from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.step_inputs import activation_settings
+
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
+
+
+class WrappedFull(FullAC):
+    """A policy of a user's own: applied to the modules, and traced."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        pass
+
+
+class WrappedSelective(SelectiveAC):
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+
+WRAPPED = {"full": WrappedFull, "selective": WrappedSelective}
+
+
+def kept(policy, tensor_parallel, *, wrapped=False):
+    """Count what forward allocates in blocks and backward reads: (module, op, which result)."""
+    flags = ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
+    flags += ["--activation_checkpoint.type", policy, "--training.seq_len", "64"]
+    flags += ["--compile.tag_activations.regather", "always"]  # as torchtitan
+    flags += ["--compile.disable_passes", "bucket_collectives,schedule_overlap"]
+    config = load_config(flags, world_size=4)
+    if wrapped:
+        config.activation_checkpoint = WRAPPED[policy].Config()
+    run = FakeRank(config, 4, 0, "cuda")
+    joint = run.capture()
+    run_passes(joint, run.pass_config(), all_reduce_max=lambda number: number)
+    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+    roots = storage_roots(joint.graph)
+    backward = filter(is_backward, joint.graph.nodes)
+    sources = {n for node in backward for n in node.all_input_nodes if not is_backward(n)}
+    read = {roots[n] for n in sources - parameters}
+    return Counter(
+        (without_layer(module_of(node)), str(node.target), index)
+        for node, index in read
+        if node.op == "call_function" and ".layers." in f".{module_of(node)}"
+    )
+
+
+MEANS = {(f"layers.*.{name}_norm", "aten.mean.dim", 0): 6 for name in ("attention", "ffn")}
+"""Of each norm, a number for each token: epsilon is added to it in place, which runs once."""
+RESIDUAL = {("layers.*", "aten.add.Tensor", 0): 6}
+SCATTERED = {
+    (f"layers.*.{name}", "_c10d_functional.reduce_scatter_tensor.default", 0): 6
+    for name in ("attention.wo", "feed_forward.w2")
+}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_full_keeps_what_torchtitan_keeps(tensor_parallel):
+    ours, theirs = (kept("full", tensor_parallel, wrapped=w) for w in (False, True))
+    assert ours - theirs == MEANS and not theirs - ours
+    assert theirs == {("layers.*", "aten.add.Tensor", 0): 5}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_selective_keeps_what_torchtitan_keeps_and_the_first_residual(tensor_parallel):
+    """The residual holds what the reduce-scatter before it gave; the block's output the other."""
+    ours, theirs = (kept("selective", tensor_parallel, wrapped=w) for w in (False, True))
+    assert ours - theirs == MEANS | RESIDUAL
+    assert theirs - ours == (SCATTERED if tensor_parallel > 1 else {})
+    assert sum(theirs.values()) > 12
+
+
+def test_the_section_names_the_policy():
+    assert activation_settings(None) == {} == activation_settings(WrappedFull.Config())
+    assert activation_settings(FullAC.Config()) == {"activation_policy": "full"}
+    chosen = SelectiveAC.Config(force_recompute_mm_shapes_by_fqns=["w2"])
+    assert activation_settings(chosen) == {
+        "activation_policy": "selective",
+        "recompute_matmuls_of": ("w2",),
+    }
