@@ -141,6 +141,8 @@ BITWISE: Flags = {"compile.bitwise": True}
 DETERMINISTIC: Flags = {"debug.deterministic": True}
 INDUCTOR: Flags = {"compile.backend": "inductor"}
 REGIONAL: Flags = {"compile.backend": "regional"}
+SELECTIVE: Flags = {"activation_checkpoint.type": "selective"}
+FULL: Flags = {"activation_checkpoint.type": "full"}
 CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
@@ -153,6 +155,8 @@ RESHARDS = TRAINS | {Holds.RESHARD}
 VALIDATES = frozenset({Holds.VALIDATION})
 ACCUMULATES = frozenset({Holds.DOUBLE_BATCH})
 REPEATS = frozenset({Holds.BITWISE, Holds.REPEATS})
+TAGGED = frozenset({Holds.BITWISE, Holds.COLLECTIVES})
+"""Activation policies: tags on the graph against torchtitan's wrapped modules."""
 FUSED = frozenset({Holds.CLOSE, Holds.COLLECTIVES})
 
 # Meshes: data-parallel ranks times their rows are eight rows, on six ranks six.
@@ -184,6 +188,9 @@ MATRIX = (
     Case("deterministic_bf16", 2, FSDP2 | BF16 | DETERMINISTIC, DEFAULT, REPEATS),
     Case("fsdp2_chunked_fp32", 2, FSDP2 | FP32 | CHUNKED, ("always", "default"), TRAINS),
     Case("tp2_chunked_fp32", 2, TP2 | FP32 | CHUNKED, DEFAULT, TRAINS),
+    Case("fsdp2_tp2_selective_bf16", 4, FSDP2_TP2 | BF16 | SELECTIVE, ALWAYS, TAGGED),
+    Case("hsdp2x2_full_fp32", 4, HSDP2X2 | FP32 | FULL, ALWAYS, TAGGED),
+    Case("fsdp3_tp2_full_fp32", 6, FSDP3_TP2 | FP32 | FULL, DEFAULT, TAGGED),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
     Case("fsdp2_regional_bf16", 2, FSDP2 | BF16 | REGIONAL, ALWAYS, FUSED),
