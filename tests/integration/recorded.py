@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.names import clean_fqn
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
@@ -52,7 +53,8 @@ class Recorded:
         self.batches = self.trainer.batch_generator(self.trainer.dataloader)
 
     def parameters(self) -> list[tuple[str, DTensor]]:
-        return list(self.trainer.model_parts[0].named_parameters())
+        named = self.trainer.model_parts[0].named_parameters()
+        return [(clean_fqn(name), parameter) for name, parameter in named]
 
     def joint(self) -> JointGraph:
         """The one graph that was captured."""
