@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.errors import GraphTrainerError
+from graph_trainer.errors import ConfigError
 
 
 def compile_with_inductor(
@@ -82,7 +82,7 @@ def compile_part_with_inductor(
     with torch.no_grad(), _inductor_in_order(), off, width:
         compile_fx(module, list(examples), inner_compile=note)
     if len(made) != 1:
-        raise GraphTrainerError(
+        raise ConfigError(
             f"Inductor made {len(made)} programs of one region: its fallbacks split a graph. "
             'compile.backend = "eager" or "inductor" does without regions'
         )
