@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -143,7 +144,8 @@ def make_plan(
         PassError, VerificationError: as `run_passes`.
     """
     on_progress("building the model on meta")
-    run = FakeRank(config, world_size, rank, hardware.device)
+    traced = _with_wrappers(config) if runtime is TORCHTITAN else config
+    run = FakeRank(traced, world_size, rank, hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
     mark_saved(joint)
@@ -194,10 +196,19 @@ def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassCo
     options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
     return replace(
         passes,
+        activation_policy="none",  # what its checkpoint wrappers recompute was traced
         passes=("default", overlap_fsdp.name),
         disable_passes=(bucket_collectives.name, schedule_overlap.name),
         options={overlap_fsdp.name: options},
     )
+
+
+def _with_wrappers(config: GraphTrainerConfig) -> GraphTrainerConfig:
+    """Return the config for a model whose modules are wrapped for checkpointing by torchtitan."""
+    wrapped = copy.copy(config)
+    wrapped.compile = copy.copy(config.compile)
+    wrapped.compile.mode = "eager"
+    return wrapped
 
 
 def versions() -> dict[str, str]:

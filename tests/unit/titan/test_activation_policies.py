@@ -1,5 +1,6 @@
 """Activation policies on the graph keep what torchtitan's checkpoint wrappers keep."""
 
+import copy
 from collections import Counter
 from dataclasses import dataclass
 
@@ -10,7 +11,10 @@ from graph_trainer.core.graph.annotations import is_backward, module_of
 from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.step_inputs import activation_settings
 
@@ -83,6 +87,22 @@ def test_selective_keeps_what_torchtitan_keeps_and_the_first_residual(tensor_par
     assert ours - theirs == MEANS | RESIDUAL
     assert theirs - ours == (SCATTERED if tensor_parallel > 1 else {})
     assert sum(theirs.values()) > 12
+
+
+def test_a_run_by_torchtitan_is_planned_with_its_own_wrappers():
+    """What checkpoint wrappers hold beside what backward reads counts there."""
+    flags = ["--activation_checkpoint.type", "selective", "--training.seq_len", "64"]
+    config = load_config(flags, world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    own = copy.copy(config)
+    own.activation_checkpoint = WrappedSelective.Config()
+    hardware = load_hardware("h100-sxm")
+
+    def peak(config, runtime):
+        return make_plan(config, 4, hardware, runtime=runtime, every_pass=False).peak_bytes
+
+    assert peak(config, TORCHTITAN) == peak(own, TORCHTITAN)
+    assert peak(config, GRAPH_TRAINER) != peak(own, GRAPH_TRAINER)
 
 
 def test_the_section_names_the_policy():
