@@ -139,6 +139,7 @@ def launched():
 
 
 @pytest.mark.full
+@pytest.mark.timeout(900)  # seven processes, each with seconds of import
 def test_a_second_launch_compiles_nothing_and_damage_is_mended(folder):
     assert "1 programs, 1 compiled and 0 from" in launched()
     assert f"1 programs, 0 compiled and 1 from {folder}" in launched()
