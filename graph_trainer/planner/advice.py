@@ -19,7 +19,7 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
     """Plan the run again with one setting changed at a time.
 
-    A change is estimated from the first two and the first four layers of the model, so that
+    A change is estimated from the first three and the first five layers of the model, so that
     this takes seconds for a model of any depth: memory at every node, and time, grow linearly
     with the number of layers.
 
@@ -48,7 +48,8 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
     return sorted(found, key=lambda a: a.reserved_bytes)
 
 
-_FEW, _MORE = 2, 4
+# with fewer layers the ends of a step take up too much of what a schedule may spend
+_FEW, _MORE = 3, 5
 _LEAST = 0.005
 """The smallest saving that is worth a mention, as a part of the whole."""
 

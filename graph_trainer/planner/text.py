@@ -137,7 +137,7 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
     if not report["advice"]:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
     unit, size = unit_of(report["reserved_bytes"])
-    table = plain_table("What would help most, one change at a time, estimated from four layers")
+    table = plain_table("What would help most, one change at a time, estimated from five layers")
     table.add_column("flags", overflow="fold")
     for heading in (f"needs {unit}", "saves", "tok/s/GPU", "fits"):
         table.add_column(heading, justify="right")

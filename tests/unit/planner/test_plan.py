@@ -250,27 +250,22 @@ CHANGES = [
 ]
 
 
-# a schedule may spend this part of the peak: at some depths it spends more, and hides more
-_ROOM = ScheduleOverlapOptions().max_peak_growth
-_FULL = ("--activation_checkpoint.type", "full")
-
-
 @pytest.mark.parametrize(
-    ("flags", "tolerance"),
+    "flags",
     [
-        (("--parallelism.fsdp_reshard_after_forward", "never"), _ROOM),
-        (_FULL, _ROOM),
-        ((*_FULL, "--compile.disable_passes", "schedule_overlap"), 0.001),
+        ("--parallelism.fsdp_reshard_after_forward", "never"),
+        ("--activation_checkpoint.type", "full"),
     ],
-    ids=["never", "full", "unscheduled"],
+    ids=["never", "full"],
 )
-def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags, tolerance):
+def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
     config = load_config([*FLAGS, *flags], world_size=4)
     whole = make_plan(config, 4, load_hardware("h100-sxm"))
     peak, speed = advice.estimate(load_config([*FLAGS, *flags], world_size=4), whole)
     assert len(whole.config.model_spec.model.layers) == 6
-    assert peak == pytest.approx(whole.peak_bytes, rel=tolerance)
-    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=tolerance)
+    # a schedule may spend this part of the peak, at some depths more of it than at others
+    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
+    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
 
 
 def test_what_is_used_to_the_full_is_no_advice():
