@@ -59,6 +59,7 @@ FSDP_AC_GRAPH_ID = 1 << 40
 SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
 
+_BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
@@ -123,6 +124,12 @@ def layer_of(fqn: str | None) -> int | None:
     """Return the layer index in an FQN: 3 for 'layers.3.attention.wo', else None."""
     match = _LAYER.search(fqn or "")
     return int(match.group(1)) if match else None
+
+
+def block_of(fqn: str | None) -> str | None:
+    """Return the repeated block of an FQN: 'layers.3' for 'layers.3.attention.wo.weight'."""
+    found = _BLOCK.match(fqn or "")
+    return found.group() if found else None
 
 
 def role_of(node: fx.Node) -> Role | None:

@@ -15,6 +15,7 @@ from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
+    block_of,
     is_backward,
     module_of,
     phase_of,
@@ -48,7 +49,6 @@ Regather = Literal["policy", "always", "never"]
 
 _LINEAR = (aten.mm.default, aten.linear.default)  # as torchtitan counts them
 _EXPENSIVE = (
-    *_LINEAR,
     aten.addmm.default,
     aten.baddbmm.default,
     aten.bmm.default,
@@ -60,7 +60,6 @@ _EXPENSIVE = (
     aten.max.default,
 )
 _ATTENTION = re.compile(r"scaled_dot_product|(flash|efficient|flex|varlen).*att(ention|n)")
-_LAYER = re.compile(r"(?:^|\.)\d+(?=\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +142,11 @@ def _block_of(node: fx.Node) -> str | None:
     """Return the block whose forward made a node."""
     if node.op != "call_function" or phase_of(node) is not Phase.FORWARD:
         return None
-    fqn = module_of(node) or ""
-    found = _LAYER.search(fqn)
-    return None if found is None else fqn[: found.end()]
+    return block_of(module_of(node))
 
 
 def _is_read_elsewhere(node: fx.Node, block: str) -> bool:
-    """Return whether another block, the loss or nobody's module reads a result of the node."""
+    """Return whether forward or loss reads a result of the node outside its block."""
     readers = (n for user in node.users for n in (user.users if is_getitem(user) else (user,)))
     return any(not is_backward(reader) and _block_of(reader) != block for reader in readers)
 
@@ -166,13 +163,12 @@ def _communicated(
 ) -> Iterator[fx.Node]:
     """Yield the collectives that backward does not repeat, and their waits."""
     full = context.activation_policy == "full"
+    again = options.regather == "always" or (options.regather == "policy" and full)
     for node in nodes:
         if not (is_collective(node) or is_wait(node)):
             continue
-        start = node if is_collective(node) else node.all_input_nodes[0]
-        kind = collective_kind(start)
+        kind = collective_kind(node if is_collective(node) else node.all_input_nodes[0])
         gathers = kind is not None and kind.result is Result.GATHERED
-        again = options.regather == "always" or (options.regather == "policy" and full)
         if not again or not (gathers or full):
             yield node
 
@@ -181,7 +177,7 @@ def _worth_keeping(
     nodes: list[fx.Node], block: str, options: TagActivationsOptions, context: PassContext
 ) -> Iterator[fx.Node]:
     """Yield what "selective" keeps beside collectives."""
-    counted, residual = 0, None
+    counted, has_residual = 0, False
     for node in nodes:
         if node.target in _LINEAR:
             if any(part in (module_of(node) or "") for part in context.recompute_matmuls_of):
@@ -191,9 +187,9 @@ def _worth_keeping(
                 yield node
         elif node.target in _EXPENSIVE or _ATTENTION.search(str(node.target)):
             yield node
-        elif residual is None and _is_residual(node, block):
-            # without it every block would be computed again from the first one's input
-            residual = node
+        elif not has_residual and _is_residual(node, block):
+            # without it a schedule may hoist the recomputation of whole blocks
+            has_residual = True
             yield node
 
 

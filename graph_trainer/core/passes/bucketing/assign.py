@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -14,6 +13,7 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.unshard_chains import is_layout_only
 from graph_trainer.core.graph.annotations import (
+    block_of,
     bucket_tag,
     is_backward,
     parameters_of,
@@ -25,7 +25,6 @@ from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
-_BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
 _EXPERTS = "experts"
 _HEAD = "head"
 
@@ -133,12 +132,6 @@ def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[l
     for member in members:
         buckets.setdefault((member.route, place[member.parameter]), []).append(member)
     return list(buckets.values())
-
-
-def block_of(fqn: str) -> str | None:
-    """Return the repeated block of a parameter: 'layers.3' for 'layers.3.attention.wo.weight'."""
-    found = _BLOCK.match(fqn)
-    return found.group() if found else None
 
 
 def _places(joint: JointGraph) -> dict[str, str]:

@@ -12,6 +12,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.graph.annotations import (
     Role,
+    block_of,
     bucket_tag,
     parameters_of,
     role_of,
@@ -20,7 +21,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.bucketing.assign import block_of, members_of
+from graph_trainer.core.passes.bucketing.assign import members_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
     bucket_collectives,
