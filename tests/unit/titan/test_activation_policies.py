@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, module_of
 from graph_trainer.core.graph.ops import storage_roots
@@ -38,11 +39,11 @@ class WrappedSelective(SelectiveAC):
 WRAPPED = {"full": WrappedFull, "selective": WrappedSelective}
 
 
-def kept(policy, tensor_parallel, *, wrapped=False):
-    """Count what forward allocates in blocks and backward reads: (module, op, which result)."""
+def after_passes(policy, tensor_parallel, *, wrapped=False, regather="always"):
+    """The graph of a rank with collectives that are neither merged nor moved."""
     flags = ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     flags += ["--activation_checkpoint.type", policy, "--training.seq_len", "64"]
-    flags += ["--compile.tag_activations.regather", "always"]  # as torchtitan
+    flags += ["--compile.tag_activations.regather", regather]
     flags += ["--compile.disable_passes", "bucket_collectives,schedule_overlap"]
     config = load_config(flags, world_size=4)
     if wrapped:
@@ -50,6 +51,15 @@ def kept(policy, tensor_parallel, *, wrapped=False):
     run = FakeRank(config, 4, 0, "cuda")
     joint = run.capture()
     run_passes(joint, run.pass_config(), all_reduce_max=lambda number: number)
+    return joint
+
+
+def kept(policy, tensor_parallel, *, wrapped=False):
+    """Count what forward allocates in blocks and backward reads: (module, op, which result).
+
+    With gathers of tensor parallelism repeated, as torchtitan does.
+    """
+    joint = after_passes(policy, tensor_parallel, wrapped=wrapped)
     parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
     roots = storage_roots(joint.graph)
     backward = filter(is_backward, joint.graph.nodes)
@@ -87,6 +97,20 @@ def test_selective_keeps_what_torchtitan_keeps_and_the_first_residual(tensor_par
     assert ours - theirs == MEANS | RESIDUAL
     assert theirs - ours == (SCATTERED if tensor_parallel > 1 else {})
     assert sum(theirs.values()) > 12
+
+
+@pytest.mark.full
+def test_gathers_of_tensor_parallelism_are_repeated_where_asked_for():
+    """Two a block, of what the norms give; backward's own gathers are there in any case."""
+
+    def gathers(policy, regather):
+        joint = after_passes(policy, 2, regather=regather)
+        found = (c for c in collectives(joint) if c.role is None and c.phase == "backward")
+        return sum(c.kind == "all_gather_into_tensor" for c in found)
+
+    never = gathers("selective", "never")
+    assert gathers("selective", "policy") == gathers("full", "never") == never
+    assert gathers("selective", "always") == gathers("full", "policy") == never + 2 * 6
 
 
 def test_a_run_by_torchtitan_is_planned_with_its_own_wrappers():
