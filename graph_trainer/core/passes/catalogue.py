@@ -12,7 +12,7 @@ from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
 from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
-from graph_trainer.core.passes.functionalize_index_put import functionalize_index_put
+from graph_trainer.core.passes.functionalize_writes import functionalize_writes
 from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
@@ -29,7 +29,7 @@ from graph_trainer.errors import PassError
 # In the order in which they run; the list "default" has those that say so.
 _BUILT_IN: tuple[Pass, ...] = (
     normalize_views,
-    functionalize_index_put,
+    functionalize_writes,
     eliminate_dead_code,
     deduplicate_unshards,
     eliminate_round_trips,

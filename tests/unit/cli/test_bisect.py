@@ -48,7 +48,7 @@ def long_verdict():
     bad = [Difference(name, 1.5e-7, INF), Difference("loss", NAN, 0.0, "missing")]
     rows = [
         Row("capture", 12_345, [[] for _ in range(64)]),
-        Row("functionalize_index_put", 12_345, [[], *([bad] * 63)]),
+        Row("functionalize_writes", 12_345, [[], *([bad] * 63)]),
     ]
     return Verdict(rows, 900, [None, *([found_node()] * 63)])
 
@@ -60,7 +60,7 @@ def test_the_table_fits_and_says_what_where_and_how_much():
     for part in ("12,345", "1.5e-07", "inf", "0, 1"[3:], "(63)", "none of 900", "mul_1"):
         assert part in words
     assert "inserted by the pass" in words and "at relu, which reads it" in words
-    assert "'functionalize_index_put' is the first pass that changes the numbers" in words
+    assert "'functionalize_writes' is the first pass that changes the numbers" in words
     joined = re.sub(r"\s", "", text)
     assert "[0]" in joined and "(3,)float32insteadof(4,)float32" in joined
 

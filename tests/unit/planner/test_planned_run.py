@@ -26,7 +26,7 @@ from graph_trainer.testing import become
 
 GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
 BIG = PassReport("capture", 1.0, 60_000, GATHERS, 900 * 1024**3, 90 * 1024**3)
-CHANGED = PassReport("functionalize_index_put", 99.9, 55_555, {}, 0, 10 * 1024**3)
+CHANGED = PassReport("functionalize_writes", 99.9, 55_555, {}, 0, 10 * 1024**3)
 
 
 def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
@@ -37,7 +37,7 @@ def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "What each pass did to the joint graph" in text
     # Nothing is cut, and a change stands beside its number.
-    for part in ("functionalize_index_put", "60,000", "55,555", "-4,445", "12,345", "-12,345"):
+    for part in ("functionalize_writes", "60,000", "55,555", "-4,445", "12,345", "-12,345"):
         assert part in text
     assert "…" not in text
 

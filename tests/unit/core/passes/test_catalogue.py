@@ -14,7 +14,7 @@ from tests.unit.graphs import aten
 
 DEFAULT = [
     "normalize_views",
-    "functionalize_index_put",
+    "functionalize_writes",
     "eliminate_dead_code",
     "deduplicate_unshards",
     "eliminate_round_trips",

@@ -20,7 +20,7 @@ from tests.examples import examples
 from tests.unit.core.passes.rank_order import OuterFirst, run_world, world_of
 from tests.unit.core.simulation.machines import machine
 
-ALWAYS_ON = ("normalize_views", "functionalize_index_put", "eliminate_dead_code")
+ALWAYS_ON = ("normalize_views", "functionalize_writes", "eliminate_dead_code")
 CLEANS = ("deduplicate_unshards", "eliminate_round_trips")
 FUSES = ("fuse_chained_all_gathers", "fuse_chained_reduce_scatters")
 KEEPS = ("tag_fsdp_unshards", "rematerialize")

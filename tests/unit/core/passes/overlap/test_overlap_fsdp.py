@@ -25,7 +25,7 @@ def prepared(policy="always", **decoder):
 
 BEFORE = [
     "normalize_views",
-    "functionalize_index_put",
+    "functionalize_writes",
     "eliminate_dead_code",
     "deduplicate_unshards",
     "tag_fsdp_unshards",

@@ -5,7 +5,8 @@ import operator
 import pytest
 import torch
 
-from graph_trainer.core.passes.functionalize_index_put import functionalize_index_put
+from graph_trainer.core.graph.annotations import Phase
+from graph_trainer.core.passes.functionalize_writes import functionalize_writes
 from graph_trainer.testing import Builder, check_pass, targets
 from tests.unit.graphs import aten
 
@@ -35,7 +36,7 @@ def test_fires_on_a_temporary_and_its_later_readers_follow(accumulate):
     target = g.made()
     g.put(target, accumulate=accumulate)
     joint = g.done(target, g.call(aten.neg.default, target))
-    assert check_pass(functionalize_index_put, joint)
+    assert check_pass(functionalize_writes, joint)
     assert PUT not in targets(joint) and list(target.users) == [
         joint.graph.find_nodes(op="call_function", target=aten.index_put.default)[0]
     ]
@@ -44,7 +45,7 @@ def test_fires_on_a_temporary_and_its_later_readers_follow(accumulate):
 def test_fires_on_one_write_after_another():
     g = Graph()
     joint = g.done(g.put(g.put(g.made())))
-    assert check_pass(functionalize_index_put, joint)
+    assert check_pass(functionalize_writes, joint)
     assert targets(joint).count(aten.index_put.default) == 2
 
 
@@ -117,14 +118,59 @@ def a_second_write_after_one_that_stays(g):
 )
 def test_a_near_miss_stays(near_miss):
     g = Graph()
-    assert not check_pass(functionalize_index_put, g.done(*near_miss(g)))
+    assert not check_pass(functionalize_writes, g.done(*near_miss(g)))
+
+
+def elementwise(target, *args, phase=Phase.FORWARD):
+    """A graph that writes into what it has made: `target`(made, *args)."""
+    g = Graph()
+    made = g.made()
+    written = g.call(target, made, *args, phase=phase)
+    return g.done(g.call(aten.rsqrt.default, written), g.call(aten.neg.default, made))
+
+
+@pytest.mark.parametrize(
+    ("write", "instead", "args"),
+    [
+        (aten.add_.Scalar, aten.add.Scalar, (1e-5,)),
+        (aten.add_.Tensor, aten.add.Tensor, (0.5,)),
+        (aten.sigmoid_.default, aten.sigmoid.default, ()),
+    ],
+)
+def test_an_elementwise_write_of_forward_makes_a_new_tensor(write, instead, args):
+    joint = elementwise(write, *args)
+    assert check_pass(functionalize_writes, joint)
+    assert instead in targets(joint) and write not in targets(joint)
+
+
+@pytest.mark.parametrize(
+    ("write", "args", "how"),
+    [
+        (aten.add_.Tensor, (0.5,), {"phase": Phase.BACKWARD}),  # never runs twice
+        (aten.bernoulli_.float, (0.5,), {}),
+        (aten.zero_.default, (), {}),
+    ],
+)
+def test_other_writes_stay(write, args, how):
+    joint = elementwise(write, *args, **how)
+    functionalize_writes(joint)
+    assert write in targets(joint)
+
+
+def test_an_elementwise_write_of_another_type_stays():
+    """The result in place is bfloat16; a new tensor would be float32."""
+    g = Graph()
+    made = g.call(aten.to.dtype, g.made(), torch.bfloat16)
+    joint = g.done(g.call(aten.add_.Tensor, made, g.x))
+    functionalize_writes(joint)
+    assert aten.add_.Tensor in targets(joint)
 
 
 def test_a_tensor_written_into_itself_stays_for_torch_to_refuse():
     g = Graph()
     target = g.call(aten.mul.Tensor, g.values, 2)
     joint = g.done(g.call(PUT, target, [g.index], target))
-    functionalize_index_put(joint)
+    functionalize_writes(joint)
     assert PUT in targets(joint)
 
 
@@ -133,5 +179,5 @@ def test_a_layout_that_a_copy_would_not_keep_stays():
     gaps = g.call(aten.rand_like.default, g.x)
     gaps.meta["val"] = gaps.meta["val"].new_empty_strided((4,), (2,))
     joint = g.done(g.put(gaps))
-    functionalize_index_put(joint)
+    functionalize_writes(joint)
     assert PUT in targets(joint)
