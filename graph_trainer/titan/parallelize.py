@@ -8,14 +8,9 @@ import torch
 from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import (
-    ActivationCheckpointingConfig,
-    FullAC,
-    SelectiveAC,
-)
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.tools.logging import logger
 
-from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
@@ -24,12 +19,7 @@ from graph_trainer.core.sharding.simple_fsdp import (
     simple_fsdp,
 )
 from graph_trainer.errors import ConfigError
-
-POLICIES: dict[type, ActivationPolicy] = {
-    SelectiveAC.Config: "selective",
-    FullAC.Config: "full",
-}
-"""What `tag_activations` does with a captured step instead of torchtitan's checkpoint wrappers."""
+from graph_trainer.titan.activation_policies import POLICIES
 
 
 def parallelize_decoder(
@@ -46,8 +36,8 @@ def parallelize_decoder(
 
     Tensor and sequence parallelism follow the sharding configuration of the model; data
     parallelism is `simple_fsdp` in the mode that the degrees decide. Where the step is captured,
-    torchtitan's own checkpoint policies are left to the pass `tag_activations`. Gradients are
-    summed, not averaged: torchtitan's loss is divided by the global number of tokens already.
+    the policies of [activation_checkpoint] are left to passes. Gradients are summed, not averaged:
+    torchtitan's loss is divided by the global number of tokens already.
 
     Raises:
         ConfigError: a parallelism that a captured step does not support.

@@ -8,12 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torchtitan.distributed import ParallelDims
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 
 from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.titan.activation_policies import activation_settings
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
-from graph_trainer.titan.parallelize import POLICIES
 from graph_trainer.titan.training_state_memory import other_memory_of
 
 
@@ -66,16 +65,3 @@ def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: s
         pipeline_parallel=parallel_dims.pp_enabled,
         other_memory=other_memory_of(config, batches, device),
     )
-
-
-def activation_settings(section: ActivationCheckpointingConfig) -> dict[str, Any]:
-    """Return the settings of the passes for torchtitan's [activation_checkpoint].
-
-    Empty for a class of a user's own: `parallelize_decoder` applies that to the modules, and what
-    it recomputes is in the captured graph.
-    """
-    policy = POLICIES.get(type(section))
-    if policy != "selective":
-        return {} if policy is None else {"activation_policy": policy}
-    uncounted = tuple(section.force_recompute_mm_shapes_by_fqns)
-    return {"activation_policy": policy, "recompute_matmuls_of": uncounted}

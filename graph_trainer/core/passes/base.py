@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import IntEnum
 from typing import Any
 
@@ -57,8 +57,8 @@ class Pass:
     `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
-    required_for: tuple[str, tuple[str, ...]] | None = None
-    """The field of `PassConfig` and its value that no step can follow without this pass."""
+    required_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """Fields of `PassConfig` and their values that no step can follow without this pass."""
     relies_on: tuple[str, ...] = ()
     """Names of passes that have to be in the list as well for its options to have an effect."""
     needs_hardware: Callable[[Any], bool] = lambda options: False

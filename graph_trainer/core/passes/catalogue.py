@@ -20,6 +20,7 @@ from graph_trainer.core.passes.fuse_chained_collectives import (
 from graph_trainer.core.passes.normalize_views import normalize_views
 from graph_trainer.core.passes.overlap.overlap_fsdp import overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
@@ -35,6 +36,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     eliminate_round_trips,
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
+    plan_memory,
     tag_activations,
     tag_fsdp_unshards,
     rematerialize,

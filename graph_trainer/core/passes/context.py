@@ -23,8 +23,8 @@ from graph_trainer.errors import PassError
 
 _PER_SECOND = 10**9
 
-ReshardAfterForward = Literal["default", "always", "never"]
-ActivationPolicy = Literal["none", "selective", "full"]
+ReshardAfterForward = Literal["default", "always", "never", "auto"]
+ActivationPolicy = Literal["none", "selective", "full", "layers", "budget", "file", "user"]
 
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 AllReduceMax = Callable[[int], int]
@@ -48,14 +48,23 @@ class RunSettings:
     reshard_after_forward: ReshardAfterForward = "default"
     """Which parameters are freed after forward and gathered again in backward. "always": all
     that backward reads. "never": none. "default": all but the last bucket (final norm and output
-    head), since backward starts with it."""
+    head), since backward starts with it. "auto": chosen by `plan_memory`."""
 
     activation_policy: ActivationPolicy = "none"
     """Which activations are freed after forward and computed again in backward, in every block:
-    "none", "selective", or "full" for all but the block's input. See `tag_activations`."""
+    "none", "selective", or "full" for all but the block's input; "layers" for "full" on every nth
+    block. See `tag_activations`. "budget": what makes the step fastest within `memory_limit_gib`,
+    "file": what `memory_table` says; see `plan_memory`. "user": what checkpoints in the model ask
+    for, which every policy carries out, and nothing else."""
 
     recompute_matmuls_of: tuple[str, ...] = ()
     """Parts of module names whose matrix products "selective" recomputes without counting them."""
+
+    recompute_every_nth_block: int = 2
+    """Of which blocks "layers" keeps the input only: the first, and every nth from there."""
+
+    memory_table: Any = None
+    """The `MemoryTable` that "file" follows."""
 
     pipeline_parallel: bool = False
     """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
@@ -85,6 +94,11 @@ class RunSettings:
             if policy not in known:
                 hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
                 raise PassError(f"{name} is {policy!r}{hint}; it must be one of {', '.join(known)}")
+        if self.recompute_every_nth_block < 1:
+            raise PassError(
+                f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
+                'more. To recompute nothing set activation_policy = "none"'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +110,9 @@ class PassContext(RunSettings):
     decided: Any = None
     """What this pass has put into `joint.decisions` for an earlier graph of the step, to be
     followed; None where this is the first."""
-    run_later_passes: Callable[[JointGraph], None] = lambda joint: None
-    """Runs the passes that come after this one on a copy of the graph, before a simulation."""
+    run_later_passes: Callable[..., None] = lambda joint, before=None: None
+    """Runs the passes that come after this one on a copy of the graph, before a simulation: all of
+    them, or with a second argument those before a `Stage`."""
 
     def hardware_for(self, joint: JointGraph) -> Hardware:
         """Return the profile to simulate a graph on: the one that is named, else that of the

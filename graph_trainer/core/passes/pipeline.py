@@ -11,7 +11,7 @@ from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.ordering.exchange import LargestOfAllRanks
-from graph_trainer.core.passes.base import Pass
+from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.catalogue import check_bitwise, registered_passes, resolve_passes
 from graph_trainer.core.passes.context import (
     AllReduceMax,
@@ -216,9 +216,12 @@ def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[l
                 f"{each.options_type.__name__}"
             )
 
-        def run_later_passes(joint: JointGraph, place: int = place) -> None:
+        def run_later_passes(
+            joint: JointGraph, before: Stage | None = None, place: int = place
+        ) -> None:
             for step in steps[place:]:
-                step.run(joint)
+                if before is None or step.graph_pass.stage < before:
+                    step.run(joint)
 
         decided = config.decisions.get(each.name)
         context = replace(run, decided=decided, run_later_passes=run_later_passes)
@@ -235,14 +238,15 @@ def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[l
 
 def _check_required(config: PassConfig, selected: Sequence[Pass]) -> None:
     """Refuse a setting that needs a pass which is not in the list."""
-    listed = {p.required_for for p in selected}
+    listed = {(name, value) for p in selected for name in p.required_for
+              for value in p.required_for[name]}  # fmt: skip
     for each in registered_passes().values():
-        if each.required_for is not None and each.required_for not in listed:
-            name, values = each.required_for
-            if getattr(config, name) in values:
+        for name, values in each.required_for.items():
+            value = getattr(config, name)
+            if value in values and (name, value) not in listed:
                 raise PassError(
-                    f"{name} is {getattr(config, name)!r} and '{each.name}', which carries it out, "
-                    "is not in the pass list"
+                    f"{name} is {value!r} and '{each.name}', which carries it out, is not in the "
+                    "pass list"
                 )
 
 

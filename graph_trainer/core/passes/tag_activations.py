@@ -11,25 +11,24 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graph_trainer.core.analysis.blocks import (
+    forward_block_of,
+    forward_blocks,
+    is_read_elsewhere,
+    may_run_again,
+)
 from graph_trainer.core.analysis.collective_kinds import Result
-from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
-    Phase,
-    block_of,
-    is_backward,
     module_of,
-    phase_of,
     recompute_policy,
     set_recompute_policy,
     tensor_of,
-    tensors_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     collective_kind,
-    has_effect,
     is_collective,
     is_getitem,
     is_wait,
@@ -75,9 +74,6 @@ class TagActivationsOptions:
     communication, "never" the memory of their results. "policy": under "full" only. Reductions
     are repeated under "full" alone, and not with "never"."""
 
-    every_nth_block: int = 1
-    """Apply the policy to the first block and to every nth one from there; keep the others."""
-
     def __post_init__(self) -> None:
         for name, kind in (("matmuls", Matmuls), ("regather", Regather)):
             value, known = getattr(self, name), get_args(kind)
@@ -87,27 +83,22 @@ class TagActivationsOptions:
                     f"compile.tag_activations.{name} is {value!r}{hint}; it must be one of "
                     f"{', '.join(known)}"
                 )
-        if self.every_nth_block < 1:
-            raise PassError(
-                f"compile.tag_activations.every_nth_block is {self.every_nth_block}; it must be 1 "
-                'or more. To recompute nothing set activation_checkpoint.type = "none"'
-            )
 
 
 @graph_pass(
     stage=Stage.TAG,
     summary="Tag activations to be freed after forward and computed again in backward",
     options_type=TagActivationsOptions,
-    required_for=("activation_policy", ("selective", "full")),
+    required_for={"activation_policy": ("selective", "full", "layers")},
 )
 def tag_activations(
     joint: JointGraph, options: TagActivationsOptions, context: PassContext
 ) -> None:
     """Write MUST_SAVE or MUST_RECOMPUTE on the forward nodes of every block, by the policy.
 
-    A block is a module in a numbered list, such as layers.3. Under "full" backward has only the
-    blocks' inputs and computes the rest again. Under "selective" it also keeps matrix products,
-    attention, results of collectives, and the first residual addition of each block. "none" leaves
+    Under "full" backward has only the blocks' inputs and computes the rest again; so it does under
+    "layers" with every nth block. Under "selective" it also has matrix products, attention,
+    results of collectives, and the first residual addition of each block. All other policies leave
     the graph as it is, with what the model's own checkpoints recompute.
 
     Kept under every policy: what another block or the loss reads, results of random ops, numbers
@@ -116,17 +107,12 @@ def tag_activations(
 
     Relies on phases and modules. Changes metadata only. Linear in nodes.
     """
-    if context.activation_policy == "none":
+    if context.activation_policy not in tag_activations.required_for["activation_policy"]:
         return
-    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
     writes = LastWrites(joint.graph)
-    blocks: dict[str, list[fx.Node]] = {}
-    for node in joint.graph.nodes:
-        block = _block_of(node)
-        if block is not None and node not in parameters:
-            blocks.setdefault(block, []).append(node)
-    for number, (block, nodes) in enumerate([*blocks.items()][:: options.every_nth_block]):
-        kept = {n for n in nodes if _is_read_elsewhere(n, block) or not _may_run_again(n, writes)}
+    every = context.recompute_every_nth_block if context.activation_policy == "layers" else 1
+    for number, (block, nodes) in enumerate([*forward_blocks(joint).items()][::every]):
+        kept = {n for n in nodes if is_read_elsewhere(n, block) or not may_run_again(n, writes)}
         kept |= set(_communicated(nodes, options, context))
         if context.activation_policy == "selective":
             kept |= set(_worth_keeping(nodes, block, options, context))
@@ -138,31 +124,11 @@ def tag_activations(
                 set_recompute_policy(node, policy, ac_graph_id=FIRST_AC_GRAPH_ID + number)
 
 
-def _block_of(node: fx.Node) -> str | None:
-    """Return the block whose forward made a node."""
-    if node.op != "call_function" or phase_of(node) is not Phase.FORWARD:
-        return None
-    return block_of(module_of(node))
-
-
-def _is_read_elsewhere(node: fx.Node, block: str) -> bool:
-    """Return whether forward or loss reads a result of the node outside its block."""
-    readers = (n for user in node.users for n in (user.users if is_getitem(user) else (user,)))
-    return any(not is_backward(reader) and _block_of(reader) != block for reader in readers)
-
-
-def _may_run_again(node: fx.Node, writes: LastWrites) -> bool:
-    if has_effect(node) or not tensors_of(node):
-        return False
-    read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))
-    return not any(writes.between(node, None, each) for each in read)
-
-
 def _communicated(
     nodes: list[fx.Node], options: TagActivationsOptions, context: PassContext
 ) -> Iterator[fx.Node]:
     """Yield the collectives that backward does not repeat, and their waits."""
-    full = context.activation_policy == "full"
+    full = context.activation_policy != "selective"
     again = options.regather == "always" or (options.regather == "policy" and full)
     for node in nodes:
         if not (is_collective(node) or is_wait(node)):
@@ -200,7 +166,7 @@ def _is_residual(node: fx.Node, block: str) -> bool:
     shape = tensor_of(node).shape
     inputs = node.all_input_nodes
     return all(tensor_of(n).shape == shape for n in inputs) and any(
-        _block_of(_base(n)) != block for n in inputs
+        forward_block_of(_base(n)) != block for n in inputs
     )
 
 

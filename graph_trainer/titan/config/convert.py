@@ -14,7 +14,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
-from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.run_config import GraphParallelismConfig, GraphTrainerConfig
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.parallelize import parallelize_decoder
@@ -43,12 +43,15 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     """
     if config.model_spec is None:
         raise ValueError("the trainer config has no model_spec, so there is no model to convert")
-    values = {f.name: copy.copy(getattr(config, f.name)) for f in dataclasses.fields(config)}
+    values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
     del values["compile"]
     values |= {
         "model_spec": _model_spec(config.model_spec),
         "training": dataclasses.replace(config.training, disable_cuda_graphs=True),
-        "parallelism": dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor"),
+        "parallelism": GraphParallelismConfig(
+            **{name: getattr(config.parallelism, name) for name in _names(config.parallelism)}
+            | {"spmd_backend": "partial_dtensor"}
+        ),
         "checkpoint": with_checked_checkpoints(config.checkpoint),
         "tokenizer": ByteBPETokenizer.Config(),
         "dataloader": TextDataLoader.Config(),
@@ -61,6 +64,10 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
         ),
     }
     return GraphTrainerConfig(**(values | changes))
+
+
+def _names(config: Any) -> list[str]:
+    return [f.name for f in dataclasses.fields(config)]
 
 
 def _model_spec(spec: ModelSpec) -> ModelSpec:

@@ -43,6 +43,10 @@ _COMPONENTS = {
     "torchtitan.distributed.activation_checkpoint:ActivationCheckpointing.Config": {
         "selective": "torchtitan.distributed.activation_checkpoint:SelectiveAC.Config",
         "full": "torchtitan.distributed.activation_checkpoint:FullAC.Config",
+        "layers": "graph_trainer.titan.activation_policies:LayersAC.Config",
+        "budget": "graph_trainer.titan.activation_policies:BudgetAC.Config",
+        "file": "graph_trainer.titan.activation_policies:FileAC.Config",
+        "user": "graph_trainer.titan.activation_policies:UserAC.Config",
     },
 }
 

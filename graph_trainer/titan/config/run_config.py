@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import tyro
-from torchtitan.config import CompileConfig
+from torchtitan.config import CompileConfig, ParallelismConfig
+from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.base import Pass
@@ -17,10 +18,12 @@ from graph_trainer.core.passes.catalogue import (
     registered_passes,
     resolve_passes,
 )
+from graph_trainer.core.passes.context import ReshardAfterForward
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan import activation_policies
 
 # help, schema and checks of compile.backend show what the registry lists
 if TYPE_CHECKING:
@@ -118,13 +121,28 @@ class GraphCompileConfig(CompileConfig):
 
 
 @dataclass(kw_only=True, slots=True)
+class GraphParallelismConfig(ParallelismConfig):
+    """[parallelism]: torchtitan's, with one more way to reshard."""
+
+    fsdp_reshard_after_forward: ReshardAfterForward = "default"
+    """
+    Which parameters backward gathers again: "always" all that it reads; "never" none; "default"
+    all but the last bucket (final norm and output head), with which backward starts; "auto" those
+    that are worth less than their memory under compile.memory_limit_gib. "auto" acts on a captured
+    step only.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
 class GraphTrainerConfig(Trainer.Config):
-    """torchtitan's trainer config with graph_trainer's own [compile] section."""
+    """torchtitan's trainer config with graph_trainer's own [compile] and [parallelism]."""
 
     # GraphTrainer sets this when it is imported. Without the line, `build` would make
     # torchtitan's own trainer until then.
     _owner: ClassVar[type | None] = None
 
+    parallelism: GraphParallelismConfig = field(default_factory=GraphParallelismConfig)
+    activation_checkpoint: activation_policies.Section = field(default_factory=SelectiveAC.Config)
     compile: GraphCompileConfig = field(default_factory=lambda: with_passes(GraphCompileConfig()))
 
     module: Annotated[str, tyro.conf.Suppress] = ""

@@ -5,7 +5,17 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.activation_policies import (
+    NEEDS_CAPTURE,
+    BudgetAC,
+    FileAC,
+    LayersAC,
+    activation_settings,
+)
+from graph_trainer.titan.config.fields import type_of
 from graph_trainer.titan.config.messages import Origin, bad_value, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.validate_components import check_data, check_optimizer
@@ -126,6 +136,48 @@ class _Checks:
             found = getattr(found, part, None)
         return found
 
+    def activations(self) -> None:
+        """Check what decides about the memory of activations, and read the table it names."""
+        section, compile_config = self.config.activation_checkpoint, self.config.compile
+        name = type_of(section, [ActivationCheckpointing.Config]) if section else ""
+        key = "activation_checkpoint.type"
+        if isinstance(section, LayersAC.Config):
+            self.require(
+                section.layers >= 1,
+                "activation_checkpoint.layers",
+                "not a number of blocks",
+                'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
+            )
+        if isinstance(section, FileAC.Config):
+            self.require(
+                bool(section.path),
+                "activation_checkpoint.path",
+                "names no table",
+                'Name the file that a run or a plan with activation_checkpoint.type = "budget" '
+                "wrote.",
+            )
+        auto = self.config.parallelism.fsdp_reshard_after_forward == "auto"
+        if compile_config.mode == "eager" and isinstance(section, NEEDS_CAPTURE):
+            raise bad_value(
+                self.where.of(key, "compile.mode"),
+                key,
+                name,
+                'it acts on a captured step, and compile.mode is "eager"',
+                'Set compile.mode = "aot_fx_trace", or the type "selective", "full" or "layers".',
+            )
+        plans = isinstance(section, BudgetAC.Config) or auto
+        if compile_config.mode != "eager" and plans and not compile_config.memory_limit_gib:
+            what = "parallelism.fsdp_reshard_after_forward" if auto else key
+            raise bad_value(
+                self.where.of(what),
+                what,
+                "auto" if auto else name,
+                "it fills a memory limit, and compile.memory_limit_gib is "
+                f"{compile_config.memory_limit_gib or 'unset'}",
+                "Set the GiB that a step may need on a device, such as 72 on one of 80 GiB.",
+            )
+        activation_settings(section)
+
     def values(self) -> None:
         """Check single values, and those of one section that depend on each other."""
         for key, (least, remedy) in _LEAST.items():
@@ -151,6 +203,7 @@ class _Checks:
             "not a positive norm, so no gradient would be left",
             "Set training.max_norm to a positive number (a large one to clip nothing).",
         )
+        self.activations()
         limit = self.config.compile.memory_limit_gib
         self.require(
             limit is None or 0 <= limit < math.inf,

@@ -16,8 +16,8 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
+from graph_trainer.titan.activation_policies import activation_settings
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.step_inputs import activation_settings
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
 

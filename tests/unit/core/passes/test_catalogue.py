@@ -19,6 +19,7 @@ DEFAULT = [
     "deduplicate_unshards",
     "eliminate_round_trips",
     "fuse_chained_all_gathers",
+    "plan_memory",
     "tag_activations",
     "tag_fsdp_unshards",
     "rematerialize",
@@ -139,7 +140,7 @@ def test_a_pass_with_an_option_runs_by_module_and_name(mine):
         assert joint.history[DEFAULT.index("tag_fsdp_unshards") + 1] == "scale_products"
         assert targets(joint)[0] is aten.mul.Tensor
         assert next(n for n in joint.graph.nodes if n.op == "call_function").args[1] == factor
-    assert names([entry, "default"]).index("scale_products") == DEFAULT.index("tag_activations")
+    assert names([entry, "default"]).index("scale_products") == DEFAULT.index("plan_memory")
     assert names(["default", entry], ["scale_products"]) == DEFAULT
     refused("stage TAG", passes=["rematerialize", entry])
 

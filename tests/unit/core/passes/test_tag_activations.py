@@ -43,7 +43,9 @@ def kept(joint):
 
 
 def with_policy(joint, policy, **options):
-    context = PassContext(activation_policy=policy, recompute_matmuls_of=options.pop("of", ()))
+    settings = {"recompute_matmuls_of": options.pop("of", ())}
+    settings |= {"recompute_every_nth_block": options.pop("every", 2)}
+    context = PassContext(activation_policy=policy, **settings)
     functionalize_writes(joint)  # or the norms' sums in place of their means may not run twice
     check_pass(tag_activations, joint, TagActivationsOptions(**options), context)
     check_pass(rematerialize, joint)
@@ -92,7 +94,7 @@ def test_none_changes_nothing_and_every_nth_block_is_chosen():
     joint = stack()
     before = kept(joint)
     assert not check_pass(tag_activations, joint)
-    found = kept(with_policy(joint, "full", every_nth_block=2))
+    found = kept(with_policy(joint, "layers", every=2))
     assert {key: n for key, n in found.items() if key[0].startswith("layers.1")} == {
         key: n for key, n in before.items() if key[0].startswith("layers.1")
     }
@@ -206,7 +208,6 @@ def test_a_parameter_that_only_recomputation_reads_is_gathered_again():
     [
         ({"matmuls": "everysecond"}, "did you mean 'every_second'"),
         ({"regather": "sometimes"}, "compile.tag_activations.regather is 'sometimes'"),
-        ({"every_nth_block": 0}, "every_nth_block is 0; it must be 1 or more"),
     ],
 )
 def test_bad_options_are_named(options, said):
@@ -217,3 +218,5 @@ def test_bad_options_are_named(options, said):
 def test_an_unknown_policy_is_named():
     with pytest.raises(gt.PassError, match="activation_policy is 'ful'.*did you mean 'full'"):
         gt.PassConfig(activation_policy="ful")
+    with pytest.raises(gt.PassError, match="recompute_every_nth_block is 0; it must be 1 or more"):
+        gt.PassConfig(activation_policy="layers", recompute_every_nth_block=0)

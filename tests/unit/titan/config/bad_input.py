@@ -42,7 +42,7 @@ KEYS_AND_TYPES = (
     Bad("training = [{ steps = 3 }]", "under a [training] heading"),
     Bad(
         'parallelism.fsdp_reshard_after_forward = "allways"',
-        'Did you mean always? Write "default", "always" or "never"',
+        'Did you mean always? Write "default", "always", "never" or "auto"',
     ),
     Bad('compile.mode = "jit"', 'Write "aot_fx_trace" or "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
@@ -146,7 +146,7 @@ IN_FILES = (
     Bad('dataloader.type = "a b:c"', "package.module:Class.Config"),
     Bad(
         "[activation_checkpoint] is switched off, so its keys (debug) have no effect",
-        'Add type = "selective" or "full"',
+        'Add type = "selective", "full", "layers", "budget"',
         "[activation_checkpoint]\ndebug = true",
     ),
     Bad("debug.seed = 1", "Keep one", '[debug]\nunset = ["seed"]\nseed = 1'),
@@ -164,6 +164,31 @@ IN_FILES = (
     Bad("checkpoint.load_step = -2", "-1 for the last one"),
     Bad("validator.steps = 0", "must be positive or -1"),
     Bad("compile.max_graphs = 0", "1 or more"),
+    Bad(
+        'activation_checkpoint.type = "budget": it fills a memory limit, and',
+        "Set the GiB that a step may need",
+        '[activation_checkpoint]\ntype = "budget"',
+    ),
+    Bad(
+        'parallelism.fsdp_reshard_after_forward = "auto": it fills a memory limit',
+        "Set the GiB that a step may need",
+        '[parallelism]\nfsdp_reshard_after_forward = "auto"\n[compile]\nmemory_limit_gib = 0.0',
+    ),
+    Bad(
+        'activation_checkpoint.type = "budget": it acts on a captured step',
+        'Set compile.mode = "aot_fx_trace"',
+        '[activation_checkpoint]\ntype = "budget"\n[compile]\nmode = "eager"',
+    ),
+    Bad(
+        "activation_checkpoint.layers = 0: not a number of blocks",
+        'activation_checkpoint.type = "none"',
+        '[activation_checkpoint]\ntype = "layers"\nlayers = 0',
+    ),
+    Bad(
+        'activation_checkpoint.path = "": names no table',
+        "Name the file that a run or a plan",
+        '[activation_checkpoint]\ntype = "file"',
+    ),
     Bad("compile.memory_limit_gib = -1.0", "Set the GiB that a step may need"),
     Bad("compile.memory_limit_gib = nan", "or unset it for what the device has"),
     Bad("compile.memory_limit_gib = inf", "0 to refuse no step"),
@@ -251,7 +276,7 @@ ON_THE_COMMAND_LINE = (
     Bad("Missing value for argument '--training.steps'", HELP, ["--training.steps"]),
     Bad(
         "'sometimes' for argument '--parallelism.fsdp_reshard_after_forward'",
-        "one of ('default', 'always', 'never')",
+        "one of ('default', 'always', 'never', 'auto')",
         ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
     ),
     Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
@@ -264,7 +289,7 @@ ON_THE_COMMAND_LINE = (
     Bad("--validator.steps 0", "must be positive or -1"),
     Bad(
         "[activation_checkpoint] is switched off, so its keys (debug)",
-        'Add type = "selective" or "full"',
+        'Add type = "selective", "full", "layers", "budget"',
         ["--activation_checkpoint.debug"],
     ),
     Bad(

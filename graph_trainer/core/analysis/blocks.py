@@ -1,0 +1,54 @@
+"""The forward nodes of each repeated block, and which of them backward may run again."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    block_of,
+    is_backward,
+    module_of,
+    phase_of,
+    tensors_of,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import has_effect, is_getitem
+
+
+def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
+    """Return the forward nodes of each block by its FQN, without those that gather parameters.
+
+    A block is a module in a numbered list, such as layers.3. Linear in nodes.
+    """
+    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+    blocks: dict[str, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        block = forward_block_of(node)
+        if block is not None and node not in parameters:
+            blocks.setdefault(block, []).append(node)
+    return blocks
+
+
+def forward_block_of(node: fx.Node) -> str | None:
+    """Return the block whose forward made a node."""
+    if node.op != "call_function" or phase_of(node) is not Phase.FORWARD:
+        return None
+    return block_of(module_of(node))
+
+
+def is_read_elsewhere(node: fx.Node, block: str) -> bool:
+    """Return whether forward or loss reads a result of the node outside its block."""
+    readers = (n for user in node.users for n in (user.users if is_getitem(user) else (user,)))
+    return any(not is_backward(reader) and forward_block_of(reader) != block for reader in readers)
+
+
+def may_run_again(node: fx.Node, writes: LastWrites) -> bool:
+    """Return whether a second run of the node gives the same: it draws and writes nothing, and
+    nothing writes what it reads or makes."""
+    if has_effect(node) or not tensors_of(node):
+        return False
+    read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))
+    return not any(writes.between(node, None, each) for each in read)

@@ -1,0 +1,125 @@
+"""What may be kept or recomputed: the ops of every block, their bytes and their seconds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.analysis.blocks import forward_blocks, is_read_elsewhere, may_run_again
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import is_getitem, is_wait, storages_in, value_storages
+from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.simulation.op_costs import costs
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
+
+NANOSECONDS = 10**9
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An op of a block: a node with the waits for it and the results taken out of its tuple."""
+
+    module: str
+    """FQN of its module below the block, "" for the block itself."""
+    target: str
+    nth: int
+    """Which of the ops of this module and target it is, from 0."""
+    bytes: int
+    """What keeping its results for backward takes."""
+    nanoseconds: int
+    """What running it again takes."""
+    reads: tuple[int, ...]
+    """Numbers of the block's ops that it reads."""
+    is_needed: bool
+    """Whether backward reads a result of it."""
+    may_save: bool
+    """Whether it makes storages of its own that may be kept."""
+    may_recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The forward of one block, as a solver sees it. Equal blocks have equal `ops`."""
+
+    name: str
+    ops: tuple[Op, ...]
+    nodes: list[list[fx.Node]] = field(repr=False)
+    """The nodes of each op."""
+
+
+def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
+    """Return the blocks of a graph, in order, with the cost of every choice on this rank. Linear.
+
+    What other blocks or the loss read is there in any case: keeping it costs nothing.
+    """
+    fusion = context.other_memory(joint)
+    hardware = context.hardware_for(joint)
+    cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, fusion.fused, fusion.in_regions))
+    seconds = {node: each.seconds for node, each in cost.items()}
+    seconds |= {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
+    storages, size = value_storages(joint.graph), lifetimes(joint).size
+    writes = LastWrites(joint.graph)
+    nodes_of = forward_blocks(joint)
+    border = {
+        storage
+        for name, nodes in nodes_of.items()
+        for n in nodes
+        if is_read_elsewhere(n, name)
+        for storage in storages_in(storages[n])
+    }
+    blocks = []
+    for name, nodes in nodes_of.items():
+        groups, number = _grouped(nodes)
+        seen: dict[tuple[str, str], int] = defaultdict(int)
+        ops = []
+        for place, group in enumerate(groups):
+            head = group[0]
+            results = [n for n in group if is_getitem(n)] or [head]
+            made = {s for n in results for s in storages_in(storages[n]) if s[0] is head}
+            tag = recompute_policy(head)
+            kept = not border.isdisjoint(made) or tag is CheckpointPolicy.MUST_SAVE
+            again = not kept and _may_run_again(group, writes)
+            read = {number[i] for n in group for i in n.all_input_nodes if i in number}
+            module = (module_of(head) or "").removeprefix(name).removeprefix(".")
+            key = (module, str(head.target))
+            ops.append(
+                Op(
+                    *key,
+                    nth=seen[key],
+                    bytes=0 if kept else sum(size.get(s, 0) for s in made),
+                    nanoseconds=round(sum(seconds[n] for n in group) * NANOSECONDS),
+                    reads=tuple(sorted(read - {place})),
+                    is_needed=any(is_backward(u) for n in group for u in n.users),
+                    may_save=not again or bool(made) and tag is not CheckpointPolicy.MUST_RECOMPUTE,
+                    may_recompute=again,
+                )
+            )
+            seen[key] += 1
+        blocks.append(Block(name, tuple(ops), groups))
+    return blocks
+
+
+def _grouped(nodes: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
+    """Put results and waits with the op that they belong to; return the groups, and each node's."""
+    groups: list[list[fx.Node]] = []
+    number: dict[fx.Node, int] = {}
+    for node in nodes:
+        source = node.all_input_nodes[0] if is_getitem(node) or is_wait(node) else node
+        number[node] = number.get(source, len(groups))
+        if number[node] == len(groups):
+            groups.append([])
+        groups[number[node]].append(node)
+    return groups, number
+
+
+def _may_run_again(group: Sequence[fx.Node], writes: LastWrites) -> bool:
+    return all(may_run_again(n, writes) for n in group if not (is_wait(n) and n is not group[0]))

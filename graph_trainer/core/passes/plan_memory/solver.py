@@ -1,0 +1,161 @@
+"""The best choices for one block at every price of memory, found by HiGHS."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from graph_trainer.core.passes.plan_memory.choices import Op
+from graph_trainer.core.units import KIB, MIB
+from graph_trainer.errors import PassError
+
+SECONDS_OF_ONE_SOLUTION = 10.0
+
+
+class Choice(NamedTuple):
+    """What a block keeps, and what that costs."""
+
+    bytes: int
+    nanoseconds: int
+    """To recompute the rest."""
+    saved: frozenset[int]
+    """Numbers of the ops that are kept."""
+
+
+def frontier(ops: Sequence[Op]) -> list[Choice]:
+    """Return the choices that are best at some price of memory, the fewest bytes first.
+
+    Each next one keeps more bytes, saves time, and saves less time a byte than the one before: the
+    corners of the convex hull of all choices. With many equal blocks, a mix of two neighbours is
+    within one block of the best there is for any number of bytes.
+
+    Raises:
+        PassError: the solver found no optimum in its time, or is not installed.
+    """
+    fewest = _solve(ops, mib=1.0, nanoseconds=0.0)
+    least = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=fewest.bytes)
+    quickest = _solve(ops, mib=0.0, nanoseconds=1.0)
+    fastest = _solve(ops, mib=1.0, nanoseconds=0.0, most_nanoseconds=quickest.nanoseconds)
+    found = [least]
+
+    def between(low: Choice, high: Choice) -> None:
+        """Add what is above `low`, up to `high`: a choice between lies below their line."""
+        if high.bytes <= low.bytes or high.nanoseconds >= low.nanoseconds:
+            return
+        price = (low.nanoseconds - high.nanoseconds) / (high.bytes - low.bytes)
+        middle = solve(ops, price * MIB)
+
+        def value(choice: Choice) -> float:
+            return choice.nanoseconds + price * choice.bytes
+
+        if value(middle) < value(low) - 1.0 and middle.saved not in (low.saved, high.saved):
+            between(low, middle)
+            between(middle, high)
+        else:
+            found.append(high)
+
+    between(least, fastest)
+    return found
+
+
+def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[Choice]:
+    """Return choices from `low`, without it, to `high`: each the fastest with so many bytes.
+
+    For the one block that gets a part of a step, so that a memory limit is used to the end.
+
+    Args:
+        apart: the least bytes between two choices; 1 KiB at least, as the solver's bounds are not
+            exact to the byte.
+
+    Raises:
+        PassError: as `frontier`.
+    """
+    found = [high]
+    while (most := int(found[-1].bytes - max(apart, KIB))) > low.bytes:
+        fastest = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=most)
+        if fastest.nanoseconds >= low.nanoseconds:
+            break
+        found.append(fastest)
+    return found[::-1]
+
+
+def solve(ops: Sequence[Op], price: float) -> Choice:
+    """Choose for least nanoseconds plus `price` times MiB.
+
+    Raises:
+        PassError: as `frontier`.
+    """
+    return _solve(ops, mib=price, nanoseconds=1.0)
+
+
+def _solve(
+    ops: Sequence[Op],
+    *,
+    mib: float,
+    nanoseconds: float,
+    most_bytes: int | None = None,
+    most_nanoseconds: int | None = None,
+) -> Choice:
+    """Minimize a sum of MiB and nanoseconds, each with its weight, one of them bounded.
+
+    An integer program with two variables an op, whether it is kept and whether it is recomputed: a
+    result that backward reads is one of the two, and so is each input of what is recomputed.
+    """
+    try:
+        import numpy
+        from scipy.optimize import Bounds, LinearConstraint, milp
+        from scipy.sparse import coo_array
+    except ImportError as error:
+        raise PassError(
+            f"planning memory needs scipy, which is not installed ({error}): pip install scipy"
+        ) from error
+    number = len(ops)
+    nothing = [0.0] * number
+    sizes = numpy.array([op.bytes / MIB for op in ops] + nothing)
+    times = numpy.array(nothing + [float(op.nanoseconds) for op in ops])
+    rows: list[tuple[float, list[tuple[int, int]]]] = []  # at least, of a sum of variables
+    for place, op in enumerate(ops):
+        if op.is_needed:
+            rows.append((1, [(place, 1), (number + place, 1)]))
+        for read in op.reads if op.may_recompute else ():
+            rows.append((0, [(read, 1), (number + read, 1), (number + place, -1)]))
+    constraints = []
+    if rows:
+        entries = [(row, *entry) for row, (_, sums) in enumerate(rows) for entry in sums]
+        row, column, value = zip(*entries, strict=True)
+        matrix = coo_array((value, (row, column)), shape=(len(rows), 2 * number)).tocsr()
+        constraints.append(LinearConstraint(matrix, lb=[least for least, _ in rows]))
+    if most_bytes is not None:
+        constraints.append(LinearConstraint(sizes[None], ub=most_bytes / MIB))
+    if most_nanoseconds is not None:
+        constraints.append(LinearConstraint(times[None], ub=most_nanoseconds))
+    cost = mib * sizes + nanoseconds * times
+    result = milp(
+        cost / max(cost.max(), 1.0),
+        integrality=numpy.ones(2 * number),
+        bounds=Bounds(0, [*(op.may_save for op in ops), *(op.may_recompute for op in ops)]),
+        constraints=constraints,
+        options={"time_limit": SECONDS_OF_ONE_SOLUTION, "mip_rel_gap": 0.0},
+    )
+    if result.status != 0:
+        raise PassError(
+            f"planning memory: the solver found no best choice for a block of {number} ops: "
+            f"{result.message}"
+        )
+    return _what_is_used(ops, {i for i in range(number) if result.x[i] > 0.5})
+
+
+def _what_is_used(ops: Sequence[Op], saved: set[int]) -> Choice:
+    """Return a choice without what it keeps and backward never comes to."""
+    used: set[int] = set()
+    stack = [place for place, op in enumerate(ops) if op.is_needed]
+    while stack:
+        place = stack.pop()
+        if place not in used:
+            used.add(place)
+            stack += ops[place].reads if place not in saved else ()
+    return Choice(
+        sum(ops[i].bytes for i in used & saved),
+        sum(ops[i].nanoseconds for i in used - saved),
+        frozenset(used & saved),
+    )

@@ -1,0 +1,241 @@
+"""The decision by block and op: to be read by people, edited, and followed by other graphs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.analysis.unshard_chains import UnshardChain
+from graph_trainer.core.graph.annotations import recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.ops import is_getitem
+from graph_trainer.core.passes.plan_memory.choices import Block, Op
+from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.units import MIB
+from graph_trainer.errors import ConfigError, PassError
+
+_RANGE = re.compile(r"^(.*?)(\d+)-(\d+)$")
+_HEADER = """\
+# What backward has of forward, by block and op. An op is kept in the blocks of `keep_in`; in others
+# it is freed after forward and computed again in backward, with what it takes to do so, if backward
+# needs it. Edit `keep_in` and give the file back:
+#   [activation_checkpoint]
+#   type = "file"
+#   path = "this file"
+# mib and milliseconds are of one block on one rank, and for reading only.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """An op of the blocks, and where its results are kept."""
+
+    module: str
+    """FQN of its module below the block, "" for the block itself."""
+    op: str
+    nth: int
+    """Which of the ops of this module and name it is, from 0."""
+    keep_in: tuple[str, ...]
+    """FQNs of the blocks, in order."""
+    mib: float = 0.0
+    """What keeping its results takes, in one block of one rank."""
+    milliseconds: float = 0.0
+    """What running it again takes."""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.module, self.op, self.nth
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryTable:
+    """What is kept of each block; and which parameters, where that is decided too."""
+
+    rows: tuple[Row, ...]
+    parameters: tuple[str, ...] | None = None
+    """FQNs of those that stay unsharded until backward; None where another pass decides."""
+
+    @classmethod
+    def of(
+        cls,
+        blocks: Sequence[Block],
+        saved: Mapping[str, Iterable[int]],
+        parameters: Iterable[str] | None,
+    ) -> MemoryTable:
+        """Make the table of what is saved of each block, by the numbers of its ops.
+
+        Args:
+            saved: by block. Ops of which there is a choice and that no block saves are listed too.
+        """
+        kept: dict[tuple[str, str, int], list[str]] = {}
+        sizes: dict[tuple[str, str, int], Op] = {}
+        for block in blocks:
+            chosen = set(saved[block.name])
+            for number, op in enumerate(block.ops):
+                if op.may_save and op.may_recompute and op.bytes:
+                    key = (op.module, op.target, op.nth)
+                    sizes.setdefault(key, op)
+                    kept.setdefault(key, []).extend([block.name] if number in chosen else [])
+        rows = (
+            Row(*key, tuple(names), sizes[key].bytes / MIB, sizes[key].nanoseconds / 1e6)
+            for key, names in kept.items()
+        )
+        return cls(tuple(rows), None if parameters is None else tuple(sorted(parameters)))
+
+    def saved(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
+        """Return the numbers of the ops that are saved of each block.
+
+        Raises:
+            PassError: an op or a block of the table is none of the graph's.
+        """
+        names = {block.name for block in blocks}
+        known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}
+        wrong = [_called(row) for row in self.rows if row.key not in known]
+        wrong += sorted({name for row in self.rows for name in row.keep_in} - names)
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            hint = did_you_mean(wrong[0], [*names], ". Did you mean '{}'?")
+            raise PassError(
+                f"the table of what to keep is of another model: this one has no "
+                f"{', '.join(wrong[:3])}{more}{hint}. Make a table for this model with "
+                'activation_checkpoint.type = "budget"'
+            )
+        keys = {name: {row.key for row in self.rows if name in row.keep_in} for name in names}
+        return {
+            block.name: {
+                number
+                for number, op in enumerate(block.ops)
+                if (op.module, op.target, op.nth) in keys[block.name]
+            }
+            for block in blocks
+        }
+
+    def to_toml(self) -> str:
+        """Write the table as TOML, with what it is for as comment."""
+        lines = [_HEADER]
+        if self.parameters is not None:
+            lines.append(f"keep_unsharded = {_strings(self.parameters)}\n")
+        for row in self.rows:
+            lines += [
+                "[[activation]]",
+                f'module = "{row.module}"',
+                f'op = "{row.op}"',
+                f"nth = {row.nth}",
+                f"keep_in = {_strings(in_ranges(row.keep_in))}",
+                f"mib = {row.mib:.3f}",
+                f"milliseconds = {row.milliseconds:.3f}\n",
+            ]
+        return "\n".join(lines)
+
+    @classmethod
+    def from_toml(cls, table: Mapping[str, Any], where: str) -> MemoryTable:
+        """Read what `to_toml` wrote, parsed.
+
+        Args:
+            where: the key and the file, for messages.
+
+        Raises:
+            ConfigError: a key or a value that a table does not have.
+        """
+        entries = table.get("activation", [])
+        if set(table) - {"activation", "keep_unsharded"} or not isinstance(entries, list):
+            raise ConfigError(
+                f"{where}: a table of what to keep has [[activation]] entries and keep_unsharded; "
+                f"found {', '.join(table)}"
+            )
+        rows = tuple(_row(entry, number, where) for number, entry in enumerate(entries, start=1))
+        kept = table.get("keep_unsharded")
+        if kept is not None and not _is_strings(kept):
+            raise ConfigError(f"{where}: keep_unsharded is {kept!r}; write a list of parameters")
+        return cls(rows, None if kept is None else tuple(kept))
+
+
+def tag_blocks(blocks: Sequence[Block], saved: Mapping[str, Iterable[int]]) -> None:
+    """Tag the nodes of every block: MUST_SAVE what is saved or may not run again, MUST_RECOMPUTE
+    the rest. Tags that are there already stay."""
+    for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
+        chosen = set(saved[block.name])
+        for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
+            kept = number in chosen or not op.may_recompute
+            policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            for node in nodes:
+                if recompute_policy(node) is None and not is_getitem(node):
+                    set_recompute_policy(node, policy, ac_graph_id=graph_id)
+
+
+def tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
+    """Tag whole unshard chains by whether their parameter is kept unsharded.
+
+    Raises:
+        PassError: a parameter that the graph does not gather.
+    """
+    unsharded = set(kept)
+    unknown = unsharded - {chain.parameter for chain in chains}
+    if unknown:
+        raise PassError(
+            f"keep_unsharded names {', '.join(sorted(unknown)[:3])}, which this model does not "
+            "gather: take it out of the table"
+        )
+    for chain in chains:
+        keep = chain.parameter in unsharded
+        policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+        for node in chain.nodes:
+            if recompute_policy(node) is None:
+                set_recompute_policy(node, policy)
+
+
+def in_ranges(names: Sequence[str]) -> list[str]:
+    """Write numbered names as ranges: layers.0, layers.1, layers.2 as layers.0-2."""
+    found: list[tuple[str, int, int]] = []
+    for name in names:
+        stem, number = name[: name.rindex(".") + 1] if "." in name else "", name.split(".")[-1]
+        last = found[-1] if found else ("", 0, -2)
+        if found and last[0] == stem and int(number) == last[2] + 1:
+            found[-1] = (stem, last[1], int(number))
+        else:
+            found.append((stem, int(number), int(number)))
+    return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in found]
+
+
+def from_ranges(ranges: Iterable[str]) -> list[str]:
+    """Read what `in_ranges` wrote."""
+    found = []
+    for each in ranges:
+        match = _RANGE.match(each)
+        if match is None:
+            found.append(each)
+        else:
+            stem, first, last = match.groups()
+            found += [f"{stem}{number}" for number in range(int(first), int(last) + 1)]
+    return found
+
+
+def _row(entry: Any, number: int, where: str) -> Row:
+    kinds = {"module": str, "op": str, "nth": int, "keep_in": list}
+    for key, kind in kinds.items():
+        value = entry.get(key) if isinstance(entry, dict) else None
+        if not isinstance(value, kind) or (key == "keep_in" and not _is_strings(value)):
+            wanted = "a list of blocks" if kind is list else f"a {kind.__name__}"
+            raise ConfigError(
+                f"{where}: {key} of [[activation]] number {number} is {value!r}; it must be "
+                f"{wanted}"
+            )
+    more = {key: float(entry.get(key, 0.0)) for key in ("mib", "milliseconds")}
+    keep_in = tuple(from_ranges(entry["keep_in"]))
+    return Row(entry["module"], entry["op"], entry["nth"], keep_in, **more)
+
+
+def _called(row: Row) -> str:
+    return f"{row.op} number {row.nth} of '{row.module or 'the block itself'}'"
+
+
+def _is_strings(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def _strings(values: Iterable[str]) -> str:
+    return "[" + ", ".join(f'"{value}"' for value in values) + "]"

@@ -1,0 +1,111 @@
+"""What [activation_checkpoint] may choose beside torchtitan's own policies, and what each means."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import tyro
+from torch import nn
+from torchtitan.distributed.activation_checkpoint import (
+    ActivationCheckpointing,
+    FullAC,
+    SelectiveAC,
+)
+
+from graph_trainer.core.passes.context import ActivationPolicy
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.toml_file import read_toml
+
+
+class LayersAC(FullAC):
+    """Recompute whole blocks: the first, and every nth from there."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(FullAC.Config):
+        layers: int = 2
+        """Which blocks keep their input only: the first, and every nth from there. 1 for all."""
+
+    def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
+        if int((base_fqn or "0").rsplit(".", 1)[-1]) % self.config.layers:
+            return module
+        return super()._wrap_block(module, base_fqn=base_fqn)
+
+
+class BudgetAC(ActivationCheckpointing):
+    """Keep what makes the step fastest within compile.memory_limit_gib. Captured steps only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        pass
+
+
+class FileAC(ActivationCheckpointing):
+    """Keep what a table says, such as "budget" writes. Captured steps only."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        path: str = ""
+        """The table: a TOML file, as `graph-trainer plan` and a run with "budget" write it."""
+
+
+class UserAC(ActivationCheckpointing):
+    """Recompute what torch.utils.checkpoint in the model asks for, and nothing else."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ActivationCheckpointing.Config):
+        pass
+
+    def apply(self, model: nn.Module) -> None:
+        """Leave the model as it is."""
+
+
+Section: TypeAlias = (
+    Annotated[SelectiveAC.Config, tyro.conf.subcommand("selective")]
+    | Annotated[FullAC.Config, tyro.conf.subcommand("full")]
+    | Annotated[LayersAC.Config, tyro.conf.subcommand("layers")]
+    | Annotated[BudgetAC.Config, tyro.conf.subcommand("budget")]
+    | Annotated[FileAC.Config, tyro.conf.subcommand("file")]
+    | Annotated[UserAC.Config, tyro.conf.subcommand("user")]
+    | Annotated[None, tyro.conf.subcommand("none")]
+)
+"""What [activation_checkpoint] may be; or a subclass of one of these. The names are for tyro, to
+which every class is named Config."""
+
+POLICIES: dict[type, ActivationPolicy] = {
+    SelectiveAC.Config: "selective",
+    FullAC.Config: "full",
+    LayersAC.Config: "layers",
+    BudgetAC.Config: "budget",
+    FileAC.Config: "file",
+    UserAC.Config: "user",
+}
+"""What the passes do with a captured step instead of wrapping modules."""
+
+NEEDS_CAPTURE = (BudgetAC.Config, FileAC.Config)
+"""Sections that act on a captured step only."""
+
+
+def activation_settings(section: Section) -> dict[str, Any]:
+    """Return the settings of the passes for [activation_checkpoint].
+
+    Empty for a class of a user's own: `parallelize_decoder` applies that to the modules, and what
+    it recomputes is in the captured graph.
+
+    Raises:
+        ConfigError: the table that the section names cannot be read.
+    """
+    policy = POLICIES.get(type(section))
+    if policy is None:
+        return {}
+    settings: dict[str, Any] = {"activation_policy": policy}
+    if isinstance(section, SelectiveAC.Config):
+        settings["recompute_matmuls_of"] = tuple(section.force_recompute_mm_shapes_by_fqns)
+    elif isinstance(section, LayersAC.Config):
+        settings["recompute_every_nth_block"] = section.layers
+    elif isinstance(section, FileAC.Config):
+        key = "activation_checkpoint.path"
+        table = read_toml(Path(section.path), key)
+        settings["memory_table"] = MemoryTable.from_toml(table, f"{key} {section.path}")
+    return settings

@@ -1,0 +1,223 @@
+"""Plans of memory: within the limit, faster with more of it, the same on all ranks, and repeatable.
+
+What they do to numbers on real ranks is tested in tests/integration/test_matrix.py.
+"""
+
+import tomllib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+import graph_trainer as gt
+from benchmarks.llama_stack import LlamaStack, Size
+from graph_trainer.core.graph.annotations import is_backward, recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.context import PassContext, one_rank
+from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.passes.plan_memory.choices import blocks_of
+from graph_trainer.core.passes.plan_memory.plan_memory import _agreed
+from graph_trainer.core.passes.plan_memory.solver import frontier
+from graph_trainer.core.passes.plan_memory.table import MemoryTable, from_ranges, in_ranges
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import GIB
+from graph_trainer.testing import captured, targets
+from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
+
+# launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
+# communication hides recomputation
+MACHINE = replace(
+    load_hardware("h100-sxm"),
+    launch_seconds=0.0,
+    collective_seconds=0.0,
+    node_latency_seconds=0.0,
+    node_bytes_per_second=1e18,
+)
+SIZE = Size(layers=5, dim=128, heads=4, hidden=344, vocabulary=64)
+
+
+@pytest.fixture
+def stack():
+    torch.manual_seed(0)
+    return captured(LlamaStack(SIZE), torch.zeros(2, 96, dtype=torch.int64))
+
+
+def planned(joint, limit, policy="budget", **more):
+    """A copy after all passes, its peak in bytes and its seconds."""
+    found = copy_graph(joint)
+    limited = {} if limit is None else {"memory_limit_gib": limit / GIB}
+    config = gt.PassConfig(activation_policy=policy, hardware=MACHINE, **limited, **more)
+    report = run_passes(found, config, all_reduce_max=one_rank)
+    simulated = simulate(found, MACHINE)
+    return found, simulated.memory.peak_bytes, simulated.timeline.step_seconds, report
+
+
+def peaks(joint, **more):
+    """The least that a step needs and what it needs with nothing recomputed."""
+    return planned(joint, None, "full", **more)[1], planned(joint, None, "none", **more)[1]
+
+
+def test_more_memory_is_never_slower_and_less_never_needs_more(stack):
+    alone = {"disable_passes": ("bucket_collectives", "schedule_overlap")}
+    least, most = peaks(stack, **alone)
+    limits = [least + (most - least) * part // 16 for part in range(1, 21)]
+    found = [planned(stack, limit, **alone)[1:3] for limit in limits]
+    for limit, (peak, _) in zip(limits, found, strict=True):
+        assert peak <= limit
+        # binding limits are used
+        assert peak == found[-1][0] or peak >= 0.95 * limit
+    for (less, slow), (more, fast) in zip(found, found[1:], strict=False):
+        assert less <= more and fast <= slow
+    assert found[-1][0] == most and len(set(found)) > 10
+
+
+@pytest.mark.full
+def test_a_plan_leaves_room_for_collectives_that_are_merged(stack):
+    """Here a bucket of parameters takes as much as a block's activations."""
+    least, most = peaks(stack)
+    for part in (1, 2, 3):
+        limit = least + (most - least) * part // 4
+        _, peak, _, report = planned(stack, limit)
+        assert not any(row.rolled_back for row in report.rows)
+        assert 0.9 * limit <= peak <= limit
+
+
+@pytest.mark.full
+def test_a_plan_is_no_slower_than_a_fixed_policy_that_fits(stack):
+    for policy in ("full", "layers", "selective"):
+        _, peak, seconds, _ = planned(stack, None, policy)
+        assert planned(stack, int(peak * 1.03))[2] <= seconds
+
+
+def test_equal_blocks_are_solved_once_and_the_last_keep_most(stack, monkeypatch):
+    solved = []
+
+    def counted(ops):
+        solved.append(ops)
+        return frontier(ops)
+
+    monkeypatch.setattr(f"{_agreed.__module__}.frontier", counted)
+    least, most = peaks(stack)
+    joint, *_ = planned(stack, (least + most) // 2)
+    assert len(solved) == len(set(solved)) < SIZE.layers
+    table = joint.decisions["plan_memory"]
+    kept = [
+        sum(row.mib for row in table.rows if f"layers.{number}" in row.keep_in)
+        for number in range(1, SIZE.layers - 1)
+    ]
+    assert kept == sorted(kept) and kept[0] < kept[-1]  # the last block is the first to be freed
+
+
+def test_a_limit_that_nothing_fits_is_refused_with_the_least_that_does(stack):
+    least, _ = peaks(stack)
+    with pytest.raises(gt.PassError) as caught:
+        planned(stack, least // 2)
+    said = str(caught.value)
+    assert "even with everything recomputed" in said and "activations" in said
+    needed = float(said.split("Set compile.memory_limit_gib to ")[1].split()[0])
+    assert planned(stack, needed * GIB)[1] <= needed * GIB
+
+
+@pytest.mark.parametrize("limit", [None, 0])
+def test_a_plan_without_a_limit_is_refused(stack, limit):
+    with pytest.raises(gt.PassError, match="a plan of memory needs a limit"):
+        planned(stack, limit)
+
+
+def test_the_table_repeats_the_plan_and_can_be_edited(stack):
+    least, most = peaks(stack)
+    joint, peak, seconds, _ = planned(stack, (least + most) // 2)
+    table = joint.decisions["plan_memory"]
+    written = table.to_toml()
+    read = MemoryTable.from_toml(tomllib.loads(written), "a file")
+    assert read.to_toml() == written and '"layers.' in written
+    again, *same, _ = planned(stack, None, "file", memory_table=read)
+    assert same == [peak, seconds] and targets(again) == targets(joint)
+    nothing = replace(read, rows=tuple(replace(row, keep_in=()) for row in read.rows))
+    assert planned(stack, None, "file", memory_table=nothing)[1] == least
+
+
+def test_a_later_graph_follows_the_first(stack):
+    least, most = peaks(stack)
+    joint, *_ = planned(stack, (least + most) // 2)
+    other = captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64))
+    followed, *_ = planned(other, most, decisions=joint.decisions)
+    assert followed.decisions["plan_memory"] == joint.decisions["plan_memory"]
+
+
+def test_a_table_of_another_model_is_refused_by_name(stack):
+    joint, *_ = planned(stack, peaks(stack)[1])
+    table = joint.decisions["plan_memory"]
+    first = table.rows[0]
+    for rows, name in (
+        ([replace(first, module="attention.wz")], "'attention.wz'"),
+        ([replace(first, keep_in=("layers.17",))], "layers.17"),
+    ):
+        other = MemoryTable(tuple(rows))
+        with pytest.raises(gt.PassError, match=f"of another model.*{name}"):
+            planned(stack, None, "file", memory_table=other)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[[activation]]\nmodule = 'a'\nop = 'b'\nkeep_in = []", "nth of .* number 1 is None"),
+        ("[[activation]]\nmodule = 'a'\nop = 'b'\nnth = 0\nkeep_in = [3]", "a list of blocks"),
+        ("[activations]\nx = 1", "found activations"),
+        ("keep_unsharded = 3", "keep_unsharded is 3"),
+    ],
+)
+def test_a_file_that_is_no_table_is_refused(text, said):
+    with pytest.raises(gt.ConfigError, match=said):
+        MemoryTable.from_toml(tomllib.loads(text), "a file")
+
+
+def test_names_of_blocks_are_written_as_ranges():
+    names = ["layers.0", "layers.1", "layers.2", "layers.5", "enc.blocks.7", "enc.blocks.8", "3"]
+    assert in_ranges(names) == ["layers.0-2", "layers.5", "enc.blocks.7-8", "3"]
+    assert from_ranges(in_ranges(names)) == names
+
+
+def test_the_users_tags_win(stack):
+    joint = copy_graph(stack)
+    silu = next(n for n in joint.graph.nodes if n.target is aten.silu.default)
+    set_recompute_policy(silu, CheckpointPolicy.MUST_SAVE, ac_graph_id=1)
+    found, *_ = planned(joint, peaks(joint)[0] * 1.2)
+    kept = next(n for n in found.graph.nodes if n.name == silu.name)
+    assert recompute_policy(kept) is CheckpointPolicy.MUST_SAVE
+    assert any(is_backward(reader) for reader in kept.users)
+
+
+def test_parameters_stay_unsharded_where_memory_allows():
+    joint = captured_decoder(layers=4, dim=64, hidden=256)
+    auto = {"reshard_after_forward": "auto", "disable_passes": ("bucket_collectives",)}
+    never = {**auto, "reshard_after_forward": "never"}
+    always = {**auto, "reshard_after_forward": "always"}
+    most = planned(joint, None, "none", **never)
+    fewest = planned(joint, None, "none", **always)
+    assert unshards(planned(joint, 2 * most[1], "none", **auto)[0], BACKWARD) == []
+    found = planned(joint, (most[1] + fewest[1]) // 2, "none", **auto)
+    some = set(unshards(found[0], BACKWARD))
+    assert set() < some < set(unshards(fewest[0], BACKWARD))
+    kept = found[0].decisions["plan_memory"].parameters
+    assert kept and not some & set(kept)
+
+
+def test_ranks_with_other_costs_get_one_plan(stack):
+    """The largest cost of any rank counts; unlike blocks are refused."""
+    blocks = blocks_of(stack, PassContext(hardware=MACHINE))
+    calls = []
+
+    def others_cost_more(number):
+        """All-reduces of a rank whose blocks are alike and cheaper by one than another's."""
+        calls.append(number)
+        like, costs = len(calls) <= 2, len(calls) in (3, 4)
+        return number if like else number + 1 if not costs or len(calls) == 3 else number
+
+    agreed = _agreed(blocks, PassContext(hardware=MACHINE, all_reduce_max=others_cost_more))
+    assert [op.bytes for op in agreed[0].ops] == [op.bytes + 1 for op in blocks[0].ops]
+    assert _agreed(blocks, PassContext(hardware=MACHINE)) == blocks
+    with pytest.raises(gt.PassError, match="unlike ops"):
+        _agreed(blocks, PassContext(hardware=MACHINE, all_reduce_max=lambda number: number + 1))
