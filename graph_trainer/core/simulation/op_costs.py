@@ -16,6 +16,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
     value_of,
 )
+from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     OpOverload,
@@ -90,16 +91,19 @@ _WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
 
 
 def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> dict[fx.Node, Cost]:
-    """Return the cost of every node on one rank; collectives cost nothing. Linear in nodes.
+    """Return the cost of every node on one rank; collectives cost nothing, and nor do a GPU's
+    copies to host memory and back, which its compute stream only launches. Linear in nodes.
 
     A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
     whichever is longer, and at least the time of a launch. A fused group is launched once, reads
     only storages from outside and writes only storages that other nodes read.
     """
     traffic = _Traffic(joint.graph, fusion)
+    copies_take_time = hardware.device == "cpu"
     found = {}
     for node in joint.graph.nodes:
-        if node.op != "call_function" or is_collective(node) or is_free(node):
+        launched = is_collective(node) or (starts_copy(node) and not copies_take_time)
+        if node.op != "call_function" or launched or is_free(node):
             found[node] = _FREE
             continue
         moved, launches = traffic.of(node)
