@@ -167,6 +167,15 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(value_of(node), torch.Tensor)
 
 
+def _is_also_read_elsewhere(whole: list[fx.Node], nodes: list[fx.Node]) -> bool:
+    """Return whether backward reads the collective or the tuple from which the tensor came, or the
+    tensor's memory is communicated again."""
+    before = nodes[: nodes.index(whole[0])]
+    return any(is_wait(n) or is_collective(n) for n in nodes[len(before) + 1 :]) or any(
+        is_backward(user) for node in before for user in node.users
+    )
+
+
 class _Refusal:
     """Says why a storage cannot be offloaded, or need not be."""
 
@@ -193,8 +202,8 @@ class _Refusal:
             return "parameters, which are gathered again instead"
         if not self._returned.isdisjoint(nodes):
             return "memory of an output"
-        if not whole or any(is_wait(n) or is_collective(n) for n in whole[1:]):
-            return "not complete at one place"
+        if not whole or _is_also_read_elsewhere(whole, nodes):
+            return "read in other ways than through one tensor"
         if self._writes.is_written(whole[0]):
             return "written in place"
         return self._of_tensor(tensor_of(whole[0]))
