@@ -171,7 +171,6 @@ def test_the_predicted_peak_falls_by_what_is_away_at_the_peak():
     # at the peak, in the loss, the copy of the last but one is not waited for yet
     assert before.memory.peak_bytes - after.memory.peak_bytes == 4 * size
     assert after.memory.host_bytes == 5 * size
-    assert after.reserved_bytes() < before.reserved_bytes()
     assert before.timeline.step_seconds <= after.timeline.step_seconds
     assert after.timeline.step_seconds == pytest.approx(before.timeline.step_seconds, rel=1e-3)
     assert simulate(joint, slow).timeline.step_seconds > 5 * after.timeline.step_seconds
