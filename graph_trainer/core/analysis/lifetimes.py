@@ -40,7 +40,7 @@ class Lifetimes:
     size: dict[Storage, int]
     """Bytes of each storage."""
     host_bytes: int
-    """The most bytes of copies in host memory that are alive at once."""
+    """The most bytes that copies in host memory take at once."""
 
     @property
     def peak_bytes(self) -> int:
@@ -66,7 +66,8 @@ def lifetimes(
             `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
             wait.
         host_is_device: whether host memory is the device's, as on a CPU. Elsewhere copies in host
-            memory are counted apart.
+            memory are counted apart, as what torch's allocator of pinned memory takes for them: a
+            power of two each.
     """
     graph = joint.graph
     results = value_storages(graph)
@@ -102,6 +103,7 @@ def lifetimes(
         use_work(started, len(order) - 1)
     on_host = {s: num for s, num in size.items() if is_copy_to_host(s[0])}
     if not host_is_device:
+        on_host = {s: 1 << (num - 1).bit_length() for s, num in on_host.items() if num}
         size = {s: num for s, num in size.items() if s not in on_host}
 
     def live(of: Mapping[Storage, int]) -> list[int]:

@@ -66,8 +66,8 @@ class Memory:
     storages: list[LiveStorage]
     """The storages that the graph makes, in the order in which it makes them."""
     host_bytes: int = 0
-    """The most bytes of copies in host memory that are alive at once. They are in the total only
-    where host memory is the device's."""
+    """The most bytes that copies in host memory take at once. They are in the total only where host
+    memory is the device's."""
 
     @property
     def peak_bytes(self) -> int:
