@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.fusible import is_free
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -24,13 +25,12 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
     value_of,
 )
-from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, is_host_copy
+from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     Storage,
     is_collective,
-    is_getitem,
     is_wait,
     storages_in,
     value_storages,
@@ -110,11 +110,14 @@ def offload_activations(
         return
     left: Counter[str] = Counter()
     values = _values(joint, tagged, options.min_bytes, left)
-    recompute(joint, {view for value in values for view in value.shown_by})
     copied = _insert_copies(joint, values, options, left)
+    recompute(joint, {view for value, _ in copied for view in value.shown_by})
+    for value, read in copied:
+        for reader in [n for n in value.base.users if is_backward(n)]:
+            reader.replace_input_with(value.base, read)
+    size = sum(tensor_of(read).nbytes for _, read in copied)
     joint.remarks.append(
-        f"{copied.total()} values ({gib(sum(size * n for size, n in copied.items()))} GiB) are in "
-        "host memory between forward and backward"
+        f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
     )
     joint.remarks += [f"{count} tagged values stay: {why}" for why, count in left.items()]
 
@@ -224,23 +227,46 @@ class _Refusal:
 
 
 class _Places:
-    """Where the copies of a graph start and end. Positions are those of the graph's nodes."""
+    """Where copies start and end: by number, before which of the nodes that compute.
 
-    def __init__(self, order: list[fx.Node], options: OffloadActivationsOptions) -> None:
+    Views and copies are not counted, so that a graph with copies has the same places.
+    """
+
+    def __init__(self, graph: fx.Graph, options: OffloadActivationsOptions) -> None:
         self._options = options
-        self._end = next((i for i, n in enumerate(order) if is_backward(n)), len(order) - 1)
+        self.order: list[fx.Node] = []
+        """The nodes that compute."""
+        self.at: dict[fx.Node, int] = {}
+        """By node, its number; of a view that of the next node that computes."""
+        for node in graph.nodes:
+            self.at[node] = len(self.order)
+            if not is_free(node) and not starts_copy(node):
+                self.order.append(node)
+        halves = [[n for n in self.order if is_backward(n) is half] for half in (False, True)]
+        self._end = self.at[halves[1][0]] if halves[1] else len(self.order) - 1
         """Where backward begins."""
-        self._forward, last = _first_of_blocks(order, backward=False)
-        self._forward += [last + 1] if self._forward else []
-        self._backward, _ = _first_of_blocks(order, backward=True)
+        self._forward, self._backward = map(self._first_of_blocks, halves)
+        blocks = [n for n in halves[0] if block_of(module_of(n)) is not None]
+        self._forward += [self.at[n] + 1 for n in blocks[-1:]]
+
+    def _first_of_blocks(self, nodes: list[fx.Node]) -> list[int]:
+        first: dict[str, int] = {}
+        for node in nodes:
+            if (block := block_of(module_of(node))) is not None:
+                first.setdefault(block, self.at[node])
+        return sorted(first.values())
+
+    def last(self, node: fx.Node) -> int:
+        """Return the number of the last node that computes up to this one."""
+        return self.at[node] - (self.order[self.at[node]] is not node)
 
     def end_of_copy_out(self, last: int) -> int:
-        """Return before which node a copy is waited for of a value last read at `last`."""
+        """Return where a copy is waited for of a value that forward last reads at `last`."""
         number = bisect.bisect_right(self._forward, last) + self._options.finish_blocks
         return self._forward[number] if number < len(self._forward) else max(self._end, last + 1)
 
     def start_of_copy_back(self, first: int) -> int:
-        """Return before which node a value is copied back that backward first reads at `first`."""
+        """Return where a value is copied back that backward first reads at `first`."""
         ahead = self._options.prefetch_blocks
         if not ahead or not self._backward:
             return first
@@ -248,55 +274,37 @@ class _Places:
         return self._backward[number] if number >= 0 else min(self._end, first)
 
 
-def _first_of_blocks(order: list[fx.Node], *, backward: bool) -> tuple[list[int], int]:
-    """Return the position of each block's first node in forward or backward, and that of the last
-    node of any of them."""
-    first: dict[str, int] = {}
-    last = -1
-    for place, node in enumerate(order):
-        block = block_of(module_of(node))
-        # copies run in other blocks than those of their values
-        if block is not None and is_backward(node) is backward and not is_host_copy(node):
-            first.setdefault(block, place)
-            last = place
-    return sorted(first.values()), last
-
-
 def _insert_copies(
     joint: JointGraph,
     values: list[_Value],
     options: OffloadActivationsOptions,
     left: Counter[str],
-) -> Counter[int]:
-    """Insert the copies of each value, and return how many values of each size have one."""
-    order = list(joint.graph.nodes)
-    position = {node: place for place, node in enumerate(order)}
-    places = _Places(order, options)
-    copied: Counter[int] = Counter()
-    for value in sorted(values, key=lambda v: position[v.base]):
+) -> list[tuple[_Value, fx.Node]]:
+    """Insert the copies of the values, each with the node that backward is to read."""
+    places = _Places(joint.graph, options)
+    copied: list[tuple[_Value, fx.Node]] = []
+    for value in sorted(values, key=lambda v: v.base):
         base = value.base
-        # views that only backward read are gone
-        nodes = [base, *(view for view in value.shown_by if view in position)]
-        users = {user for node in nodes for user in node.users if user in position}
-        readers = [n for n in users if is_backward(n)]
-        last = max(position[n] for n in (*nodes, *users) if not is_backward(n))
-        while is_getitem(order[last + 1]):
-            last += 1
-        first = min(position[n] for n in readers)
+        nodes = {
+            base,
+            *value.shown_by,
+            *(n for view in (base, *value.shown_by) for n in view.users),
+        }
+        last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
+        reader = min(n for n in nodes if is_backward(n))
+        first = places.at[reader]
         back = max(places.start_of_copy_back(first), last + 1)
-        end = min(places.end_of_copy_out(last), back)
-        if last > first or end == back:
+        end = places.end_of_copy_out(last)
+        if max(back, end) > first or end >= back:
             left["backward needs them before a copy would be complete"] += 1
             continue
-        device = tensor_of(base).device
-        phase = phase_of(base)
-        out = _insert(joint, order[last + 1], base, phase, OFFLOAD, base)
-        stored = _insert(joint, order[end], base, phase, WAIT_COPY, out, base)
-        again = _insert(joint, order[back], base, Phase.BACKWARD, RELOAD, stored, device)
-        read = _insert(joint, order[first], base, Phase.BACKWARD, WAIT_COPY, again, stored)
-        for reader in readers:
-            reader.replace_input_with(base, read)
-        copied[tensor_of(base).nbytes] += 1
+        device, phase = tensor_of(base).device, phase_of(base)
+        out = _insert(joint, places.order[last + 1], base, phase, OFFLOAD, base)
+        stored = _insert(joint, places.order[end], base, phase, WAIT_COPY, out, base)
+        start = places.order[back] if back < first else reader
+        again = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
+        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, again, stored)
+        copied.append((value, read))
     return copied
 
 
