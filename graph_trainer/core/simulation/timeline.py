@@ -10,13 +10,13 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role, role_of, tensor_of
-from graph_trainer.core.graph.host_copies import is_copy_to_host, starts_copy, waits_for_copy
+from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.op_costs import Cost
+from graph_trainer.core.simulation.op_costs import Cost, Kind
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
@@ -137,9 +137,9 @@ def play(
             busy[stream] += seconds
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
-        elif starts_copy(node) and hardware.device != "cpu":
+        elif cost[node].kind is Kind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
-            seconds = hardware.host_copy_seconds(tensor_of(node).nbytes)
+            seconds = hardware.host_copy_seconds(cost[node].bytes)
             start = max(now, link_free[stream])
             copied[node] = link_free[stream] = start + seconds
             busy[stream] += seconds
