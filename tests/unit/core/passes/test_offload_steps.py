@@ -78,7 +78,12 @@ def test_a_model_marks_what_it_wants_in_host_memory(policy):
     assert marked and not any(is_backward(n) for n in marked)
     assert {n.target for n in marked} <= {aten.tanh.default, aten.addmm.default}
     options = {"offload_activations": OffloadActivationsOptions(min_bytes=0)}
-    config = gt.PassConfig(activation_policy=policy, options=options, verify_passes=True)
+    config = gt.PassConfig(
+        passes=["default", "overlap_fsdp"],
+        activation_policy=policy,
+        options=options,
+        verify_passes=True,
+    )
     report = gt.run_passes(joint, config)
     assert_same(before, run(joint))
     copied = [n.args[0] for n in joint.graph.nodes if n.target is OFFLOAD]
