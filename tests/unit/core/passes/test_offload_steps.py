@@ -17,13 +17,18 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
     tensor_of,
 )
-from graph_trainer.core.graph.host_copies import OFFLOAD
+from graph_trainer.core.graph.host_copies import OFFLOAD, is_host_copy
+from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
+from graph_trainer.core.passes.overlap.schedule_graph import Kind, ScheduleGraph
+from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
+from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.testing import assert_same, captured, check_pass, run
 from tests.unit.core.passes.test_offload_activations import offload
+from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import aten
 
 TOKENS = torch.zeros(2, 24, dtype=torch.int64)
@@ -92,3 +97,22 @@ def test_a_model_marks_what_it_wants_in_host_memory(policy):
     assert re.search(r"offload_activations: \d values \(.* GiB\) are in host memory", str(report))
     # outside of a capture it is no more than a with statement
     assert torch.equal(Marked()(torch.zeros(1, 4)).isfinite(), torch.ones(1, 4, dtype=bool))
+
+
+def test_schedules_leave_copies_where_they_are_and_they_communicate_nothing():
+    joint = stack()
+    offload(joint, block_inputs=True)
+    copies = [n for n in joint.graph.nodes if is_host_copy(n)]
+    assert len(copies) == 12 and not any(map(may_communicate, copies))
+    graph = ScheduleGraph(joint, machine(), fused=False)
+    kinds = {n: kind for n, kind in zip(graph.nodes, graph.kind, strict=True) if n in copies}
+    assert set(kinds.values()) == {Kind.FIXED}
+    before = compute_order(joint, copies)
+    options = ScheduleOverlapOptions(max_peak_growth=0.5)
+    assert check_pass(schedule_overlap, joint, options, PassContext(hardware=machine()))
+    assert compute_order(joint, copies) == before
+
+
+def compute_order(joint, copies):
+    """The copies and the blocks' products, as they follow each other."""
+    return [n for n in joint.graph.nodes if n in copies or n.target is aten.mm.default]
