@@ -2,6 +2,7 @@
 
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.offload_regions import offload
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -47,6 +48,7 @@ __all__ = [
     "compile",
     "cpu_backend",
     "graph_pass",
+    "offload",
     "run_passes",
     "sharded_parameters",
     "simple_fsdp",

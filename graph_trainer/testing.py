@@ -24,6 +24,7 @@ from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
     annotation,
+    offload_tag,
     recompute_policy,
     set_input_name,
     value_of,
@@ -161,7 +162,9 @@ def assert_same(before: Sequence[torch.Tensor], after: Sequence[torch.Tensor]) -
 
 def code(joint: JointGraph) -> str:
     """Return text that is equal for equal graphs, tags included."""
-    return "\n".join(f"{n.format_node()} {recompute_policy(n)}" for n in joint.graph.nodes)
+    return "\n".join(
+        f"{n.format_node()} {recompute_policy(n)} {offload_tag(n)}" for n in joint.graph.nodes
+    )
 
 
 def targets(joint: JointGraph) -> list[Any]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from graph_trainer.core.graph.host_copies import WAIT_COPY, WAIT_COPY_IN_PLACE
 from graph_trainer.errors import ConfigError
 
 
@@ -22,7 +24,7 @@ def compile_with_inductor(
     """
     import torch._inductor
 
-    with _inductor_in_order():
+    with _inductor_in_order(), _waits_for_copies_in_place():
         compiled = torch._inductor.compile(module, list(examples))
 
     def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -54,6 +56,26 @@ def _inductor_in_order() -> contextlib.AbstractContextManager[Any]:
             "_micro_pipeline_tp": False,
         }
     )
+
+
+@contextlib.contextmanager
+def _waits_for_copies_in_place() -> Iterator[None]:
+    """Let Inductor know that the result of `wait_copy` is its first input, as it knows of the waits
+    for collectives: it would otherwise give the input's memory to another value. What a custom op
+    shares with its inputs is said by a lowering alone. torch 2.13 to 2.15.
+    """
+    from torch._inductor.ir import FallbackKernel
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    ours: dict[Any, Any] = {}
+
+    @register_lowering(WAIT_COPY, type_promotion_kind=None, lowering_dict=ours)
+    def wait_copy(copy: Any, source: Any) -> Any:
+        FallbackKernel.create(WAIT_COPY_IN_PLACE, copy, source)
+        return copy
+
+    with unittest.mock.patch.dict(lowerings, ours):
+        yield
 
 
 def compile_part_with_inductor(

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.annotations import layer_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.context import AllReduceMax, one_rank
+from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
@@ -150,7 +151,11 @@ def make_plan(
     joint = run.capture()
     mark_saved(joint)
     configured = run.pass_config()
-    configured = replace(configured, hardware=configured.hardware or hardware)
+    configured = replace(
+        configured,
+        hardware=configured.hardware or hardware,
+        host_memory=host_memory_of(hardware),
+    )
     passes = as_run_by(runtime, configured, joint)
     other = passes.other_memory(joint)
     training = config.training

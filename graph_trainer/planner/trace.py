@@ -39,12 +39,12 @@ class Slice:
     """
 
     track: str
-    """COMPUTE, the name of a process group's stream, or WAITS."""
+    """COMPUTE, the name of a process group's or a host link's stream, or WAITS."""
     node: fx.Node
     start: int
     end: int
     cost: Cost | None = None
-    """Of a compute node."""
+    """Of a compute node or a copy to host memory or back."""
     collective: Collective | None = None
     """The collective that runs, or that an exposed wait waits for."""
     traffic: Traffic | None = None
@@ -77,10 +77,10 @@ def slices(simulation: Simulation) -> Iterator[Slice]:
     for event in timeline.events:
         node = event.node
         span = (nanoseconds(event.start), nanoseconds(event.start + event.seconds))
-        if event.stream == COMPUTE:
-            yield Slice(COMPUTE, node, *span, simulation.costs[node])
-        else:
+        if node in issued and event.stream != COMPUTE:
             yield Slice(event.stream, node, *span, collective=issued[node], traffic=traffic[node])
+        else:
+            yield Slice(event.stream, node, *span, simulation.costs[node])
     reached = dict(zip(simulation.joint.graph.nodes, timeline.starts, strict=True))
     for wait in timeline.exposed:
         start = reached[wait.wait]
@@ -96,7 +96,7 @@ def slices(simulation: Simulation) -> Iterator[Slice]:
 
 
 def tracks(simulation: Simulation) -> list[str]:
-    """List compute, every group's stream in the order of first use, and the exposed waits."""
+    """List compute, every other stream in the order of first use, and the exposed waits."""
     streams = dict.fromkeys(e.stream for e in simulation.timeline.events if e.stream != COMPUTE)
     return [COMPUTE, *streams, WAITS]
 
@@ -109,9 +109,10 @@ def nanoseconds(seconds: float) -> int:
 def write_trace(plan: Plan, file: IO[str]) -> None:
     """Write a plan's streams and memory in Chrome's trace format, one event per line.
 
-    There is one thread for compute, one for the stream of each process group and one for exposed
-    waits. An arrow leads from a collective to the wait that it blocks. A counter shows the bytes
-    of each category of memory. Times are in microseconds.
+    There is one thread for compute, one for the stream of each process group and of each direction
+    of the link to host memory, and one for exposed waits. An arrow leads from a collective to the
+    wait that it blocks. A counter shows the bytes of each category of memory. Times are in
+    microseconds.
     """
     about = {"plan": plan.headline} | versions()
     file.write('{"displayTimeUnit": "ms", "otherData": ' + json.dumps(about))

@@ -49,12 +49,23 @@ class MemoryOfRun:
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._found: list[DeviceMemory | None] = []
+        self._found_on_host: list[DeviceMemory | None] = []
 
     def __call__(self, joint: JointGraph) -> DeviceMemory | None:
         """Return the bytes; None, with a warning in the log, where the device tells nothing."""
         if not self._found:
             self._found.append(self._find(joint))
         return self._found[0]
+
+    def on_host(self, joint: JointGraph) -> DeviceMemory | None:
+        """Return the bytes of host memory that the rank may take for copies of activations, as they
+        were when this was first asked: later, the copies are there. None where that is unknown."""
+        if not self._found_on_host:
+            try:
+                self._found_on_host.append(_share_of_host())
+            except (OSError, psutil.Error):
+                self._found_on_host.append(None)
+        return self._found_on_host[0]
 
     def _find(self, joint: JointGraph) -> DeviceMemory | None:
         try:
@@ -82,9 +93,14 @@ class MemoryOfRun:
             return free - self._reserve, f"{gib(free)} GiB free on the GPU, less {reserve}"
         if self._device.type != "cpu":
             raise RuntimeError(f"devices of type '{self._device.type}' are not asked")
-        free, where = available_on_cpu()
-        ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        return free // ranks, f"{gib(free)} GiB available {where} / {ranks} ranks"
+        return _share_of_host()
+
+
+def _share_of_host() -> DeviceMemory:
+    """Return this rank's part of what programs may still take."""
+    free, where = available_on_cpu()
+    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return DeviceMemory(free // ranks, f"{gib(free)} GiB available {where} / {ranks} ranks")
 
 
 def available_on_cpu() -> tuple[int, str]:

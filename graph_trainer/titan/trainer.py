@@ -88,7 +88,7 @@ class GraphTrainer(Trainer):
         passes = passes_of(self.config, self.parallel_dims, self.device.type)
         return TrainStep(
             loss_fn,
-            passes=replace(passes, device_memory=self._memory),
+            passes=replace(passes, device_memory=self._memory, host_memory=self._memory.on_host),
             backend=compile_config.backend,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     Storage,
@@ -38,6 +39,8 @@ class Lifetimes:
     """Position of the last node that reads a storage or one of its views."""
     size: dict[Storage, int]
     """Bytes of each storage."""
+    host_bytes: int
+    """The most bytes that copies in host memory take at once."""
 
     @property
     def peak_bytes(self) -> int:
@@ -45,7 +48,12 @@ class Lifetimes:
         return max(self.live_bytes, default=0)
 
 
-def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None) -> Lifetimes:
+def lifetimes(
+    joint: JointGraph,
+    *,
+    scratch: Mapping[fx.Node, int] | None = None,
+    host_is_device: bool = False,
+) -> Lifetimes:
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 
     A storage is alive from its node to the last reader of any of its views; an output of the
@@ -57,6 +65,9 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
         scratch: bytes of scratch memory by node, as `scratch_bytes` returns them: the storage
             `(node, SCRATCH)`. It is alive while the node runs, that of a collective until its
             wait.
+        host_is_device: whether host memory is the device's, as on a CPU. Elsewhere copies in host
+            memory are counted apart, as what torch's allocator of pinned memory takes for them: a
+            power of two each.
     """
     graph = joint.graph
     results = value_storages(graph)
@@ -90,8 +101,15 @@ def lifetimes(joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None
                     use([(started, SCRATCH)], place)
     for started in {n for several in pending.values() for n in several}:
         use_work(started, len(order) - 1)
-    live = live_bytes(len(order), ((born[s], last_use[s], num) for s, num in size.items()))
-    return Lifetimes(live, born, last_use, size)
+    on_host = {s: num for s, num in size.items() if is_copy_to_host(s[0])}
+    if not host_is_device:
+        on_host = {s: 1 << (num - 1).bit_length() for s, num in on_host.items() if num}
+        size = {s: num for s, num in size.items() if s not in on_host}
+
+    def live(of: Mapping[Storage, int]) -> list[int]:
+        return live_bytes(len(order), ((born[s], last_use[s], num) for s, num in of.items()))
+
+    return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
 
 
 def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:

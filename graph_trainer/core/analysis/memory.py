@@ -65,6 +65,9 @@ class Memory:
     """The sum of all categories at every node."""
     storages: list[LiveStorage]
     """The storages that the graph makes, in the order in which it makes them."""
+    host_bytes: int = 0
+    """The most bytes that copies in host memory take at once. They are in the total only where host
+    memory is the device's."""
 
     @property
     def peak_bytes(self) -> int:
@@ -95,6 +98,7 @@ def memory_of(
     not_allocated: set[Storage] | None = None,
     kept_until: Mapping[Storage, int] | None = None,
     scratch: Mapping[fx.Node, int] | None = None,
+    host_is_device: bool = False,
 ) -> Memory:
     """Compute the bytes alive at every node, by category. Linear in nodes.
 
@@ -104,9 +108,9 @@ def memory_of(
         not_allocated: storages that a fused kernel keeps in registers.
         kept_until: position up to which a storage is kept alive although the graph no longer
             reads it.
-        scratch: scratch memory, as for `lifetimes`.
+        scratch, host_is_device: as for `lifetimes`.
     """
-    lives = lifetimes(joint, scratch=scratch)
+    lives = lifetimes(joint, scratch=scratch, host_is_device=host_is_device)
     last_use = lives.last_use | {
         s: max(place, lives.last_use[s])
         for s, place in (kept_until or {}).items()
@@ -134,7 +138,8 @@ def memory_of(
         for c in Category
     }
     total = [sum(alive) for alive in zip(*by_category.values(), strict=True)]
-    return Memory(by_category, total, sorted(storages, key=lambda s: s.born))
+    in_order = sorted(storages, key=lambda s: s.born)
+    return Memory(by_category, total, in_order, lives.host_bytes)
 
 
 def given_bytes(joint: JointGraph, *kinds: InputKind) -> int:

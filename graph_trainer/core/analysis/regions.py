@@ -10,6 +10,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.fusible import is_fusible
 from graph_trainer.core.graph.annotations import layer_of, module_of, phase_of, tensor_of, value_of
+from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.graph.ops import (
     ValueStorages,
@@ -25,7 +26,7 @@ from graph_trainer.core.graph.ops import (
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """Nodes that run as one program: no collective and no wait stands between them."""
+    """Nodes that run as one program: no collective, copy to the host or wait is between them."""
 
     nodes: tuple[fx.Node, ...]
     """What runs inside, in the order of the graph."""
@@ -42,11 +43,12 @@ class Region:
 def find_regions(graph: fx.Graph) -> list[Region]:
     """List the parts of a graph that are worth compiling. Linear in nodes.
 
-    A region ends at every collective and wait, at every random number, at a write into something
-    that the region did not make, at a shape that is not fixed, and where the nodes of another
-    layer or phase begin: layers that are equal then have equal regions. No view leaves a region,
-    so that its results share no memory with each other or with its inputs. Parts with fewer than
-    two nodes that a compiler can fuse are left out, and those that read a conjugated view.
+    A region ends at every collective, copy to host memory or back, and wait, at every random
+    number, at a write into something that the region did not make, at a shape that is not fixed,
+    and where the nodes of another layer or phase begin: layers that are equal then have equal
+    regions. No view leaves a region, so that its results share no memory with each other or with
+    its inputs. Parts with fewer than two nodes that a compiler can fuse are left out, and those
+    that read a conjugated view.
     """
     storages = value_storages(graph)
     regions = (_region(run, storages) for run in _runs(graph, storages))
@@ -88,6 +90,8 @@ def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.
     """Tell whether a node may run in a region that so far has the nodes `inside`."""
     if schema_of(node) is None or collective_kind(node) is not None or is_random(node):
         return False
+    if is_host_copy(node):
+        return False
     values = [value_of(n) for n in (node, *node.all_input_nodes)]
     flat = [t for v in values for t in (v if isinstance(v, tuple | list) else (v,))]
     if not all(t is None or isinstance(t, torch.Tensor) for t in flat):
@@ -112,7 +116,7 @@ def _is_view(node: fx.Node, storages: ValueStorages) -> bool:
     """Tell whether a node only looks at what others made: a view, a list of views, a getitem."""
     if is_getitem(node):
         return True
-    if written_arguments(node) or collective_kind(node) is not None:
+    if written_arguments(node) or collective_kind(node) is not None or is_host_copy(node):
         return False
     return not _makes(node, storages)
 

@@ -21,6 +21,7 @@ from graph_trainer.core.capture.model_state import (
     state_of,
 )
 from graph_trainer.core.capture.module_settings import ModuleSettings
+from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
@@ -139,6 +140,7 @@ def capture(
         rounding=rounding,
     )
     find_fsdp_roles(joint)
+    tag_offload_regions(joint)
     joint.validate()
     return joint
 

@@ -8,6 +8,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     bucket       the tag of the collectives that may be merged
     local slice  the group of which each rank takes its local slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
+    offload      whether the result is kept for backward in host memory
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
 _BUCKET = "bucket"
+_OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
 
 # Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
 # never looks like the border between two of the user's checkpoint regions.
@@ -70,6 +72,7 @@ def annotation(
     role: Role | None = None,
     parameter: str | None = None,
     local_slice: str | None = None,
+    offload: bool | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -78,6 +81,7 @@ def annotation(
         _ROLE: role,
         _PARAMETER: parameter,
         _LOCAL_SLICE: local_slice,
+        _OFFLOAD: offload,
     }
     return {key: str(value) for key, value in entries.items() if value is not None}
 
@@ -91,13 +95,15 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
     """Give `target` the annotations of `source`, in a new dictionary.
 
     `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
-    annotate its original too. Recompute tags are decisions about one node and are not copied.
+    annotate its original too. Recompute and offload tags are decisions about one node and are not
+    copied.
     The phase is that of `source` where none is given.
     """
     target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
     if phase is not None:
         annotate_node(target, annotation(phase=phase))
     clear_recompute_policy(target)
+    clear_offload(target)
 
 
 def _custom(node: fx.Node, key: str) -> str | None:
@@ -202,6 +208,27 @@ def clear_recompute_policy(node: fx.Node) -> None:
     """Remove the recompute tag of a node."""
     node.meta.pop(_RECOMPUTE, None)
     node.meta.pop(_AC_GRAPH_ID, None)
+
+
+def offload_tag(node: fx.Node) -> bool:
+    """Tell whether a node's result is to be kept for backward in host memory."""
+    return bool(node.meta.get(_OFFLOAD))
+
+
+def set_offload(node: fx.Node) -> None:
+    """Tag a node's result to be kept for backward in host memory, and so not to be recomputed."""
+    node.meta[_OFFLOAD] = True
+    set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)
+
+
+def clear_offload(node: fx.Node) -> None:
+    """Remove the offload tag of a node; a recompute tag stays."""
+    node.meta.pop(_OFFLOAD, None)
+
+
+def in_offload_region(node: fx.Node) -> bool:
+    """Tell whether the model made a node inside `gt.offload()`."""
+    return _custom(node, _OFFLOAD) is not None
 
 
 def is_saved_for_backward(node: fx.Node) -> bool:

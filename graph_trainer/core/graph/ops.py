@@ -18,6 +18,7 @@ from graph_trainer.core.analysis.collective_kinds import (
     kind_of_op,
 )
 from graph_trainer.core.graph.annotations import inferred_value, value_of
+from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.torch_private import HigherOrderOperator, storage_id
 
 aten = torch.ops.aten
@@ -35,12 +36,13 @@ _HIDDEN_WRITES = {
     "aten::batch_norm_gather_stats_with_counts",
 }
 
-# The result shares its input's storage, which the schemas do not say.
+# The result shares its first input's storage, which the schemas do not say.
 _HIDDEN_VIEWS = {
     aten._unsafe_view.default,
     aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
     aten.unsafe_chunk.default,
+    WAIT_COPY,
 }
 
 # These return a view where they can and else a copy; their schemas do not say which.

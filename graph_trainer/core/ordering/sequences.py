@@ -22,7 +22,7 @@ from graph_trainer.core.ordering.all_to_all import Splits
 from graph_trainer.core.torch_private_groups import group_ranks
 
 # Namespaces whose ops only compute, whatever their names.
-_COMPUTE = {"aten", "inductor", "prim", "prims", "torchtitan"}
+_COMPUTE = {"aten", "graph_trainer", "inductor", "prim", "prims", "torchtitan"}
 # Modules of the functions that compute with sizes.
 _ARITHMETIC = {"_operator", "math", "torch"}
 

@@ -18,6 +18,7 @@ from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_reduce_scatters,
 )
 from graph_trainer.core.passes.normalize_views import normalize_views
+from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.overlap.overlap_fsdp import overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
@@ -40,6 +41,7 @@ _BUILT_IN: tuple[Pass, ...] = (
     tag_activations,
     tag_fsdp_unshards,
     rematerialize,
+    offload_activations,
     fold_grad_reductions,
     tag_buckets,
     bucket_collectives,

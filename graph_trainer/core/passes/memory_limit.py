@@ -10,6 +10,7 @@ from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import PassError
@@ -33,6 +34,14 @@ def unknown(joint: JointGraph) -> None:
     """Say that a device tells nothing of its memory."""
 
 
+def host_memory_of(hardware: Hardware) -> DeviceMemoryOf:
+    """Return what tells the host memory that a rank may take on a machine of a profile."""
+    shared = f"{hardware.host_memory_gib:,g} GiB of a machine of '{hardware.name}'"
+    source = f"{shared} / {hardware.devices_per_node:g} devices"
+    found = DeviceMemory(int(hardware.host_memory_gib * GIB / hardware.devices_per_node), source)
+    return lambda joint: found
+
+
 class Budget:
     """Compares predicted peaks with the limit, with the same result on every rank.
 
@@ -45,7 +54,12 @@ class Budget:
     same graph; a limit of 0 bounds nothing.
     """
 
-    def __init__(self, context: PassContext, device_memory: DeviceMemoryOf = unknown) -> None:
+    def __init__(
+        self,
+        context: PassContext,
+        device_memory: DeviceMemoryOf = unknown,
+        host_memory: DeviceMemoryOf = unknown,
+    ) -> None:
         limit = context.memory_limit_gib
         if limit is not None and not 0 <= limit < math.inf:
             raise PassError(
@@ -55,6 +69,7 @@ class Budget:
         self._context = context
         self._limit = limit
         self._device_memory = device_memory
+        self._host_memory = host_memory
         self._latest: int | None = None
 
     @property
@@ -89,7 +104,8 @@ class Budget:
         )
 
     def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
-        """Refuse a graph that needs more than the limit after all passes, or than a device has.
+        """Refuse a graph that needs more than the limit after all passes, or than a device or its
+        host has.
 
         Args:
             report: of all passes.
@@ -104,6 +120,7 @@ class Budget:
                 f"{KEY} = {self._limit:g}: the step needs {needs}. This rank: "
                 f"{self._advice(joint, report, raised, f'Raise {KEY}, or set')}"
             )
+        self._check_host(joint)
         if self._limit is not None or self._device_memory is unknown:
             return
         room, need = self._device_memory(joint), self.memory(joint).peak_bytes
@@ -115,6 +132,23 @@ class Budget:
             raise PassError(
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {has}; it needs {needs}"
+            )
+
+    def _check_host(self, joint: JointGraph) -> None:
+        """Refuse copies in host memory that it has no room for, on every rank alike."""
+        if self._host_memory is unknown or self._limit == 0:
+            return
+        need = self.memory(joint).host_bytes
+        room = self._host_memory(joint) if need else None
+        lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
+        if lack > 0:
+            has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
+            raise PassError(
+                f"compile.offload_activations needs {gib(lack)} GiB more of host memory than there "
+                f"is on the rank that lacks most. This rank keeps {gib(need)} GiB of activations "
+                f"there and has {has}. Offload less: compile.offload_activations.block_inputs = "
+                "false, a larger compile.offload_activations.min_bytes, fewer gt.offload(); or "
+                f'recompute: activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
             )
 
     def _advice(

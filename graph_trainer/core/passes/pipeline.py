@@ -47,6 +47,10 @@ class PassConfig(RunSettings):
     None, a graph that needs more on any rank is refused. No pass is told: the same graph is made
     whatever a device has free."""
 
+    host_memory: DeviceMemoryOf = unknown
+    """What this rank may take of its machine's memory for activations that are copied there. A
+    graph that needs more on any rank is refused."""
+
     decisions: Mapping[str, Any] = field(default_factory=dict)
     """By pass name, what it decided for an earlier graph of the step, to be followed."""
 
@@ -113,7 +117,7 @@ def pass_by_pass(
     run = PassContext(**settings, all_reduce_max=all_reduce_max)
     steps, simulated_on = _prepare(joint, config, run)
     _check_history(joint, [step.graph_pass for step in steps])
-    budget = Budget(run, config.device_memory)
+    budget = Budget(run, config.device_memory, config.host_memory)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
     first = measure(joint, "capture", 0.0)

@@ -47,10 +47,14 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
 
     Linear in nodes.
     """
-    graph = joint.graph
-    tagged = {n for n in graph.nodes if _to_be_recomputed(n)}
+    recompute(joint, {n for n in joint.graph.nodes if _to_be_recomputed(n)})
+
+
+def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
+    """Let backward read copies of these forward nodes, as `rematerialize` does. Linear in nodes."""
     if not tagged:
         return
+    graph = joint.graph
     writes = LastWrites(graph)
     copier = _Copier(joint)
     copies = copier.copies

@@ -60,7 +60,11 @@ class Hardware:
     network_latency_seconds: float
     """Latency of one message between two nodes."""
     link_efficiency: float
-    """Part of the links' bandwidth that collectives reach."""
+    """Part of the links' bandwidth that collectives and copies to host memory reach."""
+    host_bytes_per_second: float
+    """Bandwidth of a device's link to host memory, each direction."""
+    host_memory_gib: float
+    """Host memory of a node, which its devices share, GiB."""
     collective_seconds: float
     """The shortest time of a collective, with its launch."""
     collective_compute_share: float
@@ -80,6 +84,10 @@ class Hardware:
         """Return the peak FLOP/s for a dtype, those of float32 if the profile has none."""
         name = str(dtype).removeprefix("torch.")
         return self.peak_flops.get(name, self.peak_flops["float32"])
+
+    def host_copy_seconds(self, size: int) -> float:
+        """Return the seconds of a copy of some bytes to host memory or back."""
+        return size / (self.host_bytes_per_second * self.link_efficiency)
 
     @property
     def usable_bytes(self) -> int:

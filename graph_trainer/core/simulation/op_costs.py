@@ -13,9 +13,11 @@ from torch.utils.flop_counter import flop_registry
 from graph_trainer.core.analysis.fusible import is_free
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import (
+    tensor_of,
     tensors_of,
     value_of,
 )
+from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     OpOverload,
@@ -36,6 +38,8 @@ class Kind(StrEnum):
     ATTENTION = "attention"
     MEMORY = "memory"
     FREE = "free"
+    HOST_COPY = "host_copy"
+    """A GPU's copy to host memory or back, on the link's stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +94,8 @@ _WRITE_ONE_PART = {"bucketing::_pre_bucket_all_gather"}
 
 
 def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> dict[fx.Node, Cost]:
-    """Return the cost of every node on one rank; collectives cost nothing. Linear in nodes.
+    """Return the cost of every node on one rank. Collectives cost nothing, nor do a GPU's copies to
+    host memory and back: they take the time of links. Linear in nodes.
 
     A node takes the time of its FLOPs at the efficiency of its kind or the time of its bytes,
     whichever is longer, and at least the time of a launch. A fused group is launched once, reads
@@ -101,6 +106,9 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     for node in joint.graph.nodes:
         if node.op != "call_function" or is_collective(node) or is_free(node):
             found[node] = _FREE
+            continue
+        if starts_copy(node) and hardware.device != "cpu":
+            found[node] = Cost(Kind.HOST_COPY, 0.0, 0, tensor_of(node).nbytes)
             continue
         moved, launches = traffic.of(node)
         flops, kind = flops_of(node)

@@ -91,4 +91,5 @@ def predicted_memory(
         not_allocated=fusion.kept_inside,
         kept_until=kept,
         scratch=scratch_bytes(joint, other.device),
+        host_is_device=other.device == "cpu",
     )

@@ -1,4 +1,5 @@
-"""Simulate a step on one compute stream and one stream for each process group."""
+"""Simulate a step on one compute stream, one stream for each process group, and one for copies to
+host memory and one for copies back."""
 
 from __future__ import annotations
 
@@ -10,14 +11,17 @@ from torch import fx
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.op_costs import Cost
+from graph_trainer.core.simulation.op_costs import Cost, Kind
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
+TO_HOST = "copies to host memory"
+FROM_HOST = "copies from host memory"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,9 @@ class Timeline:
     """Seconds that each stream is busy."""
     exposed: list[ExposedWait]
     """In graph order."""
+    copy_wait_seconds: float = 0.0
+    """Seconds that the compute stream is idle because a copy to host memory or back is not
+    complete."""
 
     def exposed_seconds(self) -> dict[Traffic, float]:
         """Return the seconds that the compute stream is idle, by purpose of the collective."""
@@ -96,8 +103,10 @@ def play(
     Compute nodes run one after another. A collective starts when the compute stream reaches it
     and the stream of its group is free. Compute goes on meanwhile, and is idle at a wait until
     the collective is complete. While a collective runs, compute has a smaller part of the device;
-    streams do not slow each other down otherwise. `issued` and `cost` are what `collectives` and
-    `costs` return; the copies that `runtime` makes of buckets take time too.
+    streams do not slow each other down otherwise. A GPU's copies to host memory and back run like
+    collectives, on a stream for each direction; they take nothing of the compute. `issued` and
+    `cost` are what `collectives` and `costs` return; the copies that `runtime` makes of buckets
+    take time too.
     """
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued)
@@ -105,6 +114,9 @@ def play(
     roots = storage_roots(joint.graph)
     copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     free: dict[str, float] = defaultdict(float)
+    link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
+    copied: dict[fx.Node, float] = {}
+    copy_wait_seconds = 0.0
     busy: dict[str, float] = defaultdict(float)
     ends: dict[object, tuple[float, Collective]] = {}
     events: list[Event] = []
@@ -125,6 +137,17 @@ def play(
             busy[stream] += seconds
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
+        elif cost[node].kind is Kind.HOST_COPY:
+            stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
+            seconds = hardware.host_copy_seconds(cost[node].bytes)
+            start = max(now, link_free[stream])
+            copied[node] = link_free[stream] = start + seconds
+            busy[stream] += seconds
+            events.append(Event(node, stream, start, seconds))
+        elif waits_for_copy(node):
+            idle = max(0.0, copied.get(node.all_input_nodes[0], 0.0) - now)
+            copy_wait_seconds += idle
+            now += idle
         elif is_wait(node):
             issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
             if issuer is None:
@@ -146,7 +169,8 @@ def play(
             events.append(Event(node, COMPUTE, now, seconds))
             busy[COMPUTE] += seconds
             now += seconds
-    return Timeline(events, starts, max([now, *free.values()]), dict(busy), exposed)
+    end = max([now, *free.values(), *link_free.values()])
+    return Timeline(events, starts, end, dict(busy), exposed, copy_wait_seconds)
 
 
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:

@@ -10,6 +10,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import Kind
 from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner.files import Texts
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.report import CATEGORIES
@@ -27,10 +28,13 @@ KINDS = {
     Kind.MATMUL.value: "matmuls",
     Kind.ATTENTION.value: "attention",
     Kind.MEMORY.value: "memory-bound",
+    Kind.HOST_COPY.value: "copies to and from the host",
     **{traffic.value: title for traffic, title in PURPOSES.items()},
     WAIT: "compute waits",
 }
 """The names of the kinds of slices on the page."""
+
+_NO_GROUP = (COMPUTE, TO_HOST, FROM_HOST, WAITS)
 
 
 def drawn(plan: Plan) -> dict[str, Any]:
@@ -110,7 +114,7 @@ def _slices(simulation: Simulation, texts: Texts) -> dict[str, Any]:
     columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")
     return {
         "lanes": [
-            {"title": track, "waits": track == WAITS}
+            {"title": track, "waits": track == WAITS, "group": track not in _NO_GROUP}
             | {name: [row[i] for row in rows] for i, name in enumerate(columns)}
             for track, rows in lanes.items()
         ]

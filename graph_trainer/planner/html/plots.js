@@ -197,7 +197,7 @@
       const marks = backward(colours);
       const names = lanes.map((lane, row) => ({
         xref: "paper", x: 0, xanchor: "left", yref: "y", y: 0.31 - row, yanchor: "bottom", showarrow: false,
-        text: lane.waits ? "exposed waits" : lane.title === "compute" ? "compute" : `group of ${text(lane.title)}`, font: { color: colours.soft },
+        text: (lane.group ? "group of " : "") + text(lane.title), font: { color: colours.soft },
       }));
       return {
         shapes: marks.shapes,

@@ -9,6 +9,8 @@ import io
 import json
 import os
 from collections import defaultdict
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
+from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
-from graph_trainer.core.simulation.timeline import COMPUTE
+from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner import trace
 from graph_trainer.planner.files import check_outputs, published
+from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.trace import WAITS, nanoseconds
 from graph_trainer.testing import mean_square
 from tests.unit.graphs import Decoder, fake_world
@@ -42,16 +46,19 @@ class Hostile(nn.Module):
         return next(self.children())(tokens)
 
 
-def simulated(*passes: str) -> Simulation:
+def simulated(
+    *passes: str, model: Callable[[], nn.Module] = Hostile, **options: object
+) -> Simulation:
     """On two groups: parameters are sharded over four ranks and replicated over two."""
     fake_world(8)
     mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
-    model = gt.simple_fsdp(Hostile(), mesh, mode="hybrid_shard")
-    joint = gt.capture(model, mean_square, (torch.zeros(2, 300, dtype=torch.int64),))
+    sharded = gt.simple_fsdp(model(), mesh, mode="hybrid_shard")
+    joint = gt.capture(sharded, mean_square, (torch.zeros(2, 300, dtype=torch.int64),))
     config = gt.PassConfig(
         passes=("default", *passes),
         disable_passes=["bucket_collectives", "schedule_overlap"],
         reshard_after_forward="always",
+        options=options,
     )
     gt.run_passes(joint, config)
     return simulate(joint, load_hardware("h100-sxm"), OtherMemory(optimizer_bytes=1000))
@@ -150,6 +157,24 @@ def test_slices_say_what_they_are(simulation):
         assert said["bytes"] == max(each.input_bytes, each.output_bytes)
         assert said["phase"] == each.phase.value
     assert any(HOSTILE.replace(".", "_") in (said["module"] or "") for said in by_name.values())
+
+
+def test_copies_to_host_memory_and_back_have_a_thread_each():
+    options = OffloadActivationsOptions(block_inputs=True, min_bytes=0)
+    simulation = simulated(model=partial(Decoder, layers=4), offload_activations=options)
+    events = written(simulation)["traceEvents"]
+    for stream in (TO_HOST, FROM_HOST):
+        slices = on_thread(events, stream)
+        assert slices and {e["cat"] for e in slices} == {"host_copy"}
+        for each in slices:
+            seconds = simulation.hardware.host_copy_seconds(each["args"]["bytes"])
+            assert each["dur"] * 1e-6 == pytest.approx(seconds, abs=2e-9)
+    plan = SimpleNamespace(simulation=simulation, hardware=simulation.hardware)
+    lanes = {lane["title"]: lane for lane in drawn(plan)["lanes"]}
+    assert [name for name, lane in lanes.items() if not lane["group"]] == [
+        COMPUTE, TO_HOST, FROM_HOST, WAITS
+    ]  # fmt: skip
+    assert len(lanes[TO_HOST]["node"]) == len(on_thread(events, TO_HOST))
 
 
 def test_the_counter_is_the_memory_at_its_time(simulation):

@@ -131,3 +131,22 @@ def test_a_device_that_tells_nothing(machine, joint, device):
         f"compile.memory_limit_gib is unset, and it is unknown how much memory '{device}'" in line
     )
     assert "Set compile.memory_limit_gib to" in line
+
+
+def test_host_memory_is_shared_by_the_ranks_and_asked_for_once(machine, joint):
+    machine.setenv("LOCAL_WORLD_SIZE", "4")
+    run = MemoryOfRun(torch.device("cuda"), load_hardware("h100-sxm"), [], [])
+    found = run.on_host(joint)
+    assert (
+        found.bytes == 4 * GIB and "16.00 GiB available on this machine / 4 ranks" in found.source
+    )
+    machine.setenv("LOCAL_WORLD_SIZE", "8")
+    assert run.on_host(joint) is found, "by then copies are there"
+
+
+def test_host_memory_may_be_unknown(machine, joint):
+    def fails():
+        raise OSError
+
+    machine.setattr(psutil, "virtual_memory", fails)
+    assert MemoryOfRun(CPU, load_hardware("cpu"), [], []).on_host(joint) is None

@@ -31,6 +31,7 @@ from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of, tensors_of
+from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
@@ -188,7 +189,7 @@ class ScheduleGraph:
     # --- what may move ---------------------------------------------------------------------
 
     def _kind(self, node: fx.Node) -> Kind:
-        if node.op != "call_function":
+        if node.op != "call_function" or is_host_copy(node):
             return Kind.FIXED
         if node in self._collective:
             c = self._collective[node]

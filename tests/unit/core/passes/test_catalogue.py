@@ -23,6 +23,7 @@ DEFAULT = [
     "tag_activations",
     "tag_fsdp_unshards",
     "rematerialize",
+    "offload_activations",
     "tag_buckets",
     "bucket_collectives",
     "schedule_overlap",

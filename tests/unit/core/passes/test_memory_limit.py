@@ -13,11 +13,13 @@ from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import one_rank
-from graph_trainer.core.passes.memory_limit import DeviceMemory, unknown
+from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
+from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.simulate import OtherMemory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import assert_same, code, run
+from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import aten, captured_decoder, hungry
 
 OVERLAP = ["default", "overlap_fsdp"]
@@ -333,3 +335,56 @@ def test_a_copy_does_not_change_with_its_original(plain):
 
 def test_no_limit_costs_no_exchange():
     after(all_reduce_max=lambda mine: pytest.fail("asked"))
+
+
+# --- host memory ---------------------------------------------------------------------------
+
+
+def offloaded(host, limit=None, all_reduce_max=one_rank, block_inputs=True):
+    """A graph whose blocks' inputs are in host memory, of which there are `host` bytes."""
+    joint = copy_graph(_captured(layers=4))
+    options = OffloadActivationsOptions(block_inputs=block_inputs, min_bytes=0)
+    config = gt.PassConfig(
+        passes=["default"],
+        disable_passes=OFF,
+        options={"offload_activations": options},
+        memory_limit_gib=limit,
+        host_memory=host if callable(host) else lambda joint: DeviceMemory(host, "a test's"),
+    )
+    gt.run_passes(joint, config, all_reduce_max=all_reduce_max)
+    return memory_of(joint).host_bytes
+
+
+def test_copies_that_the_host_has_no_memory_for_are_refused():
+    need = offloaded(unknown)
+    assert need > 0 and offloaded(need) == need
+    with pytest.raises(gt.PassError) as caught:
+        offloaded(need - 1)
+    message = str(caught.value)
+    assert f"keeps {gib(need)} GiB of activations there" in message
+    assert "a test's" in message and "block_inputs = false" in message
+    assert "compile.memory_limit_gib = 0 takes the risk" in message
+    assert offloaded(need - 1, limit=0) == need
+    assert offloaded(lambda joint: None) == need, "it is not known what there is"
+    assert offloaded(0, block_inputs=False) == 0
+
+
+def test_what_one_rank_lacks_on_its_host_is_refused_on_all():
+    asked = []
+
+    def another_lacks(number):
+        asked.append(number)
+        return max(number, 100)
+
+    with pytest.raises(gt.PassError, match="needs .* GiB more of host memory than there is"):
+        offloaded(1 << 30, all_reduce_max=another_lacks)
+    calls = len(asked)
+    asked.clear()
+    with pytest.raises(gt.PassError, match="more of host memory"):
+        offloaded(1 << 30, all_reduce_max=another_lacks, block_inputs=False)
+    assert len(asked) == calls, "a rank without copies takes part"
+
+
+def test_the_devices_of_a_machine_share_its_memory():
+    found = host_memory_of(machine(host_memory_gib=64, devices_per_node=8))(None)
+    assert found.bytes == 8 * GIB and found.source == "64 GiB of a machine of 'round' / 8 devices"

@@ -33,6 +33,8 @@ def machine(**changes):
         "network_bytes_per_second": 10e9,
         "network_latency_seconds": 5e-6,
         "link_efficiency": 1.0,
+        "host_bytes_per_second": 1e9,
+        "host_memory_gib": 8.0,
         "collective_seconds": 0.0,
         "collective_compute_share": 0.0,
     }

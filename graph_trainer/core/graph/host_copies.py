@@ -1,0 +1,130 @@
+"""Copies of tensors to host memory and back, as ops: each has a start and a wait.
+
+    copy = offload(tensor)                   starts a copy to host memory
+    stored = wait_copy(copy, tensor)         returns `copy` when it is complete
+    copy = reload(stored, device)            starts a copy back
+    tensor = wait_copy(copy, stored)         returns `copy` when it is complete
+
+A wait reads the source too, so that the source stays alive until the copy is complete, whatever
+runs the graph. On a GPU copies run on two streams of their own, one for each direction, and host
+memory is pinned: torch's allocator of pinned memory is the pool, and gives a block to a new tensor
+once all copies of the old one are complete. On CPU host memory is the device's, and a copy is
+complete when it has started.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import fx
+
+_NAMESPACE = "graph_trainer"
+_EVENT = "copy_event"  # of a tensor that a copy on a GPU writes: torch keeps attributes of tensors
+
+_library = torch.library.Library(_NAMESPACE, "DEF")
+_library.define("offload(Tensor tensor) -> Tensor")
+_library.define("reload(Tensor stored, Device device) -> Tensor")
+# The result is `copy` itself. A schema that said so would be refused where torch functionalizes
+# a graph; collectives' wait_tensor keeps it to itself for the same reason.
+_library.define("wait_copy(Tensor copy, Tensor source) -> Tensor")
+# What a compiler that follows writes in place calls instead: it completes `copy`.
+_library.define("wait_copy_(Tensor(a!) copy, Tensor source) -> ()")
+
+_ops = torch.ops.graph_trainer
+OFFLOAD = _ops.offload.default
+RELOAD = _ops.reload.default
+WAIT_COPY = _ops.wait_copy.default
+WAIT_COPY_IN_PLACE = _ops.wait_copy_.default
+
+
+def is_copy_to_host(node: fx.Node) -> bool:
+    """Tell whether a node starts a copy to host memory: its result lives there."""
+    return node.target is OFFLOAD
+
+
+def starts_copy(node: fx.Node) -> bool:
+    """Tell whether a node starts a copy to host memory or back."""
+    return node.target in (OFFLOAD, RELOAD)
+
+
+def waits_for_copy(node: fx.Node) -> bool:
+    """Tell whether a node waits for a copy: its result is its first input, complete."""
+    return node.target is WAIT_COPY
+
+
+def is_host_copy(node: fx.Node) -> bool:
+    """Tell whether a node starts a copy to host memory or back, or waits for one."""
+    return starts_copy(node) or waits_for_copy(node)
+
+
+@functools.cache
+def _stream(device: torch.device, to_host: bool) -> torch.cuda.Stream:
+    """Return the stream of a GPU's copies in one direction: the link carries both at once."""
+    return torch.cuda.Stream(device)
+
+
+def _start(copy: torch.Tensor, source: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Copy on a stream of its own, after all that was launched on the current one before."""
+    stream = _stream(device, copy.device.type == "cpu")
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        copy.copy_(source, non_blocking=True)
+        setattr(copy, _EVENT, stream.record_event())
+    return copy
+
+
+def _offload(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone()
+    copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return _start(copy, tensor, tensor.device)
+
+
+def _reload(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+    if device.type != "cuda":
+        return stored.clone()
+    # allocated on the current stream, which waits for the copy: the allocator need not know of
+    # the other one
+    copy = torch.empty_like(stored, device=device)
+    return _start(copy, stored, copy.device)
+
+
+def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    device = copy.device if copy.is_cuda else source.device
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_event(getattr(copy, _EVENT))
+    return copy
+
+
+def _wait_copy_in_place(copy: torch.Tensor, source: torch.Tensor) -> None:
+    _wait_copy(copy, source)
+
+
+for _name, _function in (
+    ("offload", _offload),
+    ("reload", _reload),
+    ("wait_copy", _wait_copy),
+    ("wait_copy_", _wait_copy_in_place),
+):
+    _library.impl(_name, _function, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake(OFFLOAD, lib=_library)
+def _fake_offload(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu")
+
+
+@torch.library.register_fake(RELOAD, lib=_library)
+def _fake_reload(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_like(stored, device=device)
+
+
+@torch.library.register_fake(WAIT_COPY, lib=_library)
+def _fake_wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(copy)
+
+
+@torch.library.register_fake(WAIT_COPY_IN_PLACE, lib=_library)
+def _fake_wait_copy_in_place(copy: torch.Tensor, source: torch.Tensor) -> None:
+    return None

@@ -1,0 +1,319 @@
+"""Keep tagged activations in host memory between forward and backward."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.fusible import is_free
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    block_of,
+    copy_annotations,
+    infer_value,
+    is_backward,
+    module_of,
+    offload_tag,
+    phase_of,
+    tensor_of,
+    tensors_of,
+    value_of,
+)
+from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, starts_copy
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.ops import (
+    Storage,
+    is_collective,
+    is_wait,
+    storages_in,
+    value_storages,
+)
+from graph_trainer.core.passes.base import Stage, graph_pass
+from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.rematerialize import recompute
+from graph_trainer.core.units import gib
+from graph_trainer.errors import PassError
+
+KEY = "compile.offload_activations"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadActivationsOptions:
+    """When copies run, and what is worth one."""
+
+    prefetch_blocks: int = 1
+    """How many blocks ahead of the first backward reader a copy back starts; 0 for right before
+    that reader, which then waits for all of it."""
+
+    finish_blocks: int = 1
+    """How many blocks after its last forward reader a value's copy to the host is waited for, which
+    frees the value; 0 for the end of the block of that reader."""
+
+    min_bytes: int = 1 << 20
+    """Values of fewer bytes stay on the device."""
+
+    block_inputs: bool = False
+    """Offload the inputs of every block too, tagged or not: all that activation_checkpoint.type =
+    "full" keeps."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefetch_blocks", "finish_blocks", "min_bytes"):
+            value = getattr(self, name)
+            if value < 0:
+                raise PassError(f"{KEY}.{name} is {value}; it must be 0 or more")
+
+
+@dataclass(slots=True)
+class _Value:
+    """A storage to offload."""
+
+    base: fx.Node
+    """The first node whose value is the whole storage, complete."""
+    shown_by: list[fx.Node] = field(default_factory=list)
+    """The other nodes of forward and loss with that storage, views, in order."""
+
+
+@graph_pass(
+    stage=Stage.REMATERIALIZE,
+    summary="Keep tagged activations in host memory until backward reads them",
+    options_type=OffloadActivationsOptions,
+)
+def offload_activations(
+    joint: JointGraph, options: OffloadActivationsOptions, context: PassContext
+) -> None:
+    """Copy every value with an offload tag to host memory, and back for its backward readers.
+
+    Four nodes a value: the start of the copy after the value's last reader in forward, its wait
+    `finish_blocks` blocks later, the start of the copy back `prefetch_blocks` blocks ahead of the
+    first reader in backward, and its wait right before that reader. The device has the value's
+    memory for something else between that first wait and the start of the copy back. A storage is
+    copied once, whichever of its views are tagged; views that backward reads are made again.
+
+    Left on the device, with a remark that says why: what backward does not read or is recomputed,
+    inputs, outputs and views of them, parameters, what is written in place, values below
+    `min_bytes`, and values that backward needs before their copy would be complete.
+
+    Relies on phases, modules and tags, after `rematerialize`. Guarantees equal bits. A second run
+    finds nothing that backward reads. n log n in nodes.
+    """
+    tagged = [n for n in joint.graph.nodes if offload_tag(n) and not is_backward(n)]
+    if options.block_inputs:
+        tagged += _block_inputs(joint)
+    if not tagged:
+        return
+    left: Counter[str] = Counter()
+    values = _values(joint, tagged, options.min_bytes, left)
+    copied = _insert_copies(joint, values, options, left)
+    recompute(joint, {view for value, _ in copied for view in value.shown_by})
+    for value, read in copied:
+        for reader in [n for n in value.base.users if is_backward(n)]:
+            reader.replace_input_with(value.base, read)
+    size = sum(tensor_of(read).nbytes for _, read in copied)
+    joint.remarks.append(
+        f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
+    )
+    joint.remarks += [f"{count} tagged values stay: {why}" for why, count in left.items()]
+
+
+def _block_inputs(joint: JointGraph) -> list[fx.Node]:
+    """Return what a block reads in forward and another block, or none, has made."""
+    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+
+    def reads_from_outside(user: fx.Node, made_in: str | None) -> bool:
+        block = block_of(module_of(user))
+        return phase_of(user) is Phase.FORWARD and block is not None and block != made_in
+
+    return [
+        node
+        for node in joint.graph.nodes
+        if phase_of(node) is Phase.FORWARD
+        and node not in parameters
+        and isinstance(value_of(node), torch.Tensor)
+        and any(reads_from_outside(user, block_of(module_of(node))) for user in node.users)
+    ]
+
+
+# --- what is offloaded -----------------------------------------------------------------------
+
+
+def _values(
+    joint: JointGraph, tagged: list[fx.Node], min_bytes: int, left: Counter[str]
+) -> list[_Value]:
+    """Return the storages of the tagged nodes that can be offloaded, and count why others not."""
+    storages = value_storages(joint.graph)
+    shown: dict[Storage, list[fx.Node]] = {s: [] for n in tagged for s in storages_in(storages[n])}
+    for node in joint.graph.nodes:
+        for storage in {s for s in storages_in(storages[node]) if s in shown}:
+            shown[storage].append(node)
+    refusal = _Refusal(joint, min_bytes)
+    found = []
+    for storage, nodes in shown.items():
+        forward = [n for n in nodes if not is_backward(n)]
+        whole = [n for n in forward if _is_tensor(n) and not is_collective(n)]
+        why = refusal.of(storage, nodes, whole)
+        if why:
+            left[why] += 1
+            continue
+        base = whole[0]
+        found.append(_Value(base, forward[forward.index(base) + 1 :]))
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
+
+
+def _is_also_read_elsewhere(whole: list[fx.Node], nodes: list[fx.Node]) -> bool:
+    """Return whether backward reads the collective or the tuple from which the tensor came, or the
+    tensor's memory is communicated again."""
+    before = nodes[: nodes.index(whole[0])]
+    return any(is_wait(n) or is_collective(n) for n in nodes[len(before) + 1 :]) or any(
+        is_backward(user) for node in before for user in node.users
+    )
+
+
+class _Refusal:
+    """Says why a storage cannot be offloaded, or need not be."""
+
+    def __init__(self, joint: JointGraph, min_bytes: int) -> None:
+        self._writes = LastWrites(joint.graph)
+        self._parameters = {n for chain in unshard_chains(joint) for n in chain.nodes}
+        self._returned = set(joint.output_node().all_input_nodes)
+        devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}
+        self._host_is_device = devices <= {"cpu"}
+        self._min_bytes = min_bytes
+
+    def of(self, storage: Storage, nodes: list[fx.Node], whole: list[fx.Node]) -> str:
+        """Return the reason, empty if there is none.
+
+        Args:
+            nodes: all that have the storage.
+            whole: those of forward and loss whose value is one tensor, complete.
+        """
+        if storage[0].op != "call_function":
+            return "memory of an input"
+        if not any(is_backward(user) for node in nodes for user in node.users):
+            return "backward does not read them, or computes them again"
+        if not self._parameters.isdisjoint(nodes):
+            return "parameters, which are gathered again instead"
+        if not self._returned.isdisjoint(nodes):
+            return "memory of an output"
+        if not whole or _is_also_read_elsewhere(whole, nodes):
+            return "read in other ways than through one tensor"
+        if self._writes.is_written(whole[0]):
+            return "written in place"
+        return self._of_tensor(tensor_of(whole[0]))
+
+    def _of_tensor(self, tensor: torch.Tensor) -> str:
+        if any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            return "of a size that is not fixed"
+        if tensor.nbytes < self._min_bytes:
+            return f"smaller than {KEY}.min_bytes"
+        if tensor.device.type == "cpu" and not self._host_is_device:
+            return "in host memory already"
+        if torch.empty_like(tensor).stride() != tensor.stride():
+            return "with gaps in memory"
+        return ""
+
+
+# --- where copies start and end --------------------------------------------------------------
+
+
+class _Places:
+    """Where copies start and end: by number, before which of the nodes that compute.
+
+    Views and copies are not counted, so that a graph with copies has the same places.
+    """
+
+    def __init__(self, graph: fx.Graph, options: OffloadActivationsOptions) -> None:
+        self._options = options
+        self.order: list[fx.Node] = []
+        """The nodes that compute."""
+        self.at: dict[fx.Node, int] = {}
+        """By node, its number; of a view that of the next node that computes."""
+        for node in graph.nodes:
+            self.at[node] = len(self.order)
+            if not is_free(node) and not starts_copy(node):
+                self.order.append(node)
+        halves = [[n for n in self.order if is_backward(n) is half] for half in (False, True)]
+        self._end = self.at[halves[1][0]] if halves[1] else len(self.order) - 1
+        """Where backward begins."""
+        self._forward, self._backward = map(self._first_of_blocks, halves)
+        blocks = [n for n in halves[0] if block_of(module_of(n)) is not None]
+        self._forward += [self.at[n] + 1 for n in blocks[-1:]]
+
+    def _first_of_blocks(self, nodes: list[fx.Node]) -> list[int]:
+        first: dict[str, int] = {}
+        for node in nodes:
+            if (block := block_of(module_of(node))) is not None:
+                first.setdefault(block, self.at[node])
+        return sorted(first.values())
+
+    def last(self, node: fx.Node) -> int:
+        """Return the number of the last node that computes up to this one."""
+        return self.at[node] - (self.order[self.at[node]] is not node)
+
+    def end_of_copy_out(self, last: int) -> int:
+        """Return where a copy is waited for of a value that forward last reads at `last`."""
+        number = bisect.bisect_right(self._forward, last) + self._options.finish_blocks
+        return self._forward[number] if number < len(self._forward) else max(self._end, last + 1)
+
+    def start_of_copy_back(self, first: int) -> int:
+        """Return where a value is copied back that backward first reads at `first`."""
+        ahead = self._options.prefetch_blocks
+        if not ahead or not self._backward:
+            return first
+        number = bisect.bisect_right(self._backward, first) - 1 - ahead
+        return self._backward[number] if number >= 0 else min(self._end, first)
+
+
+def _insert_copies(
+    joint: JointGraph,
+    values: list[_Value],
+    options: OffloadActivationsOptions,
+    left: Counter[str],
+) -> list[tuple[_Value, fx.Node]]:
+    """Insert the copies of the values, each with the node that backward is to read."""
+    places = _Places(joint.graph, options)
+    copied: list[tuple[_Value, fx.Node]] = []
+    for value in sorted(values, key=lambda v: v.base):
+        base = value.base
+        nodes = {
+            base,
+            *value.shown_by,
+            *(n for view in (base, *value.shown_by) for n in view.users),
+        }
+        last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
+        reader = min(n for n in nodes if is_backward(n))
+        first = places.at[reader]
+        back = max(places.start_of_copy_back(first), last + 1)
+        end = places.end_of_copy_out(last)
+        if max(back, end) > first or end >= back:
+            left["backward needs them before a copy would be complete"] += 1
+            continue
+        device, phase = tensor_of(base).device, phase_of(base)
+        out = _insert(joint, places.order[last + 1], base, phase, OFFLOAD, base)
+        stored = _insert(joint, places.order[end], base, phase, WAIT_COPY, out, base)
+        start = places.order[back] if back < first else reader
+        again = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
+        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, again, stored)
+        copied.append((value, read))
+    return copied
+
+
+def _insert(
+    joint: JointGraph, place: fx.Node, base: fx.Node, phase: Phase | None, op: Any, *args: Any
+) -> fx.Node:
+    """Insert a node of a value's copies before `place`."""
+    with joint.graph.inserting_before(place):
+        node = joint.graph.call_function(op, args)
+    copy_annotations(base, node, phase=phase)
+    infer_value(node)
+    return node
