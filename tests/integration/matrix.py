@@ -88,6 +88,13 @@ class Case:
         return self.ranks // self.flags.get("parallelism.tensor_parallel_degree", 1)
 
     @property
+    def eager(self) -> Flags:
+        """Flags of the eager run. It has no graph that a budget could plan."""
+        budget = self.flags.get("activation_checkpoint.type") == "budget"
+        none = {"activation_checkpoint.type": "none"} if budget else {}
+        return self.flags | {"compile.mode": "eager"} | none
+
+    @property
     def on_one_rank(self) -> Flags:
         """Flags for one rank on the global batch."""
         dtype = "training.mixed_precision_param"
@@ -132,6 +139,10 @@ def rows(sequences: int) -> Flags:
     return {"training.local_batch_size": sequences}
 
 
+def limit(gib: float) -> Flags:
+    return {"compile.memory_limit_gib": gib}
+
+
 COMMON: Flags = {"training.seq_len": 16, "metrics.log_freq": 1, "debug.seed": 42}
 FP32: Flags = {"training.mixed_precision_param": "float32"}
 BF16: Flags = {"training.mixed_precision_param": "bfloat16"}
@@ -143,6 +154,7 @@ INDUCTOR: Flags = {"compile.backend": "inductor"}
 REGIONAL: Flags = {"compile.backend": "regional"}
 SELECTIVE: Flags = {"activation_checkpoint.type": "selective"}
 FULL: Flags = {"activation_checkpoint.type": "full"}
+BUDGET: Flags = {"activation_checkpoint.type": "budget"}
 CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
@@ -191,6 +203,9 @@ MATRIX = (
     Case("fsdp2_tp2_selective_bf16", 4, FSDP2_TP2 | BF16 | SELECTIVE, ALWAYS, TAGGED),
     Case("hsdp2x2_full_fp32", 4, HSDP2X2 | FP32 | FULL, ALWAYS, TAGGED),
     Case("fsdp3_tp2_full_fp32", 6, FSDP3_TP2 | FP32 | FULL, DEFAULT, TAGGED),
+    # between what the step needs with everything recomputed and with nothing
+    Case("fsdp2_tp2_budget_bf16", 4, FSDP2_TP2 | BF16 | BUDGET | limit(0.027), ("auto",), TAGGED),
+    Case("fsdp3_tp2_budget_fp32", 6, FSDP3_TP2 | FP32 | BUDGET | limit(0.0215), ALWAYS, TAGGED),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
     Case("fsdp2_regional_bf16", 2, FSDP2 | BF16 | REGIONAL, ALWAYS, FUSED),

@@ -51,7 +51,7 @@ def make_reference(folder: Path, name: str) -> None:
 def run(folder: Path, name: str) -> Result:
     """One mesh and dtype: eager, and captured with every policy."""
     case = case_of(name)
-    eager = Recorded(case.flags | EAGER, folder).run()
+    eager = Recorded(case.eager, folder).run()
     result: Result = {"policies": {}, "losses": eager.global_losses()}
     result["validated"] = eager.validated
     if Holds.ONE_RANK in case.holds:

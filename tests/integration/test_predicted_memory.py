@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from graph_trainer.core.units import GIB
 from tests.integration.launches import Job, Launches
-from tests.integration.predicted_memory_cases import LEFT_BYTES, POLICIES, cases
+from tests.integration.predicted_memory_cases import LEFT_BYTES, LIMIT_GIB, POLICIES, cases
 
 RANKS = (1, 2, 4)
 
@@ -68,6 +69,12 @@ def test_the_predicted_peak_is_the_allocators(reported, policy):
         off = abs(case["predicted"] - case["measured"])
         assert off <= small_tensors(case), table(reported)
         assert off <= 0.05 * case["measured"], table(reported)
+
+
+@pytest.mark.parametrize(("ranks", "name"), [(2, "budget")])
+def test_a_plan_uses_the_limit_and_keeps_it(reported):
+    for found in reported:
+        assert 0.95 * LIMIT_GIB * GIB <= found["auto"]["measured"] <= LIMIT_GIB * GIB
 
 
 @pytest.mark.parametrize(("ranks", "name"), COMPARED)
