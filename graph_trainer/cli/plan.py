@@ -22,12 +22,14 @@ from graph_trainer.planner.compare import SCHEMA, compare, comparison_table, set
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
+from graph_trainer.planner.memory_curve import memory_curve
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report_text
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
+from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -51,6 +53,7 @@ examples:
   graph-trainer plan --config 8b --world-size 64 --hardware a100-80g \\
       --compare training.local_batch_size=1,2,4 \\
       --compare parallelism.fsdp_reshard_after_forward=always,never
+  graph-trainer plan --config 8b --world-size 8 --memory-curve --html plan.html
   graph-trainer plan --config 8b --world-size 128 --verify-order
   graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
 """
@@ -77,6 +80,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
+    _check_table(flags, config)
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
 
@@ -109,6 +113,9 @@ def main(argv: Sequence[str]) -> int:
     if not plan.fits:
         with progress("what would help") as say:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))
+    if flags.memory_curve:
+        with progress("memory curve") as say:
+            plan = replace(plan, memory_curve=tuple(memory_curve(plan, say)))
     _print(report_text(plan_report(plan)), files.values())
     for flag, path in files.items():
         write, _ = _WRITERS[flag.removeprefix("--")]
@@ -120,7 +127,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags of which one would make another useless."""
-    for name, value in (("save", flags.save), ("verify-order", flags.verify_order)):
+    own = (
+        ("save", flags.save),
+        ("verify-order", flags.verify_order),
+        ("memory-curve", flags.memory_curve),
+        ("table", flags.table),
+    )
+    for name, value in own:
         if value and flags.like != GRAPH_TRAINER.name:
             raise ConfigError(
                 f"--{name} is for runs of graph_trainer, and --like {flags.like} plans another "
@@ -130,9 +143,21 @@ def _check_together(flags: argparse.Namespace) -> None:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
         return
-    for name in ("compare", "rank", *_WRITERS):
+    for name in ("compare", "rank", "memory_curve", *_WRITERS):
         if getattr(flags, name):
-            raise ConfigError(f"--verify-order plans nothing: leave it or --{name} out")
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--verify-order plans nothing: leave it or --{flag} out")
+
+
+def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
+    """Refuse to write what no pass decides."""
+    policy = POLICIES.get(type(config.activation_checkpoint))
+    auto = config.parallelism.fsdp_reshard_after_forward == "auto"
+    if flags.table and policy not in ("budget", "file") and not auto:
+        raise ConfigError(
+            '--table: there is none to write, as activation_checkpoint.type is neither "budget" '
+            'nor "file": set one of them, or leave --table out'
+        )
 
 
 def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
@@ -159,6 +184,11 @@ def _write_saved(plan: Plan, file: IO[str]) -> None:
     file.write(saved.to_json())
 
 
+def _write_table(plan: Plan, file: IO[str]) -> None:
+    assert plan.memory_table is not None, "checked before the work"
+    file.write(plan.memory_table.to_toml())
+
+
 _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
     "json": (_write_json, "write the plan as JSON"),
     "trace": (
@@ -170,6 +200,11 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
         _write_saved,
         "write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
         "captures one rank of each class that differs",
+    ),
+    "table": (
+        _write_table,
+        "write what backward keeps, by block and op, as activation_checkpoint.path takes it; with "
+        '--activation_checkpoint.type "budget"',
     ),
 }
 """By flag, the function that writes the plan to the file that the flag names, and its help."""
@@ -183,10 +218,13 @@ def _compare(
     world_size: int,
 ) -> int:
     wanted = settings(flags.compare)
-    others = [name for name in _WRITERS if name != "json" and getattr(flags, name)]
+    others = [
+        name for name in ("memory_curve", *_WRITERS) if name != "json" and getattr(flags, name)
+    ]
     if others:
+        flag = others[0].replace("_", "-")
         raise ConfigError(
-            f"--{others[0]} is of one plan and --compare makes several: leave one of the two out"
+            f"--{flag} is of one plan and --compare makes several: leave one of the two out"
         )
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say)
@@ -261,6 +299,12 @@ def _parser() -> argparse.ArgumentParser:
         "--all-ranks",
         action="store_true",
         help="with --verify-order: capture every rank, not one of each class",
+    )
+    parser.add_argument(
+        "--memory-curve",
+        action="store_true",
+        help="also plan the run under every fixed activation policy and under eight memory "
+        "limits: step time over memory, as a table, on the page and in the JSON",
     )
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"

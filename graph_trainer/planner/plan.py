@@ -15,11 +15,13 @@ import torch
 from graph_trainer.core.graph.annotations import layer_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
-from graph_trainer.core.passes.context import AllReduceMax, one_rank
+from graph_trainer.core.passes.context import ActivationPolicy, AllReduceMax, one_rank
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Simulation, simulate
@@ -42,6 +44,20 @@ class Advice:
     reserved_bytes: int
     tokens_per_second_per_gpu: float
     fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """The run under a fixed policy, or within a memory limit."""
+
+    policy: ActivationPolicy
+    limit_bytes: int | None
+    """None for a fixed policy."""
+    peak_bytes: int
+    reserved_bytes: int
+    """The bytes that the allocator takes from the device, gaps included."""
+    step_seconds: float
+    """Of a whole train step, clipping and optimizer included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +88,8 @@ class Plan:
     """Of the graph that runs."""
     advice: tuple[Advice, ...] = ()
     """Changes for a run that does not fit, the most helpful first; empty where it fits."""
+    memory_curve: tuple[CurvePoint, ...] = ()
+    """The run under other policies and limits, where that was asked for."""
 
     @property
     def headline(self) -> str:
@@ -82,6 +100,11 @@ class Plan:
             f"{model}, {self.num_parameters / 1e9:.2f} B parameters, rank {self.rank} of "
             f"{self.world_size} on {self.hardware.name}, run by {self.simulation.runtime.name}"
         )
+
+    @property
+    def memory_table(self) -> MemoryTable | None:
+        """What backward keeps, by block and op; None where no budget or file decides that."""
+        return self.simulation.joint.decisions.get(plan_memory.name)
 
     @property
     def step_seconds(self) -> float:

@@ -16,6 +16,7 @@ from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
 from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.timeline import ExposedWait
@@ -65,6 +66,8 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
         "advice": [dataclasses.asdict(each) for each in plan.advice],
+        "memory_table": _memory_table(plan),
+        "memory_curve": [dataclasses.asdict(point) for point in plan.memory_curve],
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,
@@ -129,6 +132,12 @@ def _row(row: LedgerRow) -> dict[str, Any]:
         "rolled_back": row.rolled_back or None,
         "remarks": list(row.remarks),
     }
+
+
+def _memory_table(plan: Plan) -> list[dict[str, Any]]:
+    table = plan.memory_table
+    rows = table.rows if table is not None else ()
+    return [dataclasses.asdict(row) | {"keep_in": in_ranges(row.keep_in)} for row in rows]
 
 
 def _peak(plan: Plan) -> dict[str, Any]:

@@ -33,6 +33,10 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield _modules_table(report["peak"])
     if report["exposed_by_module"]:
         yield _waits_table(report)
+    if report["memory_table"]:
+        yield _kept_table(report["memory_table"])
+    if report["memory_curve"]:
+        yield _curve_table(report)
     yield Text(verdict(report))
     if not report["fits"]:
         yield _advice_table(report)
@@ -128,6 +132,44 @@ def _waits_table(report: dict[str, Any]) -> Table:
             Text(each["holds_up"] or "the end of the step"),
             f"{each['seconds'] * 1e3:,.2f}",
             f"{each['seconds'] / report['graph_seconds']:.1%}",
+        )
+    return table
+
+
+def _kept_table(rows: list[dict[str, Any]]) -> Table:
+    """Make the table of what backward has of each block; what nothing keeps is left out."""
+    table = plain_table("Kept for backward, by op of a block; all else is computed again")
+    table.add_column("module")
+    table.add_column("op", overflow="fold")
+    table.add_column("kept in", overflow="fold")
+    for heading in ("MiB a block", "ms again"):
+        table.add_column(heading, justify="right")
+    kept = [row for row in rows if row["keep_in"]]
+    for row in sorted(kept, key=lambda row: -row["mib"]):
+        table.add_row(
+            Text(row["module"] or "(the block itself)"),
+            Text(row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "")),
+            Text(", ".join(row["keep_in"])),
+            f"{row['mib']:,.1f}",
+            f"{row['milliseconds']:,.3f}",
+        )
+    return table
+
+
+def _curve_table(report: dict[str, Any]) -> Table:
+    """Make the table of step times over memory, the fewest bytes first."""
+    unit, size = unit_of(max(each["peak_bytes"] for each in report["memory_curve"]))
+    table = plain_table("Step time over memory: fixed policies, and the best plan within a limit")
+    table.add_column("policy")
+    for heading in (f"limit {unit}", f"peak {unit}", f"needs {unit}", "step ms"):
+        table.add_column(heading, justify="right")
+    for each in sorted(report["memory_curve"], key=lambda each: each["peak_bytes"]):
+        table.add_row(
+            each["policy"],
+            f"{each['limit_bytes'] / size:,.2f}" if each["limit_bytes"] else "",
+            f"{each['peak_bytes'] / size:,.2f}",
+            f"{each['reserved_bytes'] / size:,.2f}",
+            f"{each['step_seconds'] * 1e3:,.1f}",
         )
     return table
 

@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -18,8 +19,11 @@ from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
+from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
@@ -38,6 +42,10 @@ from graph_trainer.titan.validator import with_captured_forward
 
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
+
+
+MEMORY_TABLE = "memory_table.toml"
+"""The file of the dump folder with what backward keeps, where a budget or a file decides it."""
 
 
 class GraphTrainer(Trainer):
@@ -92,9 +100,17 @@ class GraphTrainer(Trainer):
             backend=compile_config.backend,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
-            on_report=lambda joint, report: self.observer.graph_reported(report),
+            on_report=self._reported,
             **options,
         )
+
+    def _reported(self, joint: JointGraph, report: Report) -> None:
+        table = joint.decisions.get(plan_memory.name)
+        if table is not None and dist.get_rank() == 0:
+            path = Path(self.config.dump_folder) / MEMORY_TABLE
+            path.write_text(table.to_toml(), encoding="utf-8")
+            logger.info(f"What backward keeps, by block and op: {path}")
+        self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:
         """Make what tells how much memory a step may need; warn where nothing is refused."""

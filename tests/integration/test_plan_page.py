@@ -22,7 +22,7 @@ from graph_trainer.core.graph.annotations import annotate_node, annotation, para
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.plan import Plan, make_plan
+from graph_trainer.planner.plan import CurvePoint, Plan, make_plan
 from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser, hover
@@ -31,12 +31,22 @@ HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
 MOST_BYTES = 15e6
 
 
+# Step time over memory, as two policies and two limits have it: policy, limit, peak, reserved, s.
+CURVE = (
+    CurvePoint("none", None, 60 * MIB, 64 * MIB, 0.003),
+    CurvePoint("full", None, 20 * MIB, 24 * MIB, 0.005),
+    CurvePoint("budget", 50 * MIB, 49 * MIB, 52 * MIB, 0.0031),
+    CurvePoint("budget", 25 * MIB, 24 * MIB, 28 * MIB, 0.004),
+)
+
+
 @pytest.fixture(scope="module")
 def plan() -> Plan:
     words = ["--config", "debugmodel", "--parallelism.tensor_parallel_degree", "2"]
     # without these there is much to point at wherever the page is opened
     words += ["--compile.disable_passes", "bucket_collectives,schedule_overlap"]
-    return make_plan(load_config(words, world_size=8), 8, load_hardware("h100-sxm"))
+    made = make_plan(load_config(words, world_size=8), 8, load_hardware("h100-sxm"))
+    return replace(made, memory_curve=CURVE)
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +148,18 @@ def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
     gib = usable / 2**30
     assert kind == "bad" and title.startswith(f"Does not fit: needs {2 * gib:.1f} of {gib:.1f} GiB")
     assert "too much" in opened.js("return document.querySelector('.figures').innerText")
+
+
+def test_the_memory_curve_is_drawn_with_its_points(browser):
+    script = """
+        return document.getElementById("curve").data.map(
+            ({name, x, y, text}) => ({name, x: [...x], y: [...y], text}))"""
+    line, points = browser.js(script)
+    assert line["x"] == [24, 49] and line["y"] == pytest.approx([4, 3.1])
+    assert points["text"] == ["none", "full"] and points["x"] == [60, 20]
+    assert browser.texts("#curve-title") == [
+        "Less memory costs time: a step takes 3.0 ms to 5.0 ms"
+    ]
 
 
 def test_memory_is_drawn_as_it_was_simulated(browser, plan):

@@ -50,7 +50,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
         verdict=verdict(report),
         exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
         ledger=ledger_cells(report["ledger"]),
-        data=_json(drawn(plan)),
+        data=_json(drawn(plan) | {"memory_curve": report["memory_curve"]}),
         policy=_policy(scripts),
         scripts=scripts,
         style=Markup(_asset("page.css")),

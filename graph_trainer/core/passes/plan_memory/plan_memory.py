@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,6 +33,12 @@ _RESERVE = 0.02
 
 _ROUNDS = 5
 """How many plans are tried where those passes add more than that."""
+
+_FEWER = (0.75, 0.5, 0.25)
+"""Parts of all bytes that are a choice, with which a step is tried too where compute waits."""
+
+_WORTH_TRYING = 0.01
+"""From which part of the step on that compute waits."""
 
 _PARTS = 200
 """Into how many parts at most a block's step divides all bytes that are a choice."""
@@ -102,6 +109,16 @@ class _Item(NamedTuple):
     """Kept unsharded at the last choice; empty for activations."""
 
 
+class _Step(NamedTuple):
+    """A simulated step of the slowest rank."""
+
+    peak: int
+    """Bytes."""
+    nanoseconds: int
+    waits: int
+    """Nanoseconds that compute waits for communication."""
+
+
 class _Planner:
     """Finds the longest prefix of the steps whose predicted peak is within the limit."""
 
@@ -140,6 +157,7 @@ class _Planner:
             self._steps += [(-place, choice) for choice in parts[key]]
             self._bytes += [start + choice.bytes for choice in parts[key]]
         self._peaks: dict[int, int] = {}
+        self._steps_simulated: dict[int, _Step] = {}
 
     def plan(self, limit_gib: float) -> MemoryTable:
         """Return the table of the plan that is fastest within a limit.
@@ -154,7 +172,7 @@ class _Planner:
         number = self._last_within(target)
         best: int | None = None
         for round_ in range(_ROUNDS):
-            peak = self._peak_after_all(number)
+            peak = self._simulated(number).peak
             if peak <= limit:
                 best = max(best or 0, number)
                 if round_ == 0 or peak >= limit * (1 - 2 * _RESERVE):
@@ -164,7 +182,7 @@ class _Planner:
                 break
             number = self._last_within(target)
         # where none fits with them, passes that are optional are rolled back
-        number = number if best is None else best
+        number = number if best is None else self._fastest(best)
         self._joint.remarks.append(self._remark(number, limit))
         return self._table(number)
 
@@ -196,16 +214,53 @@ class _Planner:
     def _peak(self, number: int) -> int:
         """Predict the peak, in bytes, of the rank that needs most after a number of steps."""
         if number not in self._peaks:
-            peak = self._memory(number, Stage.COMMUNICATION).peak_bytes
+            peak = self._memory(number).peak_bytes
             self._peaks[number] = self._context.all_reduce_max(peak)
         return self._peaks[number]
 
-    def _peak_after_all(self, number: int) -> int:
-        """Predict it with what collectives that are merged and moved add."""
-        return self._context.all_reduce_max(self._memory(number, None).peak_bytes)
+    def _simulated(self, number: int) -> _Step:
+        """Simulate the step with all passes, on the rank that needs most of each."""
+        if number not in self._steps_simulated:
+            context, trial = self._context, self._trial(number, None)
+            found = context.simulate(trial)
+            waits = sum(wait.seconds for wait in found.timeline.exposed)
+            largest = context.all_reduce_max
+            self._steps_simulated[number] = _Step(
+                largest(found.memory.peak_bytes),
+                largest(round(found.timeline.step_seconds * NANOSECONDS)),
+                largest(round(waits * NANOSECONDS)),
+            )
+        return self._steps_simulated[number]
 
-    def _memory(self, number: int, before: Stage | None) -> Memory:
-        """Predict the memory of a step with the later passes before a stage, or with all."""
+    def _fastest(self, number: int) -> int:
+        """Return a number of steps that is as fast, and fewer where compute waits.
+
+        Recomputation that runs while compute would wait for communication costs nothing. The
+        fewer steps are the same for every limit.
+        """
+        best = number
+        for part in _FEWER:
+            found = self._simulated(best)
+            kept = self._bytes[0] + part * (self._bytes[-1] - self._bytes[0])
+            fewer = bisect.bisect_right(self._bytes, kept) - 1
+            if fewer >= number:
+                continue
+            if found.waits < _WORTH_TRYING * found.nanoseconds:
+                break
+            if self._simulated(fewer).nanoseconds > found.nanoseconds:
+                break
+            best = fewer
+        return best
+
+    def _memory(self, number: int) -> Memory:
+        """Predict the memory of a step with the passes that any step needs."""
+        trial, context = self._trial(number, Stage.COMMUNICATION), self._context
+        device = context.hardware_for(trial).device
+        return predicted_memory(trial, context.other_memory(trial)._replace(device=device))
+
+    def _trial(self, number: int, before: Stage | None) -> JointGraph:
+        """Return a copy of the graph after a number of steps and the later passes, all of them or
+        those before a stage."""
         trial, context = copy_graph(self._joint), self._context
         named = {node.name: node for node in trial.graph.nodes}
         blocks = [
@@ -217,8 +272,7 @@ class _Planner:
         if table.parameters is not None:
             tag_parameters(unshard_chains(trial), table.parameters)
         context.run_later_passes(trial, before)
-        device = context.hardware_for(trial).device
-        return predicted_memory(trial, context.other_memory(trial)._replace(device=device))
+        return trial
 
     def _chosen(self, number: int) -> list[Choice]:
         """Return the choice of every item after a number of steps."""
@@ -244,7 +298,7 @@ class _Planner:
         )
 
     def _infeasible(self, limit: int) -> str:
-        memory = self._memory(0, Stage.COMMUNICATION)
+        memory = self._memory(0)
         parts = sorted(memory.peak_by_category().items(), key=lambda entry: -entry[1])
         needs = ", ".join(
             f"{category.value.replace('_', ' ')} {gib(size)}"

@@ -1,0 +1,68 @@
+"""Step time over memory: fixed policies as points, plans within limits as a curve."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from graph_trainer.cli import plan as command
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.memory_curve import memory_curve
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.text import report_text
+from graph_trainer.titan.config.load import load_config
+
+BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "0.03"]
+
+
+@pytest.fixture
+def plan():
+    config = load_config(["--training.seq_len", "64", *BUDGET], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:3]
+    return make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
+
+
+def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
+    points = memory_curve(plan, lambda line: None)
+    fixed = [point.policy for point in points if point.limit_bytes is None]
+    planned = [point for point in points if point.limit_bytes is not None]
+    assert fixed == ["none", "selective", "full"] and len(planned) >= 6
+    for point in planned:
+        assert point.policy == "budget" and point.peak_bytes <= point.limit_bytes
+    seconds = {point.policy: point.step_seconds for point in points if not point.limit_bytes}
+    assert planned[-1].step_seconds <= seconds["none"] < seconds["full"]
+    report = plan_report(replace(plan, memory_curve=tuple(points)))
+    assert [each["peak_bytes"] for each in json.loads(json.dumps(report))["memory_curve"]] == [
+        point.peak_bytes for point in points
+    ]
+    console = Console(width=100)
+    with console.capture() as shown:
+        console.print(report_text(report))
+    text = shown.get()
+    assert "Step time over memory" in text and "Kept for backward, by op of a block" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_report_has_the_table(plan):
+    rows = plan_report(plan)["memory_table"]
+    assert rows and {"module", "op", "nth", "keep_in", "mib", "milliseconds"} == set(rows[0])
+    assert [row.key for row in plan.memory_table.rows] == [
+        (row["module"], row["op"], row["nth"]) for row in rows
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--table", "t.toml"], "--table: there is none to write"),
+        (["--memory-curve", "--like", "torchtitan"], "--memory-curve is for runs of graph_trainer"),
+        (["--memory-curve", "--compare", "training.seq_len=1,2"], "--memory-curve is of one plan"),
+        (["--memory-curve", "--verify-order"], "leave it or --memory-curve out"),
+    ],
+)
+def test_flags_that_go_with_others_only(words, said):
+    with pytest.raises(ConfigError, match=said):
+        command.main(["--config", "debugmodel", "--world-size", "2", *words])
