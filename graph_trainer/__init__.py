@@ -4,6 +4,7 @@ from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.offload_regions import offload
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.partition.step import PartitionedStep, partition
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
@@ -36,6 +37,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "NoOptions",
     "NotFiniteError",
+    "PartitionedStep",
     "PassConfig",
     "PassContext",
     "PassError",
@@ -49,6 +51,7 @@ __all__ = [
     "cpu_backend",
     "graph_pass",
     "offload",
+    "partition",
     "run_passes",
     "sharded_parameters",
     "simple_fsdp",

@@ -136,6 +136,7 @@ def capture(
         signature,
         batch,
         type(model).__name__,
+        weakref.ref(model),
         settings.without(changes),
         rounding=rounding,
     )

@@ -181,12 +181,17 @@ class StepTrace:
             gradients: Sequence[torch.Tensor | None] = ()
             if leaves:
                 with self.scopes.backward(loss):
-                    gradients = torch.autograd.grad(loss, [t for _, t in leaves], allow_unused=True)
+                    with annotate(annotation(loss_gradient=True)):  # as grad would make it
+                        ones = torch.ones_like(loss, memory_format=torch.preserve_format)
+                    gradients = torch.autograd.grad(
+                        loss, [t for _, t in leaves], ones, allow_unused=True
+                    )
                 _refuse_accumulated(leaves, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
             for (spec, stand_in, real), names in zip(state, own, strict=True):
                 _refuse_set_attributes(spec, stand_in, real, names)
-            self._write_back_rebound_buffers(stand_ins)
+            with annotate(annotation(phase=Phase.LOSS)):
+                self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
             with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
         ):

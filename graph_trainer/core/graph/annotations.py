@@ -6,6 +6,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
     bucket       the tag of the collectives that may be merged
+    loss grad    the gradient of the loss that backward begins with: a tensor of ones
     local slice  the group of which each rank takes its local slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
     offload      whether the result is kept for backward in host memory
@@ -51,6 +52,7 @@ _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
+_LOSS_GRADIENT = "loss_gradient"
 _BUCKET = "bucket"
 _OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
 
@@ -73,6 +75,7 @@ def annotation(
     parameter: str | None = None,
     local_slice: str | None = None,
     offload: bool | None = None,
+    loss_gradient: bool | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -82,6 +85,7 @@ def annotation(
         _PARAMETER: parameter,
         _LOCAL_SLICE: local_slice,
         _OFFLOAD: offload,
+        _LOSS_GRADIENT: loss_gradient,
     }
     return {key: str(value) for key, value in entries.items() if value is not None}
 
@@ -158,6 +162,11 @@ def parameters_of(node: fx.Node) -> tuple[str, ...]:
 def local_slice_group(node: fx.Node) -> str | None:
     """Return the group whose ranks each take their local slice here, as DTensor did at capture."""
     return _custom(node, _LOCAL_SLICE)
+
+
+def is_loss_gradient(node: fx.Node) -> bool:
+    """Tell whether a node makes the gradient of the loss, ones, with which backward begins."""
+    return _custom(node, _LOSS_GRADIENT) is not None
 
 
 def input_name(node: fx.Node) -> str | None:

@@ -7,13 +7,14 @@ of them means; `JointGraph.validate` checks the graph against it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graph_trainer.core.capture.subclasses import Layout
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
@@ -26,6 +27,10 @@ class InputKind(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
+    SAVED = "saved"
+    """What the forward half of a partitioned graph returned."""
+    OUTPUT_GRADIENT = "output_gradient"
+    """The gradient of the loss, or of what forward returns."""
 
 
 class OutputKind(StrEnum):
@@ -33,6 +38,8 @@ class OutputKind(StrEnum):
 
     LOSS = "loss"
     GRADIENT = "gradient"
+    SAVED = "saved"
+    """What the forward half of a partitioned graph keeps for the backward half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +81,7 @@ class Signature:
     """FQNs of parameters that require a gradient and that the loss does not reach. Empty for a
     graph without backward: only backward shows which they are."""
     backward: bool = True
-    """Whether the graph computes gradients; if not, the loss is its only output."""
+    """Whether the graph computes gradients; if not, it returns the loss, and what is saved."""
 
 
 @dataclass(slots=True)
@@ -89,6 +96,8 @@ class JointGraph:
     """The captured (args, kwargs), to check later calls against."""
     model_type: str = ""
     """Name of the module's class, for messages."""
+    model: weakref.ref[nn.Module] | None = None
+    """The captured model; None where it is not known."""
     settings: Any = None
     """The `ModuleSettings` of the captured model; None where they are not known."""
     rounding: tuple[str, ...] = ()
@@ -240,8 +249,10 @@ def _check_outputs(joint: JointGraph) -> None:
         parameters[spec.name] = nodes
         if signature.backward and spec.requires_grad and spec.name not in accounted:
             raise VerificationError(f"the graph returns no gradient for parameter '{spec.name}'")
+    # a backward half takes only the parameters that it reads
+    half = all(output.kind is OutputKind.GRADIENT for output in signature.outputs)
     for output, nodes in with_parts(signature.outputs, values):
-        if output.kind is OutputKind.GRADIENT:
+        if output.kind is OutputKind.GRADIENT and not (half and output.name not in parameters):
             _check_gradient(output.name, nodes, parameters)
 
 

@@ -1,0 +1,197 @@
+"""A partitioned step as a module: forward when it is called, backward when autograd asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind, with_parts
+from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.runtime.binding import Binding, output_tensor
+from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.core.torch_private import clear_saved_tensors, tensor_hooks
+from graph_trainer.errors import CaptureError
+
+
+class PartitionedStep(nn.Module):
+    """A step as two graphs: `loss = step(*args, **kwargs)`, then `loss.backward()`.
+
+    Backward adds to `.grad` of the model's parameters as autograd does: DTensors where the
+    parameter is one, and scaled as the gradient of the loss is. Between the two calls only what
+    the forward graph saves is kept. It is freed as backward goes, and a second backward without
+    `retain_graph` is autograd's error. Under `torch.no_grad()` nothing is saved, and the loss
+    alone is computed.
+
+    Args:
+        joint: the graph.
+        model: whose parameters and buffers are used.
+        backend: the name of one of `backends.registry`.
+        compare_ranks: whether the first call compares the collectives of all ranks.
+
+    Attributes:
+        halves: the forward and the backward graph.
+        model: the model.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        model: nn.Module,
+        backend: str = "eager",
+        compare_ranks: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.halves = cut(joint)
+        self._compile: Callable[[JointGraph], BoxedFunction] = find_backend(backend).compile
+        self._run_forward = self._compile(self.halves.forward)
+        self._run_backward = self._compile(self.halves.backward)
+        self._run_loss: BoxedFunction | None = None
+        self._compare_ranks = compare_ranks
+        self._binding = Binding(self.halves.forward)
+        self._num_saved = len(self.halves.saved())
+        self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the forward graph on a batch.
+
+        Returns:
+            the loss.
+
+        Raises:
+            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
+                the capture.
+            VerificationError: the ranks' graphs issue different collectives (first call only).
+            CollectiveError: a collective timed out or lost its connection, in forward or in
+                backward (gloo; see `collective_failure`).
+        """
+        if self._compare_ranks:
+            check_order_across_ranks(self.halves.forward)
+            check_order_across_ranks(self.halves.backward)
+            self._compare_ranks = False
+        values = self._binding.values(self.model, args, kwargs)
+        if torch.is_grad_enabled() and self._gradients:
+            return _Function.apply(self, values, *self._trained())
+        if self._run_loss is None:
+            self._run_loss = self._compile(_without_saved(self.halves.forward))
+        return self._loss(self._run(self._run_loss, self.halves.forward, values))
+
+    def _trained(self) -> list[torch.Tensor]:
+        """Return the parameters that get a gradient, in the order of the gradients."""
+        state = zip(
+            self.halves.forward.signature.inputs, self._binding.state(self.model), strict=False
+        )
+        tensors = {spec.name: tensor for spec, tensor in state}
+        for name in self._gradients:
+            if any(tensor_hooks(tensors[name])):
+                raise CaptureError(
+                    f"parameter '{name}' has a gradient hook, which the graph runs and autograd "
+                    "would run again: call the step of gt.compile, or remove the hook and capture "
+                    "again"
+                )
+        return [tensors[name] for name in self._gradients]
+
+    def _loss(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
+        spec = self.halves.forward.signature.outputs[0]
+        return wrap(results[: spec.layout.num_tensors], spec.layout)
+
+    def _run(
+        self, run: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        try:
+            with self._binding.without_autocast():
+                return run(values)
+        except RuntimeError as error:
+            failed = failed_collective(error, graph)
+            if failed is None:
+                raise
+            raise failed from error
+
+
+class _Function(torch.autograd.Function):
+    """Runs the two graphs of a `PartitionedStep`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: PartitionedStep, values: list[torch.Tensor], *parameters: torch.Tensor
+    ) -> torch.Tensor:
+        given = [values[place] for place in step.halves.inputs_read]
+        results = step._run(step._run_forward, step.halves.forward, values)
+        loss = step._loss(results)
+        count = len(results) - step._num_saved
+        ctx.step = step
+        # with these autograd refuses a backward after somebody wrote into one of them
+        ctx.save_for_backward(*given, *results[count:])
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        step: PartitionedStep = ctx.step
+        values = [*ctx.saved_tensors, *unwrap(gradient)[0]]
+        clear_saved_tensors(ctx)  # the graph frees each after its last reader
+        results = step._run(step._run_backward, step.halves.backward, values)
+        outputs = with_parts(step.halves.backward.signature.outputs, results)
+        return None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+
+
+def _without_saved(forward: JointGraph) -> JointGraph:
+    """Return a copy of a forward graph that computes the loss alone. Linear in nodes."""
+    alone = copy_graph(forward)
+    outputs = [s for s in forward.signature.outputs if s.kind is not OutputKind.SAVED]
+    count = sum(spec.layout.num_tensors for spec in outputs)
+    alone.output_node().args = (alone.output_values()[:count],)
+    for node in reversed(list(alone.graph.nodes)):
+        if not node.users and not has_effect(node):
+            alone.graph.erase_node(node)
+    return alone
+
+
+def partition(
+    joint: JointGraph,
+    model: nn.Module | None = None,
+    backend: str = "eager",
+    *,
+    compare_ranks: bool = True,
+) -> PartitionedStep:
+    """Partition a joint graph into a forward and a backward graph, as a module.
+
+    What backward reads of forward in the joint graph is what is saved, so the tags of activations
+    and parameters and `rematerialize` have decided it: no partitioner decides again.
+
+    Args:
+        joint: as captured, or after `run_passes`; stays as it was.
+        model: whose parameters and buffers are used; None for the captured one.
+        backend: the name of one of `backends.registry`, which compiles both graphs.
+        compare_ranks: whether the first call compares the collectives of all ranks of the default
+            process group, as `gt.compile` does.
+
+    Returns:
+        the step as a module: `loss = step(*args, **kwargs); loss.backward()`.
+
+    Raises:
+        PassError: the graph was captured without backward, or cannot be cut.
+        CaptureError: the captured model is gone, and no other was given.
+        ConfigError: an unknown backend.
+
+    Example::
+
+        step = gt.partition(joint)
+        (step(tokens, labels) * scale).backward()
+    """
+    joint.validate()
+    if model is None:
+        model = joint.model() if joint.model is not None else None
+    if model is None:
+        raise CaptureError("the captured model does not exist any more: gt.partition(joint, model)")
+    return PartitionedStep(joint, model, backend, compare_ranks)
