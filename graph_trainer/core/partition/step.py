@@ -39,6 +39,7 @@ class PartitionedStep(nn.Module):
         compare_ranks: whether the first call compares the collectives of all ranks.
 
     Attributes:
+        joint: the graph.
         halves: the forward and the backward graph.
         model: the model.
     """
@@ -52,6 +53,7 @@ class PartitionedStep(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
+        self.joint = joint
         self.halves = cut(joint)
         self._compile: Callable[[JointGraph], BoxedFunction] = find_backend(backend).compile
         self._run_forward = self._compile(self.halves.forward)
