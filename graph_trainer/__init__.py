@@ -4,6 +4,7 @@ from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.offload_regions import offload
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.partition.backend import backend
 from graph_trainer.core.partition.step import PartitionedStep, partition
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -45,6 +46,7 @@ __all__ = [
     "Step",
     "TrainingError",
     "VerificationError",
+    "backend",
     "capture",
     "check_capture",
     "compile",

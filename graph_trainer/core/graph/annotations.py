@@ -53,6 +53,7 @@ _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
 _LOSS_GRADIENT = "loss_gradient"
+_PARTITION_SAVED = "partition_saved"
 _BUCKET = "bucket"
 _OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
 
@@ -167,6 +168,17 @@ def local_slice_group(node: fx.Node) -> str | None:
 def is_loss_gradient(node: fx.Node) -> bool:
     """Tell whether a node makes the gradient of the loss, ones, with which backward begins."""
     return _custom(node, _LOSS_GRADIENT) is not None
+
+
+def is_marked_saved(node: fx.Node) -> bool:
+    """Tell whether `partition` saves a result of this node."""
+    return _custom(node, _PARTITION_SAVED) is not None
+
+
+def mark_saved(node: fx.Node) -> None:
+    """Mark that `partition` saves a result of this node; fx keeps the mark when it traces the graph
+    again, unless the node is a getitem: mark the op that makes the tuple."""
+    annotate_node(node, {_PARTITION_SAVED: str(True)})
 
 
 def input_name(node: fx.Node) -> str | None:

@@ -20,6 +20,7 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     infer_value,
     is_loss_gradient,
+    mark_saved,
     phase_of,
     set_input_name,
     value_of,
@@ -231,6 +232,8 @@ def _forward_half(
             saved[node, None] = made[node]
     outputs = _outputs(joint, gradients=False)
     kept = list(dict.fromkeys(saved.values()))
+    for node in kept:
+        mark_saved(node.all_input_nodes[0] if is_getitem(node) else node)
     graph.output((*(made[n] for _, nodes in outputs for n in nodes), *kept))
     specs = [spec for spec, _ in outputs]
     specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in kept]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.subclasses import unwrap, wrap
@@ -63,6 +63,7 @@ class PartitionedStep(nn.Module):
         self._binding = Binding(self.halves.forward)
         self._num_saved = len(self.halves.saved())
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
+        self._in_graph = self._traceable()
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the forward graph on a batch.
@@ -81,9 +82,12 @@ class PartitionedStep(nn.Module):
             check_order_across_ranks(self.halves.forward)
             check_order_across_ranks(self.halves.backward)
             self._compare_ranks = False
+        if torch.compiler.is_compiling():
+            return self._in_graph(*self._checked_tensors(args, kwargs))
         values = self._binding.values(self.model, args, kwargs)
         if torch.is_grad_enabled() and self._gradients:
-            return _Function.apply(self, values, *self._trained())
+            run = (self._run_forward, self._run_backward)
+            return _Function.apply(self, run, values, *self._trained())
         if self._run_loss is None:
             self._run_loss = self._compile(_without_saved(self.halves.forward))
         return self._loss(self._run(self._run_loss, self.halves.forward, values))
@@ -102,6 +106,28 @@ class PartitionedStep(nn.Module):
                     "again"
                 )
         return [tensors[name] for name in self._gradients]
+
+    @torch.compiler.disable
+    def _checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors of a call, checked; torch.compile does not look inside."""
+        self._binding.values(self.model, args, kwargs)
+        self._trained()
+        return [*self._binding.state(self.model), *self.joint.batch.take(args, kwargs)]
+
+    def _traceable(self) -> Callable[..., torch.Tensor]:
+        """Return a function of the tensors of a call that torch.compile puts into its graph as it
+        is, and that AOTAutograd traces with the metadata of the two graphs' nodes."""
+        names = [spec.name for spec in self.halves.forward.signature.inputs]
+        places = [names.index(name) for name in self._gradients]
+
+        def partitioned_step(*tensors: torch.Tensor) -> torch.Tensor:
+            values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
+            run = tuple(map(_interpreted, (self.halves.forward, self.halves.backward)))
+            return _Function.apply(self, run, values, *(tensors[place] for place in places))
+
+        partitioned_step.is_partitioned_step = True  # type: ignore[attr-defined]
+        torch.compiler.allow_in_graph(partitioned_step)
+        return partitioned_step
 
     def _loss(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
         spec = self.halves.forward.signature.outputs[0]
@@ -125,13 +151,17 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, step: PartitionedStep, values: list[torch.Tensor], *parameters: torch.Tensor
+        ctx: Any,
+        step: PartitionedStep,
+        run: tuple[BoxedFunction, BoxedFunction],
+        values: list[torch.Tensor],
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
         given = [values[place] for place in step.halves.inputs_read]
-        results = step._run(step._run_forward, step.halves.forward, values)
+        results = step._run(run[0], step.halves.forward, values)
         loss = step._loss(results)
         count = len(results) - step._num_saved
-        ctx.step = step
+        ctx.step, ctx.run = step, run[1]
         # with these autograd refuses a backward after somebody wrote into one of them
         ctx.save_for_backward(*given, *results[count:])
         return loss
@@ -142,9 +172,22 @@ class _Function(torch.autograd.Function):
         step: PartitionedStep = ctx.step
         values = [*ctx.saved_tensors, *unwrap(gradient)[0]]
         clear_saved_tensors(ctx)  # the graph frees each after its last reader
-        results = step._run(step._run_backward, step.halves.backward, values)
+        results = step._run(ctx.run, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
-        return None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+        return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+
+
+def _interpreted(half: JointGraph) -> BoxedFunction:
+    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = fx.Interpreter(half.graph_module).run(*values)
+        return results
+
+    return run
+
+
+def is_partitioned_step(target: object) -> bool:
+    """Tell whether a node of torch.compile's graph calls a partitioned step."""
+    return getattr(target, "is_partitioned_step", False) is True
 
 
 def _without_saved(forward: JointGraph) -> JointGraph:
