@@ -117,20 +117,25 @@ def compile_with_settings(
         partition: a partitioner; None for Inductor's.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
-    import torch._inductor.compile_fx as inductor
+    import torch._inductor.compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     if partition is not None:
 
         class Partitioner(CustomPartitionerFn):
             def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
+                assert partition is not None
                 return partition(gm, joint_inputs, **rest)
 
             def uuid(self) -> bytes:
                 return uuid
 
+            def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
+                return bytes, (uuid,)
+
         settings = settings | {"custom_partitioner_fn": Partitioner()}
-    compiled: Any = inductor.compile_fx(
+    inductor: Any = torch._inductor.compile_fx
+    compiled: Compiled = inductor.compile_fx(
         module,
         list(inputs),
         inner_compile=inductor.compile_fx_inner,

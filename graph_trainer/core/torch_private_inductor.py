@@ -14,8 +14,8 @@ from graph_trainer.core.graph.host_copies import WAIT_COPY, WAIT_COPY_IN_PLACE
 from graph_trainer.errors import ConfigError
 
 # Settings under which Inductor keeps collectives as they are. Their order is that of the graph,
-# decided by passes that all ranks share: nothing may merge them, nor move starts and waits among compute.
-# torch 2.13 to 2.15.
+# decided by passes that all ranks share: nothing may merge them, nor move starts and waits among
+# compute. torch 2.13 to 2.15.
 SETTINGS_IN_ORDER: dict[str, Any] = {
     "reorder_for_compute_comm_overlap": False,
     "reorder_for_locality": False,

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -39,8 +39,6 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
     storage_roots,
-    storages_in,
-    value_storages,
     written_arguments,
 )
 from graph_trainer.errors import PassError
@@ -68,9 +66,7 @@ class Halves:
 
         A storage counts once, however many of its views are saved. Linear in nodes.
         """
-        size, storages = lifetimes(self.forward).size, value_storages(self.forward.graph)
-        kept = {storage for node in self.saved() for storage in storages_in(storages[node])}
-        return sum(size.get(storage, 0) for storage in kept)
+        return bytes_kept(self.forward.graph, self.saved())
 
 
 def cut(joint: JointGraph) -> Halves:
