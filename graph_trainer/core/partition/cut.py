@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import operator
 from collections import defaultdict
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import bytes_kept
+from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -39,6 +40,8 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
     storage_roots,
+    storages_in,
+    value_storages,
     written_arguments,
 )
 from graph_trainer.errors import PassError
@@ -67,6 +70,24 @@ class Halves:
         A storage counts once, however many of its views are saved. Linear in nodes.
         """
         return bytes_kept(self.forward.graph, self.saved())
+
+    def peak_bytes(self) -> tuple[int, int]:
+        """Return the most bytes alive at once in forward and in backward, beside inputs of forward
+        and scratch memory. A saved value is alive until its last reader. Linear in nodes."""
+        forward, made = lifetimes(self.forward), lifetimes(self.backward).live_bytes
+        results = value_storages(self.forward.graph)
+        taken = self.backward.placeholders()[len(self.inputs_read) :]
+        saved = {
+            n: list(storages_in(results[s])) for n, s in zip(taken, self.saved(), strict=False)
+        }
+        roots = storage_roots(self.backward.graph)
+        last: dict[Storage, int] = {}
+        for place, node in enumerate(self.backward.graph.nodes):
+            for source in node.all_input_nodes:
+                last |= dict.fromkeys(saved.get(roots[source][0], ()), place)
+        spans = ((0, place, forward.size.get(s, 0)) for s, place in last.items())
+        kept = live_bytes(len(made), spans)
+        return forward.peak_bytes, max(map(operator.add, kept, made))
 
 
 def cut(joint: JointGraph) -> Halves:

@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import Role, role_of
-from graph_trainer.core.partition.backend import CompileBackend
 from graph_trainer.testing import become
-from tests.unit.core.capture.steps import batch, squares
+from tests.unit.core.capture.steps import batch
 from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
 from tests.unit.graphs import GATHER, Decoder
 
