@@ -51,6 +51,11 @@ def must_be_in_backward(node: fx.Node) -> bool:
     return _must_be_in_backward(node)
 
 
+def traced_in_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced a node while forward ran."""
+    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+
+
 def place_in(node: fx.Node, side: str) -> None:
     """Place a node in "forward" or "backward"; `extract_halves` copies it to no other side."""
     node.meta["partitioner_tag"] = f"must_be_in_{side}"

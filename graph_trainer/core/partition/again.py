@@ -21,7 +21,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     set_recompute_policy,
 )
-from graph_trainer.core.graph.ops import is_getitem, is_random, may_write
+from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_random, may_write
 from graph_trainer.core.torch_private_compile import (
     extract_halves,
     flat_outputs,
@@ -32,6 +32,7 @@ from graph_trainer.core.torch_private_compile import (
     must_be_in_forward,
     place_in,
     standard_partition,
+    traced_in_forward,
 )
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -124,20 +125,34 @@ def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Whether a result of forward is saved where backward reads it."""
+    """Whether a result of forward is saved where backward reads it. A view is not if what it is a
+    view of is saved or computed again."""
     if is_symbolic(node) or is_opaque(node):
         return True
+    decision = _decision(node)
+    base = aliased_input(node)
+    while decision and base is not None and base.op == "call_function":
+        if _decision(base) is not None:
+            return False
+        base = aliased_input(base)
+    return bool(decision)
+
+
+def _decision(node: fx.Node) -> bool | None:
+    """What marks and tags say: saved, computed again, or nothing."""
     source = node.args[0] if is_getitem(node) else node  # a getitem keeps no metadata
     assert isinstance(source, fx.Node)
     if is_random(source) or may_write(source.target):
         return True
-    if recompute_policy(source) in _RECOMPUTE or recompute_policy(node) in _RECOMPUTE:
+    policies = (recompute_policy(source), recompute_policy(node))
+    if any(policy in _RECOMPUTE for policy in policies):
         return False
-    return is_marked_saved(source) or recompute_policy(source) is CheckpointPolicy.MUST_SAVE
+    return True if is_marked_saved(source) or CheckpointPolicy.MUST_SAVE in policies else None
 
 
 def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:
-    """Let backward read copies of the results of forward that are not saved."""
+    """Let backward read copies of the results of forward that are not saved, and of what was traced
+    in forward for backward alone."""
     graph = joint.graph
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -145,12 +160,15 @@ def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: in
         return copies.get(node, node)
 
     for reader in sorted(_backward(joint, forward, num_fwd_outputs)):
+        if traced_in_forward(reader):
+            continue
         needed: set[fx.Node] = set()
         stack = [reader]
         while stack:
             for node in stack.pop().all_input_nodes:
                 known = node in needed or node in copies
-                if node in forward and not known and not _is_saved(node):
+                early = node in forward or traced_in_forward(node)
+                if early and not known and not _is_saved(node):
                     needed.add(node)
                     stack.append(node)
         for node in sorted(needed):
