@@ -78,12 +78,9 @@ class PartitionedStep(nn.Module):
             CollectiveError: a collective timed out or lost its connection, in forward or in
                 backward (gloo; see `collective_failure`).
         """
-        if self._compare_ranks:
-            check_order_across_ranks(self.halves.forward)
-            check_order_across_ranks(self.halves.backward)
-            self._compare_ranks = False
         if torch.compiler.is_compiling():
             return self._in_graph(*self._checked_tensors(args, kwargs))
+        self._check_ranks()
         values = self._binding.values(self.model, args, kwargs)
         if torch.is_grad_enabled() and self._gradients:
             run = (self._run_forward, self._run_backward)
@@ -107,9 +104,16 @@ class PartitionedStep(nn.Module):
                 )
         return [tensors[name] for name in self._gradients]
 
+    def _check_ranks(self) -> None:
+        if self._compare_ranks:
+            check_order_across_ranks(self.halves.forward)
+            check_order_across_ranks(self.halves.backward)
+            self._compare_ranks = False
+
     @torch.compiler.disable
     def _checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the tensors of a call, checked; torch.compile does not look inside."""
+        self._check_ranks()
         self._binding.values(self.model, args, kwargs)
         self._trained()
         return [*self._binding.state(self.model), *self.joint.batch.take(args, kwargs)]
