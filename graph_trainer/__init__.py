@@ -3,6 +3,7 @@
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.offload_regions import offload
+from graph_trainer.core.capture.forward_alone import capture_forward
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.partition.backend import backend
 from graph_trainer.core.partition.step import PartitionedStep, partition
@@ -48,6 +49,7 @@ __all__ = [
     "VerificationError",
     "backend",
     "capture",
+    "capture_forward",
     "check_capture",
     "compile",
     "cpu_backend",

@@ -6,7 +6,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
     bucket       the tag of the collectives that may be merged
-    loss grad    the gradient of the loss that backward begins with: a tensor of ones
+    loss grad    the gradient of a loss that backward begins with: a tensor of ones
     local slice  the group of which each rank takes its local slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
     offload      whether the result is kept for backward in host memory
@@ -76,7 +76,7 @@ def annotation(
     parameter: str | None = None,
     local_slice: str | None = None,
     offload: bool | None = None,
-    loss_gradient: bool | None = None,
+    loss_gradient: int | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -165,9 +165,11 @@ def local_slice_group(node: fx.Node) -> str | None:
     return _custom(node, _LOCAL_SLICE)
 
 
-def is_loss_gradient(node: fx.Node) -> bool:
-    """Tell whether a node makes the gradient of the loss, ones, with which backward begins."""
-    return _custom(node, _LOSS_GRADIENT) is not None
+def loss_gradient_of(node: fx.Node) -> int | None:
+    """Return which of forward's differentiable outputs (0 for a loss) backward begins with, where a
+    node makes its gradient: ones."""
+    place = _custom(node, _LOSS_GRADIENT)
+    return None if place is None else int(place)
 
 
 def is_marked_saved(node: fx.Node) -> bool:

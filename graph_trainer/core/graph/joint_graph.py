@@ -37,6 +37,8 @@ class OutputKind(StrEnum):
     """What an output of the graph is."""
 
     LOSS = "loss"
+    OUTPUT = "output"
+    """What a model returns that was captured without a loss."""
     GRADIENT = "gradient"
     SAVED = "saved"
     """What the forward half of a partitioned graph keeps for the backward half."""
@@ -109,6 +111,8 @@ class JointGraph:
     decides the same on another graph of the same step."""
     remarks: list[str] = field(default_factory=list)
     """What the running pass reports of its work, the summary first."""
+    outputs: Any = None
+    """`ModelOutputs`, to rebuild what the model returned; None for a graph with a loss."""
 
     @property
     def graph(self) -> fx.Graph:

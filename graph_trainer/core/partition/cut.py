@@ -20,7 +20,7 @@ from graph_trainer.core.graph.annotations import (
     annotation,
     copy_annotations,
     infer_value,
-    is_loss_gradient,
+    loss_gradient_of,
     mark_saved,
     phase_of,
     set_input_name,
@@ -141,7 +141,7 @@ def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
 def _seeds(joint: JointGraph, forward: set[fx.Node]) -> list[fx.Node]:
     """Return the gradients of what forward returns: inputs, or the node that makes ones."""
     given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
-    seeds = given or [n for n in joint.graph.nodes if is_loss_gradient(n)]
+    seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
     if not given and len(seeds) != 1 and _outputs(joint, gradients=True):
         raise PassError(
             f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "

@@ -10,7 +10,13 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.subclasses import unwrap, wrap
-from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind, with_parts
+from graph_trainer.core.graph.joint_graph import (
+    InputKind,
+    JointGraph,
+    Output,
+    OutputKind,
+    with_parts,
+)
 from graph_trainer.core.graph.ops import has_effect
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -61,15 +67,19 @@ class PartitionedStep(nn.Module):
         self._run_loss: BoxedFunction | None = None
         self._compare_ranks = compare_ranks
         self._binding = Binding(self.halves.forward)
+        names = [spec.name for spec in self.halves.forward.signature.outputs]
+        inputs = self.halves.backward.signature.inputs
+        gradients = [i.name for i in inputs if i.kind is InputKind.OUTPUT_GRADIENT]
+        self._differentiable = [names.index(name) for name in gradients]
         self._num_saved = len(self.halves.saved())
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
         self._in_graph = self._traceable()
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward graph on a batch.
 
         Returns:
-            the loss.
+            the loss; what the model returns for a graph of `capture_forward`.
 
         Raises:
             CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
@@ -79,15 +89,15 @@ class PartitionedStep(nn.Module):
                 backward (gloo; see `collective_failure`).
         """
         if torch.compiler.is_compiling():
-            return self._in_graph(*self._checked_tensors(args, kwargs))
+            return self._returned(self._in_graph(*self._checked_tensors(args, kwargs)))
         self._check_ranks()
         values = self._binding.values(self.model, args, kwargs)
         if torch.is_grad_enabled() and self._gradients:
             run = (self._run_forward, self._run_backward)
-            return _Function.apply(self, run, values, *self._trained())
+            return self._returned(_Function.apply(self, run, values, *self._trained()))
         if self._run_loss is None:
             self._run_loss = self._compile(_without_saved(self.halves.forward))
-        return self._loss(self._run(self._run_loss, self.halves.forward, values))
+        return self._returned(self._outputs(self._run(self._run_loss, self.halves.forward, values)))
 
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that get a gradient, in the order of the gradients."""
@@ -118,13 +128,13 @@ class PartitionedStep(nn.Module):
         self._trained()
         return [*self._binding.state(self.model), *self.joint.batch.take(args, kwargs)]
 
-    def _traceable(self) -> Callable[..., torch.Tensor]:
+    def _traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Return a function of the tensors of a call that torch.compile puts into its graph as it
         is, and that AOTAutograd traces with the metadata of the two graphs' nodes."""
         names = [spec.name for spec in self.halves.forward.signature.inputs]
         places = [names.index(name) for name in self._gradients]
 
-        def partitioned_step(*tensors: torch.Tensor) -> torch.Tensor:
+        def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
             run = tuple(map(_interpreted, (self.halves.forward, self.halves.backward)))
             return _Function.apply(self, run, values, *(tensors[place] for place in places))
@@ -133,9 +143,13 @@ class PartitionedStep(nn.Module):
         torch.compiler.allow_in_graph(partitioned_step)
         return partitioned_step
 
-    def _loss(self, results: Sequence[torch.Tensor]) -> torch.Tensor:
-        spec = self.halves.forward.signature.outputs[0]
-        return wrap(results[: spec.layout.num_tensors], spec.layout)
+    def _outputs(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pairs = with_parts(self.halves.forward.signature.outputs, results)
+        return tuple(wrap(p, spec.layout) for spec, p in pairs if spec.kind is not OutputKind.SAVED)
+
+    def _returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Return the loss, or what the model returns."""
+        return outputs[0] if self.joint.outputs is None else self.joint.outputs.rebuild(outputs)
 
     def _run(
         self, run: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
@@ -160,25 +174,43 @@ class _Function(torch.autograd.Function):
         run: tuple[BoxedFunction, BoxedFunction],
         values: list[torch.Tensor],
         *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, ...]:
         given = [values[place] for place in step.halves.inputs_read]
         results = step._run(run[0], step.halves.forward, values)
-        loss = step._loss(results)
+        outputs = step._outputs(results)
         count = len(results) - step._num_saved
         ctx.step, ctx.run = step, run[1]
         # with these autograd refuses a backward after somebody wrote into one of them
         ctx.save_for_backward(*given, *results[count:])
-        return loss
+        kept = set(step._differentiable)
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in kept))
+        return outputs
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         step: PartitionedStep = ctx.step
-        values = [*ctx.saved_tensors, *unwrap(gradient)[0]]
+        specs = step.halves.forward.signature.outputs
+        values = list(ctx.saved_tensors)
+        for place in step._differentiable:
+            values += _parts_of_gradient(specs[place], gradients[place])
         clear_saved_tensors(ctx)  # the graph frees each after its last reader
         results = step._run(ctx.run, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+
+
+def _parts_of_gradient(spec: Output, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Take the gradient of an output apart, with the strides of the capture."""
+    if gradient.stride() != spec.layout.stride:
+        gradient = gradient.new_empty_strided(gradient.shape, spec.layout.stride).copy_(gradient)
+    if not spec.layout.matches(gradient):
+        raise CaptureError(
+            f"the gradient of '{spec.name}' is {unwrap(gradient)[1].describe()}; backward was "
+            f"captured for {spec.layout.describe()}: return another tensor of the model, or "
+            "redistribute what it returns"
+        )
+    return unwrap(gradient)[0]
 
 
 def _interpreted(half: JointGraph) -> BoxedFunction:

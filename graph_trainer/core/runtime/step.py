@@ -106,6 +106,11 @@ def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = 
         loss, gradients = step(model, tokens, labels)
     """
     joint.validate()
+    if joint.outputs is not None:
+        raise CaptureError(
+            "the graph was captured without a loss, and its backward takes gradients: use "
+            "gt.partition(joint), or capture with a loss"
+        )
     _warn_of_plain_gloo(joint)
     return Step(joint, find_backend(backend).compile(joint), compare_ranks)
 
