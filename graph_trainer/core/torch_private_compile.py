@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 Compiled = Callable[..., Any]
@@ -146,4 +148,58 @@ def compile_with_settings(
         inner_compile=inductor.compile_fx_inner,
         config_patches=settings or None,
     )
+    return compiled
+
+
+# AOTAutograd's joint graph with descriptors of its inputs and outputs.
+ExportedJoint = Any
+
+
+def export_joint(
+    stack: contextlib.ExitStack, function: Compiled, tensors: Sequence[torch.Tensor]
+) -> ExportedJoint:
+    """AOTAutograd's joint graph of a function of tensors; `stack` is open until it is compiled."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx.traceback import preserve_node_meta
+
+    class Function(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return function(*tensors)
+
+    stack.enter_context(preserve_node_meta())
+    return aot_export_joint_with_descriptors(stack, Function(), tuple(tensors))
+
+
+def descriptor_of(node: fx.Node) -> Any:
+    """What AOTAutograd says that an input is; None where it says nothing."""
+    return node.meta.get("desc")
+
+
+def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) -> list[Any]:
+    """Let AOTAutograd's flat arguments be the values of the placeholders.
+
+    Returns:
+        the descriptors of arguments that have no placeholder, or not at their place.
+    """
+    capture = joint._aot_graph_capture
+    known = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
+    found = [descriptor_of(node) for node in placeholders]
+    missing = [a for i, a in enumerate(known) if i >= len(found) or found[i] != a]
+    if not missing:
+        values = [node.meta["val"] for node in placeholders]
+        count = len(capture.updated_flat_args[0])
+        capture.updated_flat_args = (values[:count], values[count:])
+    return missing
+
+
+def compile_joint(
+    joint: ExportedJoint, partition: Partition, compiler: Compiled | None
+) -> Compiled:
+    """Partition and compile an exported joint graph, as a function of its tensors."""
+    from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+
+    how: dict[str, Any] = (
+        {} if compiler is None else {"fw_compiler": compiler, "bw_compiler": compiler}
+    )
+    compiled: Compiled = aot_compile_joint_with_descriptors(joint, partition_fn=partition, **how)
     return compiled

@@ -73,7 +73,7 @@ class PartitionedStep(nn.Module):
         self._differentiable = [names.index(name) for name in gradients]
         self._num_saved = len(self.halves.saved())
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
-        self._in_graph = self._traceable()
+        self.call_on_tensors = self._traceable()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward graph on a batch.
@@ -89,15 +89,15 @@ class PartitionedStep(nn.Module):
                 backward (gloo; see `collective_failure`).
         """
         if torch.compiler.is_compiling():
-            return self._returned(self._in_graph(*self._checked_tensors(args, kwargs)))
+            return self.returned(self.call_on_tensors(*self.checked_tensors(args, kwargs)))
         self._check_ranks()
         values = self._binding.values(self.model, args, kwargs)
         if torch.is_grad_enabled() and self._gradients:
             run = (self._run_forward, self._run_backward)
-            return self._returned(_Function.apply(self, run, values, *self._trained()))
+            return self.returned(_Function.apply(self, run, values, *self._trained()))
         if self._run_loss is None:
             self._run_loss = self._compile(_without_saved(self.halves.forward))
-        return self._returned(self._outputs(self._run(self._run_loss, self.halves.forward, values)))
+        return self.returned(self._outputs(self._run(self._run_loss, self.halves.forward, values)))
 
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that get a gradient, in the order of the gradients."""
@@ -121,7 +121,7 @@ class PartitionedStep(nn.Module):
             self._compare_ranks = False
 
     @torch.compiler.disable
-    def _checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    def checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the tensors of a call, checked; torch.compile does not look inside."""
         self._check_ranks()
         self._binding.values(self.model, args, kwargs)
@@ -147,7 +147,7 @@ class PartitionedStep(nn.Module):
         pairs = with_parts(self.halves.forward.signature.outputs, results)
         return tuple(wrap(p, spec.layout) for spec, p in pairs if spec.kind is not OutputKind.SAVED)
 
-    def _returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+    def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
         """Return the loss, or what the model returns."""
         return outputs[0] if self.joint.outputs is None else self.joint.outputs.rebuild(outputs)
 
