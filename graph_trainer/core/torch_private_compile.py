@@ -124,6 +124,7 @@ def compile_with_settings(
         partition: a partitioner; None for Inductor's.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
+    import torch._functorch.config
     import torch._inductor.compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -142,12 +143,15 @@ def compile_with_settings(
 
         settings = settings | {"custom_partitioner_fn": Partitioner()}
     inductor: Any = torch._inductor.compile_fx
-    compiled: Compiled = inductor.compile_fx(
-        module,
-        list(inputs),
-        inner_compile=inductor.compile_fx_inner,
-        config_patches=settings or None,
-    )
+    # AOTAutograd's cache knows a partitioned step by its name alone; Inductor's knows each half
+    key = {} if partition is None else {"enable_autograd_cache": False}
+    with torch._functorch.config.patch(key):
+        compiled: Compiled = inductor.compile_fx(
+            module,
+            list(inputs),
+            inner_compile=inductor.compile_fx_inner,
+            config_patches=settings or None,
+        )
     return compiled
 
 

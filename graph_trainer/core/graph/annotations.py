@@ -121,6 +121,11 @@ def phase_of(node: fx.Node) -> Phase | None:
     return None if value is None else Phase(value)
 
 
+def has_phase(node: fx.Node) -> bool:
+    """Tell whether a node has a phase, in a graph that others may have annotated too."""
+    return _custom(node, _PHASE) in set(Phase)
+
+
 def is_backward(node: fx.Node) -> bool:
     """Tell whether a node belongs to backward."""
     return phase_of(node) is Phase.BACKWARD

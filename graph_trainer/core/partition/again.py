@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
+    has_phase,
     is_marked_saved,
     mark_saved,
     recompute_policy,
@@ -38,11 +39,6 @@ from graph_trainer.core.torch_private_compile import (
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def is_marked(joint: fx.GraphModule) -> bool:
-    """Tell whether a graph comes from a partitioned step."""
-    return any(is_marked_saved(node) for node in joint.graph.nodes)
-
-
 def partition_again(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -52,9 +48,10 @@ def partition_again(
     backward, wherever it is in the graph, recomputation and repeated gathers included. Saved is
     what backward reads and what is marked; other results of forward are computed again, right
     before their first reader. MUST_RECOMPUTE and PREFER_RECOMPUTE win over a mark. Random numbers
-    are always saved, sizes and opaque objects as PyTorch's partitioner does.
+    are always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of
+    ops around the step, as autograd does.
 
-    A graph without marks, or without gradients, is left to PyTorch's partitioner. Linear in nodes.
+    A graph without gradients is left to PyTorch's partitioner. Linear in nodes.
 
     Args:
         joint: AOTAutograd's joint graph, which is changed.
@@ -66,7 +63,8 @@ def partition_again(
         forward and backward.
     """
     _, gradients = flat_outputs(joint, num_fwd_outputs)
-    if not is_marked(joint) or not any(isinstance(g, fx.Node) for g in gradients):
+    returned = {gradient for gradient in gradients if isinstance(gradient, fx.Node)}
+    if not returned:
         return standard_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
     _merge_gathers(joint.graph, _forward(joint, num_fwd_outputs))
     forward = _forward(joint, num_fwd_outputs)
@@ -84,17 +82,12 @@ def partition_again(
     symbolic: list[fx.Node] = []
     opaque: list[fx.Node] = []
     for node in joint.graph.nodes:
-        if _is_taken(node, forward) and any(user in backward for user in node.users):
+        # what backward takes from outside
+        outside = node in forward or (node.op == "placeholder" and not is_tangent(node))
+        if outside and (node in returned or not backward.isdisjoint(node.users)):
             kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
             kind.append(node)
-    returned = [n for n in flat_outputs(joint, num_fwd_outputs)[1] if isinstance(n, fx.Node)]
-    saved += [n for n in dict.fromkeys(returned) if _is_taken(n, forward) and n not in saved]
     return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
-
-
-def _is_taken(node: fx.Node, forward: set[fx.Node]) -> bool:
-    """Whether backward would take a node's result from outside."""
-    return node in forward or (node.op == "placeholder" and not is_tangent(node))
 
 
 def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
@@ -109,12 +102,12 @@ def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set
 
 def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
     behind: set[fx.Node] = set()
-    roots: list[Any] = flat_outputs(joint, num_fwd_outputs)[0]
+    roots: list[Any] = list(flat_outputs(joint, num_fwd_outputs)[0])
     for node in joint.graph.nodes:
         if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
         elif node.op == "call_function" and (is_marked_saved(node) or must_be_in_forward(node)):
-            roots = [*roots, node]
+            roots.append(node)
     return _ancestors(joint.graph, roots, set())
 
 
@@ -130,24 +123,33 @@ def _is_saved(node: fx.Node) -> bool:
     if is_symbolic(node) or is_opaque(node):
         return True
     decision = _decision(node)
+    if decision is False:
+        return False
     base = aliased_input(node)
-    while decision and base is not None and base.op == "call_function":
+    if decision is None:
+        # an op around the step, or AOTAutograd's view of a result
+        return base is None and not has_phase(_source(node))
+    while base is not None and base.op == "call_function":
         if _decision(base) is not None:
             return False
         base = aliased_input(base)
-    return bool(decision)
+    return True
 
 
 def _decision(node: fx.Node) -> bool | None:
     """What marks and tags say: saved, computed again, or nothing."""
-    source = node.args[0] if is_getitem(node) else node  # a getitem keeps no metadata
-    assert isinstance(source, fx.Node)
+    source = _source(node)
     if is_random(source) or may_write(source.target):
         return True
     policies = (recompute_policy(source), recompute_policy(node))
     if any(policy in _RECOMPUTE for policy in policies):
         return False
     return True if is_marked_saved(source) or CheckpointPolicy.MUST_SAVE in policies else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the op that made a result, whose metadata a getitem does not keep."""
+    return node.all_input_nodes[0] if is_getitem(node) else node
 
 
 def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:

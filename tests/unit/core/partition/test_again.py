@@ -15,12 +15,12 @@ from graph_trainer.core.graph.annotations import (
     is_marked_saved,
     set_recompute_policy,
 )
-from graph_trainer.core.partition import again
 from graph_trainer.core.partition.again import partition_again
 from graph_trainer.testing import become
 from tests.unit.graphs import GATHER, aten
 
-MARK = {"partition_saved": "True"}
+FORWARD = annotation(phase="forward")
+MARK = {"partition_saved": "True", **FORWARD}
 
 
 def names(nodes):
@@ -74,7 +74,8 @@ def saved_by(graphs):
 def two_layers(x):
     with annotate(MARK):
         hidden = x.tanh()
-    return (hidden.sin().exp()).sum()
+    with annotate(FORWARD):
+        return (hidden.sin().exp()).sum()
 
 
 def x(*shape):
@@ -128,16 +129,23 @@ def test_random_numbers_are_never_drawn_again():
     assert not any("rand" in name for name in names(graphs[1].graph.nodes))
 
 
-def test_a_graph_without_marks_is_left_to_pytorchs_partitioner(monkeypatch):
-    seen = []
-    original = again.standard_partition
-    monkeypatch.setattr(
-        again, "standard_partition", lambda *a, **k: seen.append(1) or original(*a, **k)
-    )
-    compiled(lambda x: x.tanh().sin().sum(), [x()])
-    assert seen == [1]
-    compiled(two_layers, [x()])
-    assert seen == [1]
+def test_ops_around_the_step_are_saved_as_autograd_saves_them():
+    """A matrix product after the step is not computed again."""
+
+    def function(x, weight):
+        return ((two_layers(x) + x).exp() @ weight).tanh().sum()
+
+    graphs = compiled(function, [x(3, 4), x(4, 4)])
+    assert set(saved_by(graphs)) == {aten.exp.default, aten.tanh.default}
+    assert targets(graphs[1]).count(aten.mm.default) == 2  # the two of backward
+
+
+def test_a_step_that_saves_nothing_saves_nothing_again():
+    def function(x):
+        with annotate(FORWARD):
+            return x.tanh().sin().sum()
+
+    assert saved_by(compiled(function, [x()])) == []
 
 
 def test_sizes_are_saved_as_sizes():
