@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.torch_private_inductor import waits_for_copies_in_place
+
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """`(joint, inputs, *, num_fwd_outputs, **rest) -> forward, backward`, as AOTAutograd calls it."""
@@ -149,7 +151,7 @@ def compile_with_settings(
         compiled: Compiled = inductor.compile_fx(
             module,
             list(inputs),
-            inner_compile=inductor.compile_fx_inner,
+            inner_compile=waits_for_copies_in_place()(inductor.compile_fx_inner),
             config_patches=settings or None,
         )
     return compiled

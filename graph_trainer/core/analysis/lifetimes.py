@@ -114,11 +114,11 @@ def lifetimes(
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
     """Return the bytes of the storages that the values of `nodes` keep, each storage once, without
-    inputs of the graph. Linear in nodes."""
+    inputs of the graph and copies in host memory. Linear in nodes."""
     results = value_storages(graph)
     size = _sizes(graph, results)
     kept = {storage for node in nodes for storage in storages_in(results[node])}
-    return sum(size.get(storage, 0) for storage in kept)
+    return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
 
 
 def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[Storage, int]:

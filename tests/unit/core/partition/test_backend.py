@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
-from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.annotations import Role, role_of, set_offload
+from graph_trainer.core.graph.host_copies import WAIT_COPY
+from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch
 from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
@@ -99,6 +101,30 @@ def test_the_second_compilation_decides_as_the_first(config):
     order = [[n.target for n in g.graph.nodes if "c10d" in str(n.target)] for g in seen.graphs[0]]
     halves = (step.halves.forward, step.halves.backward)
     assert order == [[n.target for n in h.graph.nodes if "c10d" in str(n.target)] for h in halves]
+
+
+def test_what_is_offloaded_stays_in_host_memory_in_both():
+    """The copy is saved, and not the tensor; both compilations save as much."""
+
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="Offload every relu")
+    def offload_relus(joint, options, context):
+        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            set_offload(node)
+
+    passes = {"passes": ["default", offload_relus]}
+    options = {"offload_activations": OffloadActivationsOptions(min_bytes=0)}
+    step, args = decoder(**passes, options=options)
+    plain, _ = decoder()
+    saved = [n.target for n in step.halves.saved()]
+    relus = [
+        each.count(torch.ops.aten.relu.default)
+        for each in (saved, [n.target for n in plain.halves.saved()])
+    ]
+    assert saved.count(WAIT_COPY) == relus[1] - relus[0] > 0
+    assert step.halves.saved_bytes() < plain.halves.saved_bytes()
+    seen = Seen()
+    torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
+    assert seen.counts() == counts_of(step)
 
 
 def test_without_our_partitioner_it_decides_otherwise(monkeypatch):
