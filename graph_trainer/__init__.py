@@ -2,8 +2,12 @@
 
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.forward_alone import capture_forward
 from graph_trainer.core.capture.offload_regions import offload
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.partition.backend import backend
+from graph_trainer.core.partition.export import ExportedStep
+from graph_trainer.core.partition.step import PartitionedStep, partition
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
@@ -31,11 +35,13 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "ExportedStep",
     "GraphTrainerError",
     "JointGraph",
     "MixedPrecisionPolicy",
     "NoOptions",
     "NotFiniteError",
+    "PartitionedStep",
     "PassConfig",
     "PassContext",
     "PassError",
@@ -43,12 +49,15 @@ __all__ = [
     "Step",
     "TrainingError",
     "VerificationError",
+    "backend",
     "capture",
+    "capture_forward",
     "check_capture",
     "compile",
     "cpu_backend",
     "graph_pass",
     "offload",
+    "partition",
     "run_passes",
     "sharded_parameters",
     "simple_fsdp",

@@ -75,7 +75,7 @@ def bisect_passes(argv: Sequence[str], *, worker: str = WORKER) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     argv = launcher.with_names_of_environment(argv)
     mode = load_config(argv).compile.mode
-    if mode != "aot_fx_trace":
+    if mode == "eager":
         raise ConfigError(
             f"compile.mode is '{mode}': there is no captured step whose passes could be "
             'examined. Set compile.mode = "aot_fx_trace".'

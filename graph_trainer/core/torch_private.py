@@ -243,6 +243,12 @@ def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
     return tuple(found)
 
 
+def clear_saved_tensors(ctx: Any) -> None:
+    """Let go of what an autograd function saved, unless its graph is retained: else all of it stays
+    until its backward has ended. Undocumented, used by AOTAutograd. torch 2.11 to 2.15."""
+    ctx.maybe_clear_saved_tensors()
+
+
 def clear_sharding_cache() -> None:
     """Clear what DTensor inferred for the meshes of an earlier process group.
 

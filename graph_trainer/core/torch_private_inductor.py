@@ -13,6 +13,21 @@ from torch import fx
 from graph_trainer.core.graph.host_copies import WAIT_COPY, WAIT_COPY_IN_PLACE
 from graph_trainer.errors import ConfigError
 
+# Settings under which Inductor keeps collectives as they are. Their order is that of the graph,
+# decided by passes that all ranks share: nothing may merge them, nor move starts and waits among
+# compute. torch 2.13 to 2.15.
+SETTINGS_IN_ORDER: dict[str, Any] = {
+    "reorder_for_compute_comm_overlap": False,
+    "reorder_for_locality": False,
+    "reorder_for_peak_memory": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
+    "_fuse_ddp_communication": False,
+    "_micro_pipeline_tp": False,
+}
+
 
 def compile_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor]
@@ -23,8 +38,9 @@ def compile_with_inductor(
     names of its configuration. torch 2.13 to 2.15.
     """
     import torch._inductor
+    import torch._inductor.config as inductor_config
 
-    with _inductor_in_order(), _waits_for_copies_in_place():
+    with inductor_config.patch(SETTINGS_IN_ORDER), waits_for_copies_in_place():
         compiled = torch._inductor.compile(module, list(examples))
 
     def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -35,31 +51,8 @@ def compile_with_inductor(
     return run
 
 
-def _inductor_in_order() -> contextlib.AbstractContextManager[Any]:
-    """Settings under which Inductor keeps collectives as they are.
-
-    Their order is the graph's, decided by passes that all ranks share: nothing may merge them, nor
-    move starts and waits among compute. torch 2.13 to 2.15.
-    """
-    import torch._inductor.config as inductor_config
-
-    return inductor_config.patch(
-        {
-            "reorder_for_compute_comm_overlap": False,
-            "reorder_for_locality": False,
-            "reorder_for_peak_memory": False,
-            "bucket_all_gathers_fx": "none",
-            "bucket_reduce_scatters_fx": "none",
-            "bucket_all_reduces_fx": "none",
-            "aten_distributed_optimizations.enable_overlap_scheduling": False,
-            "_fuse_ddp_communication": False,
-            "_micro_pipeline_tp": False,
-        }
-    )
-
-
 @contextlib.contextmanager
-def _waits_for_copies_in_place() -> Iterator[None]:
+def waits_for_copies_in_place() -> Iterator[None]:
     """Let Inductor know that the result of `wait_copy` is its first input, as it knows of the waits
     for collectives: it would otherwise give the input's memory to another value. What a custom op
     shares with its inputs is said by a lowering alone. torch 2.13 to 2.15.
@@ -90,6 +83,7 @@ def compile_part_with_inductor(
     is below, stays in use. torch 2.13 to 2.15.
     """
     import torch._functorch.config as functorch_config
+    import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     made: list[Any] = []
@@ -101,7 +95,7 @@ def compile_part_with_inductor(
     off = functorch_config.patch(enable_autograd_cache=False)
     on_cpu = any(example.device.type == "cpu" for example in examples)
     width = _vector_width() if on_cpu else contextlib.nullcontext()
-    with torch.no_grad(), _inductor_in_order(), off, width:
+    with torch.no_grad(), inductor_config.patch(SETTINGS_IN_ORDER), off, width:
         compile_fx(module, list(examples), inner_compile=note)
     if len(made) != 1:
         raise ConfigError(

@@ -223,7 +223,7 @@ def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
 
 
 def _check_compile(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:
-    if config.compile.mode != "aot_fx_trace":
+    if config.compile.mode == "eager":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
             'could be compared with a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'

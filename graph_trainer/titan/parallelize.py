@@ -65,7 +65,7 @@ def parallelize_decoder(
 
 
 def _is_captured(compile_config: CompileConfig) -> bool:
-    return getattr(compile_config, "mode", "") == "aot_fx_trace"
+    return getattr(compile_config, "mode", "eager") != "eager"
 
 
 def _check_supported(

@@ -72,7 +72,7 @@ class GraphTrainer(Trainer):
         """Runs forward and backward; None where torchtitan does, in mode "eager"."""
         self.observer = RunObserver()
         """Watches the run; set before the first step."""
-        if config.compile.mode == "aot_fx_trace":
+        if config.compile.mode != "eager":
             self._memory = self._device_memory()
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
@@ -98,6 +98,7 @@ class GraphTrainer(Trainer):
             loss_fn,
             passes=replace(passes, device_memory=self._memory, host_memory=self._memory.on_host),
             backend=compile_config.backend,
+            partitioned=compile_config.mode == "partitioned",
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
             on_report=self._reported,

@@ -152,6 +152,7 @@ BITWISE: Flags = {"compile.bitwise": True}
 DETERMINISTIC: Flags = {"debug.deterministic": True}
 INDUCTOR: Flags = {"compile.backend": "inductor"}
 REGIONAL: Flags = {"compile.backend": "regional"}
+PARTITIONED: Flags = {"compile.mode": "partitioned"}
 SELECTIVE: Flags = {"activation_checkpoint.type": "selective"}
 FULL: Flags = {"activation_checkpoint.type": "full"}
 BUDGET: Flags = {"activation_checkpoint.type": "budget"}
@@ -206,6 +207,10 @@ MATRIX = (
     # between what the step needs with everything recomputed and with nothing
     Case("fsdp2_tp2_budget_bf16", 4, FSDP2_TP2 | BF16 | BUDGET | limit(0.027), ("auto",), TAGGED),
     Case("fsdp3_tp2_budget_fp32", 6, FSDP3_TP2 | FP32 | BUDGET | limit(0.0215), ALWAYS, TAGGED),
+    Case("fsdp2_tp2_partitioned_fp32", 4, FSDP2_TP2 | FP32 | PARTITIONED | FULL, ALWAYS, TAGGED),
+    Case(
+        "accumulate_partitioned_bf16", 2, FSDP2 | BF16 | PARTITIONED | ACCUMULATE, DEFAULT, TAGGED
+    ),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
     Case("fsdp2_regional_bf16", 2, FSDP2 | BF16 | REGIONAL, ALWAYS, FUSED),

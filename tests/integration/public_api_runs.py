@@ -123,6 +123,23 @@ def train_captured(case: Case, policy: str) -> tuple[Run, gt.Step]:
     return run, compiled
 
 
+def train_partitioned(case: Case, policy: str) -> Run:
+    """By a loop of the caller's own: `loss.backward()`, of half the loss twice."""
+    run = Run(sharded(case))
+    joint = gt.capture(run.model, case.loss, next(batches(case)))
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=policy))
+    module = gt.partition(joint)
+    for step, batch in enumerate(batches(case)):
+        seed_step(step)
+        loss = module(*batch)
+        for _ in range(2):
+            (loss / 2).backward(retain_graph=True)
+        gradients = {n: p.grad for n, p in run.model.named_parameters() if p.grad is not None}
+        run.model.zero_grad(set_to_none=True)
+        run.record(loss, gradients)
+    return run
+
+
 def differences(a: Run, b: Run) -> list[str]:
     """Where two runs are not the same bits."""
     found = []
@@ -186,6 +203,7 @@ def run_case(case: Case) -> dict[str, Any]:
         listed = collectives(step.joint)
         entry = {
             "differences": differences(eager, run)[:8],
+            "partitioned": differences(eager, train_partitioned(case, policy))[:8],
             "gradients": len(run.gradients[0]),
             "without_gradient": list(step.joint.signature.parameters_without_grad),
             "issued": issued,

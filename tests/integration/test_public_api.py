@@ -43,6 +43,15 @@ def test_three_steps_are_bitwise_those_of_the_eager_model(
 
 
 @pytest.mark.parametrize(("case", "policy"), ALL)
+def test_three_steps_of_a_partitioned_step_are_too(
+    launches: Launches, case: str, policy: str
+) -> None:
+    """Halves of the loss add up to the gradients of the whole, as halving and adding are exact."""
+    for result in of_policy(launches, case, policy):
+        assert result["partitioned"] == []
+
+
+@pytest.mark.parametrize(("case", "policy"), ALL)
 def test_collectives_that_run_are_those_of_the_graph(
     launches: Launches, case: str, policy: str
 ) -> None:

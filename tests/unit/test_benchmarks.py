@@ -70,6 +70,34 @@ def test_the_peer_is_captured_beside_ours():
     assert "x as fast" in table[-1]
 
 
+def check_partitions(rows):
+    """The second partition is the first; PyTorch's is another."""
+    for passes in {row["passes"] for row in rows}:
+        first, again, *others = (row for row in rows if row["passes"] == passes)
+        for key in ("forward_gathers", "backward_gathers", "saved_bytes"):
+            assert again[key] == first[key] > 0, (passes, key)
+        for other in others:
+            assert other["backward_gathers"] < first["backward_gathers"]
+            assert other["saved_bytes"] != first["saved_bytes"]
+
+
+@pytest.mark.parametrize("activations", ["none", "selective", "full"])
+def test_a_partitioned_step_is_partitioned_again_as_it_was(activations):
+    flags = [*CAPTURE, "--layers", "2", "--activations", activations, "--min-cut"]
+    _, rows = benchmark("benchmarks.partition", *flags)
+    assert [row["partition"] for row in rows] == 2 * ["first", "again", "min-cut"]
+    check_partitions(rows)
+
+
+@pytest.mark.timeout(600)
+def test_a_partitioned_step_of_8b_is_partitioned_again_as_it_was():
+    flags = ["--variants", "plain", "--activations", "selective"]
+    _, rows = benchmark("benchmarks.partition", *flags, timeout=580)
+    check_partitions(rows)
+    # seven weights a layer and two norms, embedding, final norm and head, each gathered once
+    assert rows[0]["forward_gathers"] >= 32 * 9 + 3
+
+
 def test_communication_of_ours_and_the_peers_passes_on_one_graph():
     flags = ["--cases", "debugmodel:4:2:1", "--layers", "2", "--sequence", "256"]
     merged = ("transformer_block", "default", "peer")

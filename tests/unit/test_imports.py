@@ -16,6 +16,7 @@ import networkx
 PACKAGE = Path(__file__).resolve().parents[2] / "graph_trainer"
 TORCH_PRIVATE = (
     "graph_trainer.core.torch_private",
+    "graph_trainer.core.torch_private_compile",
     "graph_trainer.core.torch_private_groups",
     "graph_trainer.core.torch_private_inductor",
 )

@@ -71,7 +71,7 @@ def lifetimes(
     """
     graph = joint.graph
     results = value_storages(graph)
-    size = {s: b for node in compute_nodes(graph) for s, b in _made_by(node, results[node])}
+    size = _sizes(graph, results)
     size |= {(node, SCRATCH): num for node, num in (scratch or {}).items()}
     order = list(graph.nodes)
     position = {node: place for place, node in enumerate(order)}
@@ -110,6 +110,19 @@ def lifetimes(
         return live_bytes(len(order), ((born[s], last_use[s], num) for s, num in of.items()))
 
     return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
+
+
+def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
+    """Return the bytes of the storages that the values of `nodes` keep, each storage once, without
+    inputs of the graph and copies in host memory. Linear in nodes."""
+    results = value_storages(graph)
+    size = _sizes(graph, results)
+    kept = {storage for node in nodes for storage in storages_in(results[node])}
+    return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
+
+
+def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[Storage, int]:
+    return {s: b for node in compute_nodes(graph) for s, b in _made_by(node, results[node])}
 
 
 def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:

@@ -23,6 +23,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.module_settings import ModuleSettings
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
+from graph_trainer.core.capture.returned import Returned, scalar_loss
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -84,7 +85,19 @@ def capture(
             f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments after "
             "the model, for example (batch,)"
         )
-    kwargs = dict(kwargs or {})
+    return capture_step(model, loss_fn, args, dict(kwargs or {}), backward, meta_as, scalar_loss)
+
+
+def capture_step(
+    model: nn.Module,
+    loss_fn: LossFn,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    backward: bool,
+    meta_as: torch.device | str,
+    returned: Returned,
+) -> JointGraph:
+    """Trace a step whose function returns what `returned` takes; see `capture`."""
     state = state_of(model)
     batch = Batch(args, kwargs)
     batch_tensors = batch.take(args, kwargs)
@@ -101,7 +114,7 @@ def capture(
     made: list[weakref.ref[torch.Tensor]] = []
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
-        trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators)
+        trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators, returned)
         fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
         with refuse_draws_of_python():
             graph_module = trace.graph_of(fakes, mode)
@@ -136,6 +149,7 @@ def capture(
         signature,
         batch,
         type(model).__name__,
+        weakref.ref(model),
         settings.without(changes),
         rounding=rounding,
     )

@@ -18,6 +18,7 @@ from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
+from graph_trainer.core.capture.returned import Returned
 from graph_trainer.core.capture.rng_replay import (
     RandomDraws,
     UserGenerators,
@@ -54,6 +55,8 @@ from graph_trainer.core.torch_private import (
 from graph_trainer.errors import CaptureError, GraphTrainerError
 
 LossFn = Callable[..., torch.Tensor]
+
+_PRESERVED = torch.preserve_format
 
 
 def _place(module: str) -> str:
@@ -92,6 +95,7 @@ class StepTrace:
         batch: Batch,
         backward: bool,
         generators: UserGenerators,
+        returned: Returned,
     ) -> None:
         self.model = model
         self.loss_fn = loss_fn
@@ -101,6 +105,7 @@ class StepTrace:
         self.backward = backward
         self.scopes = Scopes()
         self.generators = generators
+        self.returned = returned
         self.outputs: list[Output] = []
         self.without_grad: list[str] = []
         self.rounding: list[str] = []
@@ -170,23 +175,31 @@ class StepTrace:
         ):
             if self.backward:
                 self._pass_on_hooks(stand_ins)
-            loss = self._run_loss(args, kwargs)
+            outputs = self.returned(self.loss_fn(self.model, *args, **kwargs))
             _refuse_accumulated(leaves, "loss_fn")
-            if leaves and not loss.requires_grad:
+            roots = [tensor for _, _, tensor in outputs if tensor.requires_grad]
+            if leaves and not roots:
                 raise CaptureError(
                     "the loss does not depend on any parameter that requires a gradient; look "
                     "for a detach or a no_grad in the model and in loss_fn"
                 )
-            detached = loss.detach()
+            outputs = [(kind, name, tensor.detach()) for kind, name, tensor in outputs]
             gradients: Sequence[torch.Tensor | None] = ()
             if leaves:
-                with self.scopes.backward(loss):
-                    gradients = torch.autograd.grad(loss, [t for _, t in leaves], allow_unused=True)
+                with self.scopes.backward(*roots):
+                    ones = []
+                    for place, root in enumerate(roots):  # as grad would make them
+                        with annotate(annotation(loss_gradient=place)):
+                            ones.append(torch.ones_like(root, memory_format=_PRESERVED))
+                    gradients = torch.autograd.grad(
+                        roots, [t for _, t in leaves], ones, allow_unused=True
+                    )
                 _refuse_accumulated(leaves, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
             for (spec, stand_in, real), names in zip(state, own, strict=True):
                 _refuse_set_attributes(spec, stand_in, real, names)
-            self._write_back_rebound_buffers(stand_ins)
+            with annotate(annotation(phase=Phase.LOSS)):
+                self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
             with_parts(self.inputs, flat), with_parts(self.inputs, before), strict=True
         ):
@@ -196,7 +209,9 @@ class StepTrace:
                     f"{spec.kind.value} '{spec.name}' in place: work on a view of it, or on a copy"
                 )
         taken = TakenMemory(flat)
-        values = self._emit(OutputKind.LOSS, "loss", taken.unshared(detached))
+        values = []
+        for kind, name, tensor in outputs:
+            values += self._emit(kind, name, taken.unshared(tensor))
         for (name, leaf), gradient in zip(leaves, gradients, strict=False):
             if gradient is None:
                 self.without_grad.append(name)
@@ -222,15 +237,6 @@ class StepTrace:
                 )
             for hook in on_gradient:
                 stand_ins[id(tensor)].register_hook(hook)
-
-    def _run_loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        loss = self.loss_fn(self.model, *args, **kwargs)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            found = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise CaptureError(
-                f"loss_fn must return a scalar tensor and returned {found}; sum or average it"
-            )
-        return loss
 
     def _refuse_assigned_parameters(self, stand_ins: dict[int, torch.Tensor]) -> None:
         names = {

@@ -6,6 +6,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
     bucket       the tag of the collectives that may be merged
+    loss grad    the gradient of a loss that backward begins with: a tensor of ones
     local slice  the group of which each rank takes its local slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
     offload      whether the result is kept for backward in host memory
@@ -51,6 +52,8 @@ _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
+_LOSS_GRADIENT = "loss_gradient"
+_PARTITION_SAVED = "partition_saved"
 _BUCKET = "bucket"
 _OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
 
@@ -73,6 +76,7 @@ def annotation(
     parameter: str | None = None,
     local_slice: str | None = None,
     offload: bool | None = None,
+    loss_gradient: int | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -82,6 +86,7 @@ def annotation(
         _PARAMETER: parameter,
         _LOCAL_SLICE: local_slice,
         _OFFLOAD: offload,
+        _LOSS_GRADIENT: loss_gradient,
     }
     return {key: str(value) for key, value in entries.items() if value is not None}
 
@@ -114,6 +119,11 @@ def phase_of(node: fx.Node) -> Phase | None:
     """Return the phase of a node; None for placeholders, attributes and the output."""
     value = _custom(node, _PHASE)
     return None if value is None else Phase(value)
+
+
+def has_phase(node: fx.Node) -> bool:
+    """Tell whether a node has a phase, in a graph that others may have annotated too."""
+    return _custom(node, _PHASE) in set(Phase)
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -158,6 +168,24 @@ def parameters_of(node: fx.Node) -> tuple[str, ...]:
 def local_slice_group(node: fx.Node) -> str | None:
     """Return the group whose ranks each take their local slice here, as DTensor did at capture."""
     return _custom(node, _LOCAL_SLICE)
+
+
+def loss_gradient_of(node: fx.Node) -> int | None:
+    """Return which of forward's differentiable outputs (0 for a loss) backward begins with, where a
+    node makes its gradient: ones."""
+    place = _custom(node, _LOSS_GRADIENT)
+    return None if place is None else int(place)
+
+
+def is_marked_saved(node: fx.Node) -> bool:
+    """Tell whether `partition` saves a result of this node."""
+    return _custom(node, _PARTITION_SAVED) is not None
+
+
+def mark_saved(node: fx.Node) -> None:
+    """Mark that `partition` saves a result of this node; fx keeps the mark when it traces the graph
+    again, unless the node is a getitem: mark the op that makes the tuple."""
+    annotate_node(node, {_PARTITION_SAVED: str(True)})
 
 
 def input_name(node: fx.Node) -> str | None:

@@ -7,13 +7,14 @@ of them means; `JointGraph.validate` checks the graph against it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
+from torch import fx, nn
 
 from graph_trainer.core.capture.subclasses import Layout
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
@@ -26,13 +27,21 @@ class InputKind(StrEnum):
     PARAMETER = "parameter"
     BUFFER = "buffer"
     BATCH = "batch"
+    SAVED = "saved"
+    """What the forward half of a partitioned graph returned."""
+    OUTPUT_GRADIENT = "output_gradient"
+    """The gradient of the loss, or of what forward returns."""
 
 
 class OutputKind(StrEnum):
     """What an output of the graph is."""
 
     LOSS = "loss"
+    OUTPUT = "output"
+    """What a model returns that was captured without a loss."""
     GRADIENT = "gradient"
+    SAVED = "saved"
+    """What the forward half of a partitioned graph keeps for the backward half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class Signature:
     """FQNs of parameters that require a gradient and that the loss does not reach. Empty for a
     graph without backward: only backward shows which they are."""
     backward: bool = True
-    """Whether the graph computes gradients; if not, the loss is its only output."""
+    """Whether the graph computes gradients; if not, it returns the loss, and what is saved."""
 
 
 @dataclass(slots=True)
@@ -89,6 +98,8 @@ class JointGraph:
     """The captured (args, kwargs), to check later calls against."""
     model_type: str = ""
     """Name of the module's class, for messages."""
+    model: weakref.ref[nn.Module] | None = None
+    """The captured model; None where it is not known."""
     settings: Any = None
     """The `ModuleSettings` of the captured model; None where they are not known."""
     rounding: tuple[str, ...] = ()
@@ -100,6 +111,8 @@ class JointGraph:
     decides the same on another graph of the same step."""
     remarks: list[str] = field(default_factory=list)
     """What the running pass reports of its work, the summary first."""
+    outputs: Any = None
+    """`ModelOutputs`, to rebuild what the model returned; None for a graph with a loss."""
 
     @property
     def graph(self) -> fx.Graph:
@@ -240,8 +253,10 @@ def _check_outputs(joint: JointGraph) -> None:
         parameters[spec.name] = nodes
         if signature.backward and spec.requires_grad and spec.name not in accounted:
             raise VerificationError(f"the graph returns no gradient for parameter '{spec.name}'")
+    # a backward half takes only the parameters that it reads
+    half = all(output.kind is OutputKind.GRADIENT for output in signature.outputs)
     for output, nodes in with_parts(signature.outputs, values):
-        if output.kind is OutputKind.GRADIENT:
+        if output.kind is OutputKind.GRADIENT and not (half and output.name not in parameters):
             _check_gradient(output.name, nodes, parameters)
 
 

@@ -26,6 +26,7 @@ from graph_trainer.core.ordering.exchange import (
     check_same_collectives,
     gather_or_fail,
 )
+from graph_trainer.core.partition.step import PartitionedStep, partition
 from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
@@ -38,6 +39,24 @@ from graph_trainer.errors import CollectiveError, VerificationError
 _ERROR_SHOWN = 4000
 
 OnEvent = Callable[[str], None]
+
+
+class _Partitioned:
+    """Calls a partitioned step and its backward, where a `Step` is called."""
+
+    def __init__(self, step: PartitionedStep) -> None:
+        self.joint = step.joint
+        self._step = step
+
+    def __call__(
+        self, model: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, Gradients]:
+        loss = self._step(*args, **kwargs)
+        loss.backward()
+        return loss.detach(), {}
+
+
+_CompiledStep = Step | _Partitioned
 
 
 @dataclass(slots=True)
@@ -60,6 +79,9 @@ class TrainStep:
     _: KW_ONLY
     backward: bool = True
     """Whether the step computes gradients; see `capture`."""
+    partitioned: bool = False
+    """Whether forward and backward run as two graphs: see `partition`. Gradients are then added to
+    `.grad` by autograd, and none are returned."""
     passes: PassConfig = PassConfig()
     """Which passes run, and how."""
     backend: str = "eager"
@@ -73,7 +95,7 @@ class TrainStep:
     check: Callable[[JointGraph], None] = lambda joint: None
     """Called with the first graph after its passes, before any of its collectives runs; an error
     that it raises on one rank is raised on all."""
-    _steps: OrderedDict[object, Step] = field(default_factory=OrderedDict, init=False)
+    _steps: OrderedDict[object, _CompiledStep] = field(default_factory=OrderedDict, init=False)
     _firsts: OrderedDict[object, JointGraph] = field(default_factory=OrderedDict, init=False)
     """By program, its first graph."""
 
@@ -110,7 +132,7 @@ class TrainStep:
         """List the kept graphs, least recently used first."""
         return [step.joint for step in self._steps.values()]
 
-    def _keep(self, program: object, key: object, step: Step) -> None:
+    def _keep(self, program: object, key: object, step: _CompiledStep) -> None:
         """Keep a step that is used now, and drop those used least recently."""
         self._steps[key] = step
         self._firsts.setdefault(program, step.joint)
@@ -121,7 +143,7 @@ class TrainStep:
             while len(kept) > self.max_graphs:
                 kept.popitem(last=False)
 
-    def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> Step:
+    def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
         first, together = not self._firsts, program not in self._firsts
         if first:
@@ -149,7 +171,11 @@ class TrainStep:
             check_order_across_ranks(joint)
         checked = time.perf_counter()
         with _errors_sent("compile", send_compiled if together else None):
-            step = compile(joint, self.backend, compare_ranks=False)
+            step: _CompiledStep
+            if self.partitioned and self.backward:
+                step = _Partitioned(partition(joint, model, self.backend, compare_ranks=together))
+            else:
+                step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         if together:
             send_compiled(None)

@@ -50,9 +50,10 @@ class GraphCompileConfig(CompileConfig):
     pass_of_section: ClassVar[Mapping[str, Pass]] = MappingProxyType({})
     """Name of a section below [compile] -> the pass whose options it has."""
 
-    mode: Literal["aot_fx_trace", "eager"] = "aot_fx_trace"
+    mode: Literal["aot_fx_trace", "partitioned", "eager"] = "aot_fx_trace"
     """
     "aot_fx_trace" captures forward, loss and backward as one graph and runs that;
+    "partitioned" runs the same graph as two, a forward and a backward that autograd calls;
     "eager" runs the same sharded model in torchtitan's own loop, without a capture.
     """
 

@@ -44,7 +44,7 @@ KEYS_AND_TYPES = (
         'parallelism.fsdp_reshard_after_forward = "allways"',
         'Did you mean always? Write "default", "always", "never" or "auto"',
     ),
-    Bad('compile.mode = "jit"', 'Write "aot_fx_trace" or "eager"'),
+    Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned" or "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
         'compile.passes = ["default", "rematerialise"]: "rematerialise" is not a pass',

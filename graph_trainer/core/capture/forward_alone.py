@@ -1,0 +1,75 @@
+"""Capture a model without a loss: a joint graph whose backward takes gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_trainer.core.capture.capture import capture_step
+from graph_trainer.core.capture.returned import ModelOutputs
+from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
+from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
+
+
+def capture_forward(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    meta_as: torch.device | str = "meta",
+) -> JointGraph:
+    """Trace forward and backward of a model into one flat graph, without a loss.
+
+    Args:
+        model, args, kwargs, meta_as: as of `capture`; the model is called with the batch.
+
+    Returns:
+        The graph: inputs are the model's tensors, the batch and a gradient for each output that
+        depends on a parameter; outputs what the model returns and the gradients of the parameters.
+        Gradients of batch tensors are not returned. The same passes run on it; `partition` makes
+        it a module that returns what the model does.
+
+    Raises:
+        CaptureError: as of `capture`; or the model returns no tensor.
+
+    Example::
+
+        joint = gt.capture_forward(model, (tokens,))
+        forward = gt.partition(joint)
+        loss_fn(forward(tokens), labels).backward()
+    """
+    outputs = ModelOutputs()
+    joint = capture_step(model, _call, args, dict(kwargs or {}), True, meta_as, outputs)
+    joint.outputs = outputs
+    _take_gradients(joint)
+    joint.validate()
+    return joint
+
+
+def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return model(*args, **kwargs)
+
+
+def _take_gradients(joint: JointGraph) -> None:
+    """Replace the ones with which backward begins by inputs. Linear in nodes."""
+    graph, signature = joint.graph, joint.signature
+    seeds = {place: n for n in graph.nodes if (place := loss_gradient_of(n)) is not None}
+    returned = {o.name: o for o in signature.outputs if o.kind is OutputKind.OUTPUT}
+    last = joint.placeholders()[-1]
+    inputs = list(signature.inputs)
+    for place in sorted(seeds):
+        seed = seeds[place]
+        output = returned[joint.outputs.differentiable[place]]
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"gradient_of_{output.name.replace(' ', '_')}")
+        last.meta["val"] = value_of(seed)
+        set_input_name(last, output.name)
+        inputs.append(Input(InputKind.OUTPUT_GRADIENT, output.name, output.layout))
+        seed.replace_all_uses_with(last)
+        graph.erase_node(seed)
+    joint.signature = replace(signature, inputs=tuple(inputs))
+    joint.graph_module.recompile()

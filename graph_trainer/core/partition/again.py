@@ -1,0 +1,200 @@
+"""Partition a partitioned step again, as torch.compile does, with the same result.
+
+AOTAutograd traces the two graphs into one joint graph of its own and partitions that. `cut` has
+marked what it saved, in metadata that this trace keeps; what is marked is saved again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.graph.annotations import (
+    Role,
+    copy_annotations,
+    has_phase,
+    is_marked_saved,
+    mark_saved,
+    recompute_policy,
+    role_of,
+    set_recompute_policy,
+)
+from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_random, may_write
+from graph_trainer.core.torch_private_compile import (
+    extract_halves,
+    flat_outputs,
+    is_opaque,
+    is_symbolic,
+    is_tangent,
+    must_be_in_backward,
+    must_be_in_forward,
+    place_in,
+    standard_partition,
+    traced_in_forward,
+)
+
+_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def partition_again(
+    joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **rest: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Partition AOTAutograd's joint graph of a partitioned step where that step was cut.
+
+    Forward is what its outputs and the marked nodes need; all else that the gradients need is
+    backward, wherever it is in the graph, recomputation and repeated gathers included. Saved is
+    what backward reads and what is marked; other results of forward are computed again, right
+    before their first reader. MUST_RECOMPUTE and PREFER_RECOMPUTE win over a mark. Random numbers
+    are always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of
+    ops around the step, as autograd does.
+
+    A graph without gradients is left to PyTorch's partitioner. Linear in nodes.
+
+    Args:
+        joint: AOTAutograd's joint graph, which is changed.
+        inputs: examples of its inputs.
+        num_fwd_outputs: how many of its outputs are forward's.
+        rest: what AOTAutograd tells a partitioner beside.
+
+    Returns:
+        forward and backward.
+    """
+    _, gradients = flat_outputs(joint, num_fwd_outputs)
+    returned = {gradient for gradient in gradients if isinstance(gradient, fx.Node)}
+    if not returned:
+        return standard_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **rest)
+    _merge_gathers(joint.graph, _forward(joint, num_fwd_outputs))
+    forward = _forward(joint, num_fwd_outputs)
+    _recompute(joint, forward, num_fwd_outputs)
+    backward = _backward(joint, forward, num_fwd_outputs)
+    for node in reversed(list(joint.graph.nodes)):
+        if node.op != "call_function":
+            continue
+        if node in forward or node in backward:
+            if not is_symbolic(node):
+                place_in(node, "forward" if node in forward else "backward")
+        elif not node.users:
+            joint.graph.erase_node(node)
+    saved: list[fx.Node] = []
+    symbolic: list[fx.Node] = []
+    opaque: list[fx.Node] = []
+    for node in joint.graph.nodes:
+        # what backward takes from outside
+        outside = node in forward or (node.op == "placeholder" and not is_tangent(node))
+        if outside and (node in returned or not backward.isdisjoint(node.users)):
+            kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
+            kind.append(node)
+    return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
+
+
+def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
+    """Return the nodes that `roots` need, themselves included, but for `stop` and what only those
+    need."""
+    found = {root for root in roots if isinstance(root, fx.Node)} - stop
+    for node in reversed(graph.nodes):
+        if node in found:
+            found.update(n for n in node.all_input_nodes if n not in stop)
+    return {node for node in found if node.op == "call_function"}
+
+
+def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
+    behind: set[fx.Node] = set()
+    roots: list[Any] = list(flat_outputs(joint, num_fwd_outputs)[0])
+    for node in joint.graph.nodes:
+        if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        elif node.op == "call_function" and (is_marked_saved(node) or must_be_in_forward(node)):
+            roots.append(node)
+    return _ancestors(joint.graph, roots, set())
+
+
+def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
+    placed = [n for n in joint.graph.nodes if n.op == "call_function" and must_be_in_backward(n)]
+    roots = [*flat_outputs(joint, num_fwd_outputs)[1], *placed]
+    return _ancestors(joint.graph, roots, forward)
+
+
+def _is_saved(node: fx.Node) -> bool:
+    """Whether a result of forward is saved where backward reads it. A view is not if what it is a
+    view of is saved or computed again."""
+    if is_symbolic(node) or is_opaque(node):
+        return True
+    decision = _decision(node)
+    if decision is False:
+        return False
+    base = aliased_input(node)
+    if decision is None:
+        # an op around the step, or AOTAutograd's view of a result
+        return base is None and not has_phase(_source(node))
+    while base is not None and base.op == "call_function":
+        if _decision(base) is not None:
+            return False
+        base = aliased_input(base)
+    return True
+
+
+def _decision(node: fx.Node) -> bool | None:
+    """What marks and tags say: saved, computed again, or nothing."""
+    source = _source(node)
+    if is_random(source) or may_write(source.target):
+        return True
+    policies = (recompute_policy(source), recompute_policy(node))
+    if any(policy in _RECOMPUTE for policy in policies):
+        return False
+    return True if is_marked_saved(source) or CheckpointPolicy.MUST_SAVE in policies else None
+
+
+def _source(node: fx.Node) -> fx.Node:
+    """Return the op that made a result, whose metadata a getitem does not keep."""
+    return node.all_input_nodes[0] if is_getitem(node) else node
+
+
+def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:
+    """Let backward read copies of the results of forward that are not saved, and of what was traced
+    in forward for backward alone."""
+    graph = joint.graph
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        return copies.get(node, node)
+
+    for reader in sorted(_backward(joint, forward, num_fwd_outputs)):
+        if traced_in_forward(reader):
+            continue
+        needed: set[fx.Node] = set()
+        stack = [reader]
+        while stack:
+            for node in stack.pop().all_input_nodes:
+                known = node in needed or node in copies
+                early = node in forward or traced_in_forward(node)
+                if early and not known and not _is_saved(node):
+                    needed.add(node)
+                    stack.append(node)
+        for node in sorted(needed):
+            with graph.inserting_before(reader):
+                copies[node] = graph.node_copy(node, copy_of)
+            copy_annotations(node, copies[node])
+        reader.args = fx.map_arg(reader.args, copy_of)
+        reader.kwargs = fx.map_arg(reader.kwargs, copy_of)
+
+
+def _merge_gathers(graph: fx.Graph, forward: set[fx.Node]) -> None:
+    """Merge equal nodes of unshard chains, within forward and within backward."""
+    first: dict[object, fx.Node] = {}
+    for node in list(graph.nodes):
+        if role_of(node) is not Role.UNSHARD or may_write(node.target):
+            continue
+        key = (node in forward, node.target, str(node.args), str(node.kwargs))
+        kept = first.setdefault(key, node)
+        if kept is node:
+            continue
+        if is_marked_saved(node):
+            mark_saved(kept)
+        policy = recompute_policy(node)
+        if policy is not None and recompute_policy(kept) is None:
+            set_recompute_policy(kept, policy, ac_graph_id=node.meta["ac_graph_id"])
+        node.replace_all_uses_with(kept)
+        graph.erase_node(node)

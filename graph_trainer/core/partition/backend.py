@@ -1,0 +1,102 @@
+"""A backend of torch.compile that keeps what a partitioned step has decided."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import fx
+
+from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition.step import is_partitioned_step
+from graph_trainer.core.runtime.backends.eager import run_nodes
+from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.torch_private_compile import (
+    Compiled,
+    boxed,
+    compile_with_settings,
+    compile_without_compiler,
+    standard_partition,
+)
+from graph_trainer.core.torch_private_inductor import SETTINGS_IN_ORDER
+from graph_trainer.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_COMPILERS = ("inductor", "eager")
+
+OnPartition = Callable[[fx.GraphModule, fx.GraphModule], None]
+
+
+class CompileBackend:
+    """What `gt.backend` returns, called by torch.compile with every graph that it finds."""
+
+    def __init__(self, compiler: str, on_partition: OnPartition | None) -> None:
+        self._compiler = compiler
+        self._on_partition = on_partition
+        self._said = False
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        """Compile a graph of torch.compile's."""
+        partitioned = any(is_partitioned_step(node.target) for node in module.graph.nodes)
+        if not partitioned and not self._said:
+            self._said = True
+            logger.warning(
+                "gt.backend: this module has no partitioned step, so it is compiled as by plain "
+                "torch.compile: give it gt.partition(joint)"
+            )
+        if self._compiler == "eager":
+            partition = self._partition if partitioned else standard_partition
+            return compile_without_compiler(module, inputs, partition, _run_as_it_is)
+        if not partitioned:
+            return compile_with_settings(module, inputs, {}, None, b"")
+        source = Path(partition_again.__code__.co_filename).read_bytes()
+        return compile_with_settings(module, inputs, SETTINGS_IN_ORDER, self._partition, source)
+
+    def _partition(
+        self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = partition_again(joint, inputs, **rest)
+        if self._on_partition is not None:
+            self._on_partition(forward, backward)
+        return forward, backward
+
+
+def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(module.graph, {}))
+    return boxed(run_nodes(module, graph))
+
+
+def backend(
+    compiler: str = "inductor", *, on_partition: OnPartition | None = None
+) -> CompileBackend:
+    """Make a backend of torch.compile for a partitioned step.
+
+    AOTAutograd partitions what torch.compile gives it. This backend repeats the cut of
+    `partition`: what that saves is saved, what backward gathers or computes again stays there, and
+    the collectives keep their order. Its settings of Inductor hold for the partitioned step, its
+    backward included, and for no other compilation. A graph without a partitioned step is compiled
+    as by plain torch.compile, and a warning says so once.
+
+    Args:
+        compiler: "inductor", or "eager", which calls the ops one by one.
+        on_partition: called with the forward and the backward graph of each partition.
+
+    Raises:
+        ConfigError: an unknown compiler.
+
+    Example::
+
+        step = torch.compile(gt.partition(joint), backend=gt.backend("inductor"))
+        step(tokens, labels).backward()
+    """
+    if compiler not in _COMPILERS:
+        hint = did_you_mean(compiler, _COMPILERS, otherwise=".")
+        raise ConfigError(
+            f"gt.backend('{compiler}'): there is no such compiler{hint} It must be one of "
+            f"{', '.join(_COMPILERS)}"
+        )
+    return CompileBackend(compiler, on_partition)

@@ -1,0 +1,322 @@
+"""Cut a joint graph into a forward graph and a backward graph, where its phases say."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
+from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    annotate_node,
+    annotation,
+    copy_annotations,
+    infer_value,
+    loss_gradient_of,
+    mark_saved,
+    phase_of,
+    set_input_name,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import (
+    Input,
+    InputKind,
+    JointGraph,
+    Output,
+    OutputKind,
+    Signature,
+    with_parts,
+)
+from graph_trainer.core.graph.ops import (
+    Storage,
+    is_getitem,
+    is_wait,
+    storage_roots,
+    storages_in,
+    value_storages,
+    written_arguments,
+)
+from graph_trainer.errors import PassError
+
+
+@dataclass(frozen=True, slots=True)
+class Halves:
+    """The two graphs of a step."""
+
+    forward: JointGraph
+    """Takes the joint graph's inputs; returns the loss, then the saved values."""
+    backward: JointGraph
+    """Takes the inputs of forward that it reads, as they are, then the saved values and the
+    gradient of the loss; returns the gradients."""
+    inputs_read: tuple[int, ...]
+    """Which placeholders of `forward` `backward` takes."""
+
+    def saved(self) -> list[fx.Node]:
+        """List the nodes of `forward` whose results backward takes, in order."""
+        outputs = with_parts(self.forward.signature.outputs, self.forward.output_values())
+        return [n for spec, nodes in outputs if spec.kind is OutputKind.SAVED for n in nodes]
+
+    def saved_bytes(self) -> int:
+        """Return the bytes that are kept from forward to backward, beside inputs of forward.
+
+        A storage counts once, however many of its views are saved. Linear in nodes.
+        """
+        return bytes_kept(self.forward.graph, self.saved())
+
+    def peak_bytes(self) -> tuple[int, int]:
+        """Return the most bytes alive at once in forward and in backward, beside inputs of forward
+        and scratch memory. A saved value is alive until its last reader. Linear in nodes."""
+        forward, made = lifetimes(self.forward), lifetimes(self.backward).live_bytes
+        results = value_storages(self.forward.graph)
+        taken = self.backward.placeholders()[len(self.inputs_read) :]
+        saved = {
+            n: list(storages_in(results[s])) for n, s in zip(taken, self.saved(), strict=False)
+        }
+        roots = storage_roots(self.backward.graph)
+        last: dict[Storage, int] = {}
+        for place, node in enumerate(self.backward.graph.nodes):
+            for source in node.all_input_nodes:
+                last |= dict.fromkeys(saved.get(roots[source][0], ()), place)
+        spans = ((0, place, forward.size.get(s, 0)) for s, place in last.items())
+        kept = live_bytes(len(made), spans)
+        return forward.peak_bytes, max(map(operator.add, kept, made))
+
+
+def cut(joint: JointGraph) -> Halves:
+    """Cut a joint graph in two; it stays as it was.
+
+    To forward belongs what is marked as forward's or loss's, what that reads, and every wait for a
+    collective that forward starts: a wait takes no memory, and so no unfinished tensor is saved.
+    All else is backward's. Both keep the order of the joint graph, however interleaved. What
+    backward reads of forward is saved: inputs of forward as they are, views as views. A value that
+    forward overwrites after backward has read it is cloned before.
+
+    Backward takes the gradient of the loss in place of the ones that the joint graph makes.
+    n log n in nodes.
+
+    Raises:
+        PassError: the graph has no backward, or cannot be cut; the message names the node.
+    """
+    if not joint.signature.backward:
+        raise PassError(
+            "the graph was captured without backward, so there is nothing to partition: capture "
+            "with backward=True"
+        )
+    forward = _forward_nodes(joint)
+    seeds = _seeds(joint, forward)
+    reads = _reads(joint, forward, seeds)
+    inputs = [node for node in joint.placeholders() if node not in seeds]
+    read = [place for place, node in enumerate(inputs) if node in reads.saved]
+    forward_half, saved = _forward_half(joint, forward, inputs, reads)
+    given = [inputs[place] for place in read]
+    return Halves(forward_half, _backward_half(joint, forward, seeds, given, saved), tuple(read))
+
+
+def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
+    pairs = with_parts(joint.signature.outputs, joint.output_values())
+    return [(spec, n) for spec, n in pairs if (spec.kind is OutputKind.GRADIENT) == gradients]
+
+
+def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
+    found = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
+    for node in reversed(joint.graph.nodes):
+        if node in found or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
+            found |= {node, *node.all_input_nodes}
+    for node in joint.graph.nodes:
+        if is_wait(node) or is_getitem(node):
+            source = node.all_input_nodes[0]
+            if source in found and source.op == "call_function":
+                found.add(node)
+    return {node for node in found if node.op == "call_function"}
+
+
+def _seeds(joint: JointGraph, forward: set[fx.Node]) -> list[fx.Node]:
+    """Return the gradients of what forward returns: inputs, or the node that makes ones."""
+    given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
+    seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
+    if not given and len(seeds) != 1 and _outputs(joint, gradients=True):
+        raise PassError(
+            f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "
+            "begins, and there must be one: a pass that replaces a node copies its annotations"
+        )
+    for seed in seeds:
+        for node in (*seed.users, seed):
+            if node in forward:
+                raise PassError(
+                    f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
+                    "gradient with which backward begins: correct its phase, or that of its readers"
+                )
+    return seeds
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """What backward reads of forward and of its inputs."""
+
+    saved: set[fx.Node] = field(default_factory=set)
+    """What is read as forward leaves it."""
+    cloned: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
+    """By value and reader, the node of forward that overwrites the value after the reader."""
+
+
+def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _Reads:
+    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+    roots = storage_roots(joint.graph)
+    readable = forward.union(joint.placeholders()).difference(seeds)
+    gradients = [node for _, nodes in _outputs(joint, gradients=True) for node in nodes]
+    by_forward: dict[Storage, list[fx.Node]] = defaultdict(list)
+    by_backward: dict[Storage, fx.Node] = {}
+    for node in joint.graph.nodes:
+        for target in written_arguments(node):
+            if node in forward:
+                by_forward[roots[target]].append(node)
+            else:
+                by_backward.setdefault(roots[target], node)
+    reads = _Reads()
+    for node in joint.graph.nodes:
+        for value in gradients if node.op == "output" else node.all_input_nodes:
+            writer = by_backward.get(roots[value])
+            if node in forward:
+                if writer is not None and order[writer] < order[node]:
+                    raise PassError(
+                        f"forward's node '{node.name}' ({node.target}) reads '{value.name}', which "
+                        f"backward's '{writer.name}' has written in place before: move one of the "
+                        "two, or correct its phase"
+                    )
+                continue
+            if value not in readable or node in seeds:
+                continue
+            _check_tensor(value, node)
+            writers = by_forward[roots[value]]
+            place = bisect.bisect(writers, order[node], key=order.__getitem__)
+            if place == len(writers):
+                reads.saved.add(value)
+            elif writer is None:
+                reads.cloned[value, node] = writers[place]
+            else:
+                raise PassError(
+                    f"forward ('{writers[place].name}') and backward ('{writer.name}') write "
+                    f"'{value.name}' in place in turns, which two graphs cannot do: write into a "
+                    "copy in one of them"
+                )
+    return reads
+
+
+def _check_tensor(value: fx.Node, reader: fx.Node) -> None:
+    if not isinstance(value_of(value), torch.Tensor):
+        raise PassError(
+            f"backward's node '{reader.name}' ({reader.target}) reads '{value.name}' "
+            f"({value.target}) of forward, whose result is a {type(value_of(value)).__name__} and "
+            "cannot be saved: let it read the tensors inside"
+        )
+
+
+_Saved = dict[tuple[fx.Node, fx.Node | None], fx.Node]
+"""By value of the joint graph and backward reader (None for all of them), the forward graph's node
+that is saved."""
+
+
+def _forward_half(
+    joint: JointGraph, forward: set[fx.Node], inputs: list[fx.Node], reads: _Reads
+) -> tuple[JointGraph, _Saved]:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    saved: _Saved = {}
+    readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for (value, reader), writer in reads.cloned.items():
+        readers[writer][value].append(reader)
+    for node in joint.graph.nodes:
+        for value, several in readers[node].items():
+            clone = graph.call_function(torch.ops.aten.clone.default, (made[value],))
+            annotate_node(clone, annotation(phase=Phase.FORWARD))
+            infer_value(clone)
+            saved |= {(value, reader): clone for reader in several}
+        if node in forward or node in inputs or node.op == "get_attr":
+            made[node] = graph.node_copy(node, made.__getitem__)
+            if node in forward:
+                copy_annotations(node, made[node])
+            if phase_of(node) is Phase.BACKWARD:
+                annotate_node(made[node], annotation(phase=Phase.LOSS))
+        if node in forward and node in reads.saved:
+            saved[node, None] = made[node]
+    outputs = _outputs(joint, gradients=False)
+    kept = list(dict.fromkeys(saved.values()))
+    for node in kept:
+        mark_saved(node.all_input_nodes[0] if is_getitem(node) else node)
+    graph.output((*(made[n] for _, nodes in outputs for n in nodes), *kept))
+    specs = [spec for spec, _ in outputs]
+    specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in kept]
+    takes = (s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT)
+    signature = Signature(tuple(takes), tuple(specs), backward=False)
+    return _half(joint, graph, signature), saved
+
+
+def _backward_half(
+    joint: JointGraph,
+    forward: set[fx.Node],
+    seeds: list[fx.Node],
+    given: list[fx.Node],
+    saved: _Saved,
+) -> JointGraph:
+    graph = fx.Graph()
+    made: dict[fx.Node, fx.Node] = {}
+    spec_of = {
+        n: spec for spec, ns in with_parts(joint.signature.inputs, joint.placeholders()) for n in ns
+    }
+    inputs: list[Input] = []
+
+    def take(source: fx.Node, kind: InputKind, name: str) -> fx.Node:
+        node = graph.placeholder(source.name)
+        node.meta["val"] = value_of(source)
+        set_input_name(node, name)
+        inputs.append(Input(kind, name, unwrap(value_of(source))[1]))
+        return node
+
+    for node in given:
+        made[node] = take(node, spec_of[node].kind, spec_of[node].name)
+    taken = {node: take(node, InputKind.SAVED, node.name) for node in dict.fromkeys(saved.values())}
+    clones = {key: taken[node] for key, node in saved.items() if key[1] is not None}
+    made |= {value: taken[node] for (value, reader), node in saved.items() if reader is None}
+    for node in seeds:
+        name = spec_of[node].name if node in spec_of else "loss"
+        made[node] = take(node, InputKind.OUTPUT_GRADIENT, name)
+
+    def read(reader: fx.Node, value: fx.Node) -> fx.Node:
+        return clones.get((value, reader)) or made[value]
+
+    for node in joint.graph.nodes:
+        if node.op in ("placeholder", "output") or node in forward or node in made:
+            continue
+        made[node] = graph.node_copy(node, functools.partial(read, node))
+        if node.op == "call_function":
+            copy_annotations(node, made[node])
+    outputs = _outputs(joint, gradients=True)
+    end = joint.output_node()
+    graph.output(tuple(read(end, node) for _, nodes in outputs for node in nodes))
+    without = joint.signature.parameters_without_grad
+    signature = Signature(tuple(inputs), tuple(spec for spec, _ in outputs), without)
+    return _half(joint, graph, signature)
+
+
+def _half(joint: JointGraph, graph: fx.Graph, signature: Signature) -> JointGraph:
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
+    half = dataclasses.replace(
+        joint,
+        graph_module=fx.GraphModule(joint.graph_module, graph),
+        signature=signature,
+        history=list(joint.history),
+        decisions={},
+        remarks=[],
+    )
+    half.validate()
+    return half

@@ -1,0 +1,278 @@
+"""A partitioned step as a module: forward when it is called, backward when autograd asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.autograd.function import once_differentiable
+
+from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.joint_graph import (
+    InputKind,
+    JointGraph,
+    Output,
+    OutputKind,
+    with_parts,
+)
+from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
+from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.backends.registry import find_backend
+from graph_trainer.core.runtime.binding import Binding, output_tensor
+from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.core.torch_private import clear_saved_tensors, tensor_hooks
+from graph_trainer.errors import CaptureError
+
+
+class PartitionedStep(nn.Module):
+    """A step as two graphs: `loss = step(*args, **kwargs)`, then `loss.backward()`.
+
+    Backward adds to `.grad` of the model's parameters as autograd does: DTensors where the
+    parameter is one, and scaled as the gradient of the loss is. Between the two calls only what
+    the forward graph saves is kept. It is freed as backward goes, and a second backward without
+    `retain_graph` is autograd's error. Under `torch.no_grad()` nothing is saved, and the loss
+    alone is computed.
+
+    Args:
+        joint: the graph.
+        model: whose parameters and buffers are used.
+        backend: the name of one of `backends.registry`.
+        compare_ranks: whether the first call compares the collectives of all ranks.
+
+    Attributes:
+        joint: the graph.
+        halves: the forward and the backward graph.
+        model: the model.
+    """
+
+    def __init__(
+        self,
+        joint: JointGraph,
+        model: nn.Module,
+        backend: str = "eager",
+        compare_ranks: bool = True,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.joint = joint
+        self.halves = cut(joint)
+        self._compile: Callable[[JointGraph], BoxedFunction] = find_backend(backend).compile
+        self._run_forward = self._compile(self.halves.forward)
+        self._run_backward = self._compile(self.halves.backward)
+        self._run_loss: BoxedFunction | None = None
+        self._compare_ranks = compare_ranks
+        self._binding = Binding(self.halves.forward)
+        names = [spec.name for spec in self.halves.forward.signature.outputs]
+        inputs = self.halves.backward.signature.inputs
+        gradients = [i.name for i in inputs if i.kind is InputKind.OUTPUT_GRADIENT]
+        self._differentiable = [names.index(name) for name in gradients]
+        self._num_saved = len(self.halves.saved())
+        self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
+        self.call_on_tensors = self._traceable()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward graph on a batch.
+
+        Returns:
+            the loss; what the model returns for a graph of `capture_forward`.
+
+        Raises:
+            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
+                the capture.
+            VerificationError: the ranks' graphs issue different collectives (first call only).
+            CollectiveError: a collective timed out or lost its connection, in forward or in
+                backward (gloo; see `collective_failure`).
+        """
+        if torch.compiler.is_compiling():
+            return self.returned(self.call_on_tensors(*self.checked_tensors(args, kwargs)))
+        self._check_ranks()
+        values = self._binding.values(self.model, args, kwargs)
+        if torch.is_grad_enabled() and self._gradients:
+            run = (self._run_forward, self._run_backward)
+            return self.returned(_Function.apply(self, run, values, *self._trained()))
+        if self._run_loss is None:
+            self._run_loss = self._compile(_without_saved(self.halves.forward))
+        return self.returned(self._outputs(self._run(self._run_loss, self.halves.forward, values)))
+
+    def _trained(self) -> list[torch.Tensor]:
+        """Return the parameters that get a gradient, in the order of the gradients."""
+        state = zip(
+            self.halves.forward.signature.inputs, self._binding.state(self.model), strict=False
+        )
+        tensors = {spec.name: tensor for spec, tensor in state}
+        for name in self._gradients:
+            if any(tensor_hooks(tensors[name])):
+                raise CaptureError(
+                    f"parameter '{name}' has a gradient hook, which the graph runs and autograd "
+                    "would run again: call the step of gt.compile, or remove the hook and capture "
+                    "again"
+                )
+        return [tensors[name] for name in self._gradients]
+
+    def _check_ranks(self) -> None:
+        if self._compare_ranks:
+            check_order_across_ranks(self.halves.forward)
+            check_order_across_ranks(self.halves.backward)
+            self._compare_ranks = False
+
+    @torch.compiler.disable
+    def checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
+        """Return the tensors of a call, checked; torch.compile does not look inside."""
+        self._check_ranks()
+        self._binding.values(self.model, args, kwargs)
+        self._trained()
+        return [*self._binding.state(self.model), *self.joint.batch.take(args, kwargs)]
+
+    def _traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """Return a function of the tensors of a call that torch.compile puts into its graph as it
+        is, and that AOTAutograd traces with the metadata of the two graphs' nodes."""
+        names = [spec.name for spec in self.halves.forward.signature.inputs]
+        places = [names.index(name) for name in self._gradients]
+
+        def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
+            run = tuple(map(_interpreted, (self.halves.forward, self.halves.backward)))
+            return _Function.apply(self, run, values, *(tensors[place] for place in places))
+
+        partitioned_step.is_partitioned_step = True  # type: ignore[attr-defined]
+        torch.compiler.allow_in_graph(partitioned_step)
+        return partitioned_step
+
+    def _outputs(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        pairs = with_parts(self.halves.forward.signature.outputs, results)
+        return tuple(wrap(p, spec.layout) for spec, p in pairs if spec.kind is not OutputKind.SAVED)
+
+    def returned(self, outputs: tuple[torch.Tensor, ...]) -> Any:
+        """Return the loss, or what the model returns."""
+        return outputs[0] if self.joint.outputs is None else self.joint.outputs.rebuild(outputs)
+
+    def _run(
+        self, run: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        try:
+            with self._binding.without_autocast():
+                return run(values)
+        except RuntimeError as error:
+            failed = failed_collective(error, graph)
+            if failed is None:
+                raise
+            raise failed from error
+
+
+class _Function(torch.autograd.Function):
+    """Runs the two graphs of a `PartitionedStep`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        step: PartitionedStep,
+        run: tuple[BoxedFunction, BoxedFunction],
+        values: list[torch.Tensor],
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        given = [values[place] for place in step.halves.inputs_read]
+        results = step._run(run[0], step.halves.forward, values)
+        outputs = step._outputs(results)
+        count = len(results) - step._num_saved
+        ctx.step, ctx.run = step, run[1]
+        # with these autograd refuses a backward after somebody wrote into one of them
+        ctx.save_for_backward(*given, *results[count:])
+        kept = set(step._differentiable)
+        ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in kept))
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        step: PartitionedStep = ctx.step
+        specs = step.halves.forward.signature.outputs
+        values = list(ctx.saved_tensors)
+        for place in step._differentiable:
+            values += _parts_of_gradient(specs[place], gradients[place])
+        clear_saved_tensors(ctx)  # the graph frees each after its last reader
+        results = step._run(ctx.run, step.halves.backward, values)
+        outputs = with_parts(step.halves.backward.signature.outputs, results)
+        return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
+
+
+def _parts_of_gradient(spec: Output, gradient: torch.Tensor) -> list[torch.Tensor]:
+    """Take the gradient of an output apart, with the strides of the capture."""
+    if gradient.stride() != spec.layout.stride:
+        gradient = gradient.new_empty_strided(gradient.shape, spec.layout.stride).copy_(gradient)
+    if not spec.layout.matches(gradient):
+        raise CaptureError(
+            f"the gradient of '{spec.name}' is {unwrap(gradient)[1].describe()}; backward was "
+            f"captured for {spec.layout.describe()}: return another tensor of the model, or "
+            "redistribute what it returns"
+        )
+    return unwrap(gradient)[0]
+
+
+def _interpreted(half: JointGraph) -> BoxedFunction:
+    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        results: tuple[torch.Tensor, ...] = fx.Interpreter(half.graph_module).run(*values)
+        return results
+
+    return run
+
+
+def is_partitioned_step(target: object) -> bool:
+    """Tell whether a node of torch.compile's graph calls a partitioned step."""
+    return getattr(target, "is_partitioned_step", False) is True
+
+
+def _without_saved(forward: JointGraph) -> JointGraph:
+    """Return a copy of a forward graph that computes the loss alone. Linear in nodes."""
+    alone = copy_graph(forward)
+    outputs = [s for s in forward.signature.outputs if s.kind is not OutputKind.SAVED]
+    count = sum(spec.layout.num_tensors for spec in outputs)
+    alone.output_node().args = (alone.output_values()[:count],)
+    for node in reversed(list(alone.graph.nodes)):
+        if not node.users and not has_effect(node):
+            alone.graph.erase_node(node)
+    return alone
+
+
+def partition(
+    joint: JointGraph,
+    model: nn.Module | None = None,
+    backend: str = "eager",
+    *,
+    compare_ranks: bool = True,
+) -> PartitionedStep:
+    """Partition a joint graph into a forward and a backward graph, as a module.
+
+    What backward reads of forward in the joint graph is what is saved, so the tags of activations
+    and parameters and `rematerialize` have decided it: no partitioner decides again.
+
+    Args:
+        joint: as captured, or after `run_passes`; stays as it was.
+        model: whose parameters and buffers are used; None for the captured one.
+        backend: the name of one of `backends.registry`, which compiles both graphs.
+        compare_ranks: whether the first call compares the collectives of all ranks of the default
+            process group, as `gt.compile` does.
+
+    Returns:
+        the step as a module: `loss = step(*args, **kwargs); loss.backward()`.
+
+    Raises:
+        PassError: the graph was captured without backward, or cannot be cut.
+        CaptureError: the captured model is gone, and no other was given.
+        ConfigError: an unknown backend.
+
+    Example::
+
+        step = gt.partition(joint)
+        (step(tokens, labels) * scale).backward()
+    """
+    joint.validate()
+    if model is None:
+        model = joint.model() if joint.model is not None else None
+    if model is None:
+        raise CaptureError("the captured model does not exist any more: gt.partition(joint, model)")
+    return PartitionedStep(joint, model, backend, compare_ranks)

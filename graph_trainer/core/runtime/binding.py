@@ -1,0 +1,159 @@
+"""Bind a graph to a model: find, check and take apart the tensors that a call gives it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
+from graph_trainer.core.capture.module_settings import autocast_enabled
+from graph_trainer.core.capture.subclasses import unwrap, wrap
+from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, Output
+from graph_trainer.core.names import clean_fqn
+from graph_trainer.errors import CaptureError
+
+_Place = tuple[tuple[str, ...], str, str]
+"""Path of module names, "_parameters" or "_buffers", and the name in that dict."""
+
+
+class Binding:
+    """The inputs of a joint graph, by what a call gives: a model and a batch.
+
+    Args:
+        joint: the graph.
+    """
+
+    def __init__(self, joint: JointGraph) -> None:
+        self._joint = joint
+        self._state_inputs = [i for i in joint.signature.inputs if i.kind is not InputKind.BATCH]
+        self._batch_inputs = [i for i in joint.signature.inputs if i.kind is InputKind.BATCH]
+        self._places: list[list[_Place]] | None = None
+        self._device_types = {i.layout.device.type for i in joint.signature.inputs}
+
+    def values(
+        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[torch.Tensor]:
+        """Return the value of each placeholder: plain tensors that require no gradient.
+
+        Raises:
+            CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
+                the capture.
+        """
+        values = [
+            part
+            for spec, tensor in zip(self._state_inputs, self.state(model), strict=True)
+            for part in _parts(spec, tensor)
+        ]
+        if self._joint.settings is not None:
+            self._joint.settings.check(model, self._device_types)
+        values += self._batch_values(args, kwargs)
+        refuse_shared_memory(self._joint.signature.inputs, values)
+        return values
+
+    def without_autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Turn autocast off, because the graph already contains its casts."""
+        stack = contextlib.ExitStack()
+        for device_type in self._device_types:
+            if autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        return stack
+
+    def state(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return the model's tensor for each parameter and buffer of the graph, in order.
+
+        Raises:
+            CaptureError: the model has not the parameters and buffers of the capture.
+        """
+        # Finding all names of a large model costs more than the rest of a call, so the place of
+        # each tensor is cached; the tensor at that place is read and checked in every call.
+        if self._places is not None:
+            with contextlib.suppress(KeyError):
+                return self._values_at(self._places, model)
+        self._places = self._find_places(model)
+        return self._values_at(self._places, model)
+
+    def _find_places(self, model: nn.Module) -> list[list[_Place]]:
+        found: dict[str, _Place] = {}
+        for kind, named in (
+            ("_parameters", model.named_parameters(remove_duplicate=False)),
+            ("_buffers", model.named_buffers(remove_duplicate=False)),
+        ):
+            for name, _ in named:
+                *path, last = name.split(".")
+                found[clean_fqn(name)] = (tuple(path), kind, last)
+        for spec in self._state_inputs:
+            for name in (spec.name, *spec.aliases):
+                if name not in found:
+                    raise CaptureError(
+                        f"the model has no {spec.kind.value} '{name}', which the graph was "
+                        "captured with"
+                    )
+        return [[found[n] for n in (spec.name, *spec.aliases)] for spec in self._state_inputs]
+
+    def _values_at(self, places: list[list[_Place]], model: nn.Module) -> list[torch.Tensor]:
+        modules: dict[tuple[str, ...], nn.Module] = {(): model}
+
+        def module_at(path: tuple[str, ...]) -> nn.Module:
+            if path not in modules:
+                modules[path] = module_at(path[:-1])._modules[path[-1]]  # type: ignore[assignment]
+            return modules[path]
+
+        values: list[torch.Tensor] = []
+        owners: dict[int, str] = {}
+        for spec, names in zip(self._state_inputs, places, strict=True):
+            tensors = [vars(module_at(path))[kind][last] for path, kind, last in names]
+            for alias, tensor in zip(spec.aliases, tensors[1:], strict=True):
+                if tensor is not tensors[0]:
+                    raise CaptureError(
+                        f"'{alias}' and '{spec.name}' were one tensor when the graph was "
+                        "captured and are two now: capture again"
+                    )
+            owner = owners.setdefault(id(tensors[0]), spec.name)
+            if owner != spec.name:
+                raise CaptureError(
+                    f"'{spec.name}' and '{owner}' were two tensors when the graph was captured and "
+                    "are one now: capture again"
+                )
+            values.append(tensors[0])
+        return values
+
+    def _batch_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+        values: list[torch.Tensor] = []
+        tensors = self._joint.batch.take(args, kwargs)
+        for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
+            refuse_batch_with_gradient(spec, tensor)
+            values += _parts(spec, tensor)
+        return values
+
+
+def _parts(spec: Input, tensor: torch.Tensor | None) -> list[torch.Tensor]:
+    if tensor is None:
+        raise CaptureError(
+            f"{spec.kind.value} '{spec.name}' was a tensor when the graph was captured and is None "
+            "now: capture again"
+        )
+    if spec.kind is InputKind.PARAMETER and tensor.requires_grad != spec.requires_grad:
+        raise CaptureError(
+            f"parameter '{spec.name}' was {'trainable' if spec.requires_grad else 'frozen'} when "
+            "the graph was captured and is not now: capture again"
+        )
+    if not spec.layout.matches(tensor):
+        raise CaptureError(
+            f"{spec.kind.value} '{spec.name}' is {unwrap(tensor)[1].describe()}; the graph was "
+            f"captured with {spec.layout.describe()}: capture again for this one"
+        )
+    # part by part: detaching a DTensor would dispatch an op
+    return [part.detach() for part in unwrap(tensor)[0]]
+
+
+def output_tensor(spec: Output, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put an output of a graph together, with the strides of the capture."""
+    tensor = wrap(parts, spec.layout)
+    if tensor.stride() == spec.layout.stride:
+        return tensor
+    # A kernel gave other strides than its fake one; a norm sums in their order.
+    return tensor.new_empty_strided(tensor.shape, spec.layout.stride).copy_(tensor)

@@ -1,0 +1,211 @@
+"""Every private name of torch.compile and AOTAutograd, with the reason it is needed. See
+`torch_private`. All of them: torch 2.13 to 2.15."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_trainer.core.torch_private_inductor import waits_for_copies_in_place
+
+Compiled = Callable[..., Any]
+Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
+"""`(joint, inputs, *, num_fwd_outputs, **rest) -> forward, backward`, as AOTAutograd calls it."""
+
+
+def standard_partition(
+    joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The min-cut partitioner, which is Inductor's own."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **rest)
+
+
+def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
+    """What forward and backward of AOTAutograd's joint graph return."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_outputs
+
+    forward, backward, *_ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
+    return forward, backward
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether a placeholder is the gradient of an output."""
+    from torch._functorch.partitioners import _is_tangent
+
+    return node.op == "placeholder" and _is_tangent(node)
+
+
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd has placed a node in forward, as the write of an input's new value."""
+    from torch._functorch.partitioners import _must_be_in_forward
+
+    return _must_be_in_forward(node)
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd has placed a node in backward."""
+    from torch._functorch.partitioners import _must_be_in_backward
+
+    return _must_be_in_backward(node)
+
+
+def traced_in_forward(node: fx.Node) -> bool:
+    """Whether AOTAutograd traced a node while forward ran."""
+    return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+
+
+def place_in(node: fx.Node, side: str) -> None:
+    """Place a node in "forward" or "backward"; `extract_halves` copies it to no other side."""
+    node.meta["partitioner_tag"] = f"must_be_in_{side}"
+
+
+def is_symbolic(node: fx.Node) -> bool:
+    """Whether a node's result is a size, or another number that is known only in a run."""
+    from torch.fx.experimental.proxy_tensor import is_sym_node
+
+    return is_sym_node(node)
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether a node's result is an object that AOTAutograd passes on as it is."""
+    from torch._functorch._aot_autograd.graph_compile import is_opaque_node
+
+    return is_opaque_node(node)
+
+
+def extract_halves(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    symbolic: list[fx.Node],
+    opaque: list[fx.Node],
+    num_fwd_outputs: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make the two graphs that AOTAutograd wraps, with inputs and outputs in the order that it
+    expects of a partitioner."""
+    from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+    return _extract_fwd_bwd_modules(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
+
+
+def compile_without_compiler(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, compiler: Compiled
+) -> Compiled:
+    """AOTAutograd with a partitioner, and one compiler for forward, backward and inference."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
+    compiled: Compiled = backend(module, inputs)
+    return compiled
+
+
+def boxed(function: Compiled) -> Compiled:
+    """Mark that a function takes its arguments in a list, which it may empty."""
+    function._boxed_call = True  # type: ignore[attr-defined]
+    return function
+
+
+def compile_with_settings(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    settings: dict[str, Any],
+    partition: Partition | None,
+    uuid: bytes,
+) -> Compiled:
+    """Inductor as torch.compile calls it, with settings that hold for this module alone.
+
+    `config_patches` is applied again when backward is compiled, long after this call.
+
+    Args:
+        settings: of torch._inductor.config.
+        partition: a partitioner; None for Inductor's.
+        uuid: of the partitioner, for the key of Inductor's cache.
+    """
+    import torch._functorch.config
+    import torch._inductor.compile_fx
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    if partition is not None:
+
+        class Partitioner(CustomPartitionerFn):
+            def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
+                assert partition is not None
+                return partition(gm, joint_inputs, **rest)
+
+            def uuid(self) -> bytes:
+                return uuid
+
+            def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
+                return bytes, (uuid,)
+
+        settings = settings | {"custom_partitioner_fn": Partitioner()}
+    inductor: Any = torch._inductor.compile_fx
+    # AOTAutograd's cache knows a partitioned step by its name alone; Inductor's knows each half
+    key = {} if partition is None else {"enable_autograd_cache": False}
+    with torch._functorch.config.patch(key):
+        compiled: Compiled = inductor.compile_fx(
+            module,
+            list(inputs),
+            inner_compile=waits_for_copies_in_place()(inductor.compile_fx_inner),
+            config_patches=settings or None,
+        )
+    return compiled
+
+
+# AOTAutograd's joint graph with descriptors of its inputs and outputs.
+ExportedJoint = Any
+
+
+def export_joint(
+    stack: contextlib.ExitStack, function: Compiled, tensors: Sequence[torch.Tensor]
+) -> ExportedJoint:
+    """AOTAutograd's joint graph of a function of tensors; `stack` is open until it is compiled."""
+    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
+    from torch.fx.traceback import preserve_node_meta
+
+    class Function(torch.nn.Module):
+        def forward(self, *tensors: torch.Tensor) -> Any:
+            return function(*tensors)
+
+    stack.enter_context(preserve_node_meta())
+    return aot_export_joint_with_descriptors(stack, Function(), tuple(tensors))
+
+
+def descriptor_of(node: fx.Node) -> Any:
+    """What AOTAutograd says that an input is; None where it says nothing."""
+    return node.meta.get("desc")
+
+
+def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) -> list[Any]:
+    """Let AOTAutograd's flat arguments be the values of the placeholders.
+
+    Returns:
+        the descriptors of arguments that have no placeholder, or not at their place.
+    """
+    capture = joint._aot_graph_capture
+    known = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
+    found = [descriptor_of(node) for node in placeholders]
+    missing = [a for i, a in enumerate(known) if i >= len(found) or found[i] != a]
+    if not missing:
+        values = [node.meta["val"] for node in placeholders]
+        count = len(capture.updated_flat_args[0])
+        capture.updated_flat_args = (values[:count], values[count:])
+    return missing
+
+
+def compile_joint(
+    joint: ExportedJoint, partition: Partition, compiler: Compiled | None
+) -> Compiled:
+    """Partition and compile an exported joint graph, as a function of its tensors."""
+    from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
+
+    how: dict[str, Any] = (
+        {} if compiler is None else {"fw_compiler": compiler, "bw_compiler": compiler}
+    )
+    compiled: Compiled = aot_compile_joint_with_descriptors(joint, partition_fn=partition, **how)
+    return compiled

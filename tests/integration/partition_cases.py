@@ -1,0 +1,60 @@
+"""The debug model's step as one graph, partitioned, and compiled again, for test_partition.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import bytes_kept
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.core.runtime import step_cache
+from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
+from tests.integration.recorded import EAGER, Recorded, differing
+
+ALWAYS: Flags = {"parallelism.fsdp_reshard_after_forward": "always"}
+
+
+def gathers(graph: fx.Graph) -> int:
+    return sum("all_gather" in str(node.target) for node in graph.nodes if is_collective(node))
+
+
+def run(folder: Path, _: str) -> dict[str, Any]:
+    """Train eagerly, and in the three ways that a captured step runs."""
+    flags = FSDP4_TP2 | FP32 | ALWAYS
+    eager = Recorded(flags | EAGER, folder).run()
+    joint = Recorded(flags, folder).run()
+    partitioned = Recorded(flags | PARTITIONED, folder).run()
+    first: list[tuple[int, int, int]] = []
+    again: list[tuple[int, int, int]] = []
+
+    def twice(graph: JointGraph, *args: Any, **how: Any) -> Any:
+        step = gt.partition(graph, *args, **how)
+        halves = step.halves
+        counts = [gathers(half.graph) for half in (halves.forward, halves.backward)]
+        first.append((*counts, halves.saved_bytes()))
+        return torch.compile(step, backend=gt.backend("eager", on_partition=see))
+
+    def see(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
+        taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
+        returned = forward.graph.output_node().all_input_nodes
+        kept = bytes_kept(forward.graph, [n for n in returned if n.name in taken])
+        again.append((gathers(forward.graph), gathers(backward.graph), kept))
+
+    with mock.patch.object(step_cache, "partition", twice):
+        compiled = Recorded(flags | PARTITIONED, folder).run()
+    runs = {"joint": joint, "partitioned": partitioned, "compiled": compiled}
+    result = {
+        "differing": {name: differing(eager, each) for name, each in runs.items()},
+        "gradients": {name: len(each.gradients[0]) for name, each in runs.items()},
+        "first": first,
+        "again": again,
+    }
+    for each in (eager, *runs.values()):
+        each.close()
+    return result

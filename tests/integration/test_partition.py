@@ -1,0 +1,27 @@
+"""The debug model on eight ranks, its step as one graph, as two, and as two compiled again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.integration.launches import Job, Launches
+from tests.integration.matrix import GRADIENTS
+
+JOB = Job(8, "partition_cases:run:")
+
+
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [JOB]
+
+
+def test_all_ways_to_run_the_step_give_the_eager_models_bits(launches: Launches) -> None:
+    for result in launches(JOB):
+        assert result["differing"] == {"joint": [], "partitioned": [], "compiled": []}
+        assert set(result["gradients"].values()) == {GRADIENTS}
+
+
+def test_the_second_compilation_gathers_and_saves_what_the_first_does(launches: Launches) -> None:
+    for result in launches(JOB):
+        (first,) = result["first"]
+        assert result["again"] == [first]
+        assert min(first) > 0

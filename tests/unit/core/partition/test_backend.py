@@ -1,0 +1,237 @@
+"""gt.backend: torch.compile of a partitioned step repeats its partition."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import bytes_kept
+from graph_trainer.core.graph.annotations import Role, role_of, set_offload
+from graph_trainer.core.graph.host_copies import WAIT_COPY
+from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
+from graph_trainer.testing import become
+from tests.unit.core.capture.steps import batch
+from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
+from tests.unit.graphs import GATHER, Decoder
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+class Seen:
+    """What a second compilation partitioned."""
+
+    def __init__(self):
+        self.graphs = []
+
+    def __call__(self, forward, backward):
+        self.graphs.append((forward, backward))
+
+    def counts(self):
+        """Gathers in forward and in backward, and bytes saved beside inputs."""
+        ((forward, backward),) = self.graphs
+        taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
+        returned = forward.graph.output_node().all_input_nodes
+        saved = [n for n in returned if n.name in taken]
+        return gathers(forward), gathers(backward), bytes_kept(forward.graph, saved)
+
+
+def gathers(module):
+    found = [n for n in module.graph.nodes if n.target is GATHER]
+    assert all(role_of(n) is Role.UNSHARD for n in found)
+    return len(found)
+
+
+def counts_of(step):
+    halves = step.halves
+    both = (gathers(half.graph_module) for half in (halves.forward, halves.backward))
+    return *both, halves.saved_bytes()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_bits_are_eagers_with_an_eager_compiler(name):
+    become(0, 1)
+    build, loss_fn, args = MODELS[name]
+    torch.manual_seed(0)
+    model, other = build(), build()
+    other.load_state_dict(model.state_dict())
+    step = torch.compile(partitioned(model, args, loss_fn), backend=gt.backend("eager"))
+    for number in range(3):
+        found = []
+        for each, call in ((model, step), (other, lambda *a: loss_fn(other, *a))):
+            torch.manual_seed(number)
+            loss = call(*args)
+            (loss * 1.5).backward()
+            state = {n: b.clone() for n, b in each.named_buffers()}
+            found.append((loss.detach(), gradients(each), state, torch.get_rng_state()))
+        torch.testing.assert_close(*found, rtol=0, atol=0, check_stride=True)
+
+
+def decoder(**config):
+    """A decoder on one of four fake ranks, and a batch."""
+    torch.manual_seed(0)
+    become(0, 4)
+    model = gt.simple_fsdp(Decoder(layers=3), init_device_mesh("cpu", (4,)))
+    args = (torch.zeros(2, 3, dtype=torch.int64),)
+    return partitioned(model, args, lambda m, x: m(x).square().mean(), **config), args
+
+
+POLICIES = (
+    {"reshard_after_forward": "always"},
+    {"reshard_after_forward": "default"},
+    {"reshard_after_forward": "never"},
+    {"reshard_after_forward": "always", "activation_policy": "full"},
+    {"reshard_after_forward": "always", "activation_policy": "selective"},
+)
+
+
+@pytest.mark.parametrize("config", POLICIES)
+def test_the_second_compilation_decides_as_the_first(config):
+    step, args = decoder(**config)
+    seen = Seen()
+    torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
+    assert seen.counts() == counts_of(step)
+    order = [[n.target for n in g.graph.nodes if "c10d" in str(n.target)] for g in seen.graphs[0]]
+    halves = (step.halves.forward, step.halves.backward)
+    assert order == [[n.target for n in h.graph.nodes if "c10d" in str(n.target)] for h in halves]
+
+
+def test_what_is_offloaded_stays_in_host_memory_in_both():
+    """The copy is saved, and not the tensor; both compilations save as much."""
+
+    @gt.graph_pass(stage=gt.Stage.TAG, summary="Offload every relu")
+    def offload_relus(joint, options, context):
+        for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+            set_offload(node)
+
+    passes = {"passes": ["default", offload_relus]}
+    options = {"offload_activations": OffloadActivationsOptions(min_bytes=0)}
+    step, args = decoder(**passes, options=options)
+    plain, _ = decoder()
+    saved = [n.target for n in step.halves.saved()]
+    relus = [
+        each.count(torch.ops.aten.relu.default)
+        for each in (saved, [n.target for n in plain.halves.saved()])
+    ]
+    assert saved.count(WAIT_COPY) == relus[1] - relus[0] > 0
+    assert step.halves.saved_bytes() < plain.halves.saved_bytes()
+    seen = Seen()
+    torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
+    assert seen.counts() == counts_of(step)
+
+
+def test_without_our_partitioner_it_decides_otherwise(monkeypatch):
+    from graph_trainer.core.partition import backend as room
+    from graph_trainer.core.torch_private_compile import standard_partition
+
+    monkeypatch.setattr(room, "partition_again", standard_partition)
+    step, args = decoder(reshard_after_forward="always")
+    seen = Seen()
+    torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
+    (_, gathered_again, saved), wanted = seen.counts(), counts_of(step)
+    assert gathered_again == 0 < wanted[1]
+    assert saved > 1.5 * wanted[2]
+
+
+def test_without_gradients_nothing_is_partitioned():
+    step, args = decoder(reshard_after_forward="always")
+    seen = Seen()
+    compiled = torch.compile(step, backend=gt.backend("eager", on_partition=seen))
+    with torch.no_grad():
+        loss = compiled(*args)
+        assert not loss.requires_grad
+    assert seen.graphs == []
+
+
+def test_a_batch_of_another_shape_is_refused_as_without_torch_compile():
+    become(0, 1)
+    model = net()
+    step = torch.compile(partitioned(model, batch()), backend=gt.backend("eager"))
+    with pytest.raises(gt.CaptureError, match="the graph was captured with"):
+        step(*batch(5))
+
+
+def test_a_module_that_is_not_partitioned_is_compiled_plainly_and_it_says_so_once(
+    caplog, monkeypatch
+):
+    become(0, 1)
+    compiler = gt.backend("eager")
+    x = torch.randn(2, 4)
+    with caplog.at_level(logging.WARNING):
+        for model in (nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 2), nn.Tanh())):
+            found = torch.compile(model, backend=compiler)(x)
+            assert torch.equal(found, model(x))
+            found.sum().backward()
+    assert [r.message for r in caplog.records if "gt.backend" in r.message] == [
+        "gt.backend: this module has no partitioned step, so it is compiled as by plain "
+        "torch.compile: give it gt.partition(joint)"
+    ]
+
+
+def test_a_compiler_that_does_not_exist_is_refused():
+    with pytest.raises(gt.ConfigError, match="did you mean 'inductor'"):
+        gt.backend("inducter")
+
+
+# --- Inductor -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings_seen(monkeypatch):
+    """Inductor's settings whenever it compiles a graph, which is then run as it is."""
+    import torch._inductor.compile_fx as inductor
+    from torch._inductor import config
+
+    seen = []
+    plain = inductor.compile_fx.__kwdefaults__ or {}
+    assert "inner_compile" not in plain  # by position, so that the module's name is not used
+    defaults = list(inductor.compile_fx.__defaults__)
+
+    def compile_nothing(module, inputs, **how):
+        is_backward = bool(how.get("is_backward"))
+        seen.append((is_backward, config.reorder_for_locality, config.custom_partitioner_fn))
+
+        def run(values):
+            given = list(values)
+            values.clear()
+            return list(module(*given))
+
+        run._boxed_call = True
+        return run
+
+    defaults[defaults.index(inductor.compile_fx_inner)] = compile_nothing
+    monkeypatch.setattr(inductor.compile_fx, "__defaults__", tuple(defaults))
+    monkeypatch.setattr(inductor, "compile_fx_inner", compile_nothing)
+    return seen
+
+
+def test_settings_hold_for_the_step_and_its_backward_and_for_nothing_else(settings_seen):
+    from torch._functorch import config
+
+    def compile_something_else():
+        torch.compiler.reset()
+        model = nn.Linear(4, 4)
+        torch.compile(model)(torch.randn(2, 4)).sum().backward()
+        found, settings_seen[:] = [*settings_seen], []
+        return found
+
+    before = compile_something_else()
+    assert before and all(locality and fn is None for _, locality, fn in before)
+    step, args = decoder(reshard_after_forward="always")
+    seen = Seen()
+    with config.patch(force_non_lazy_backward_lowering=False):
+        loss = torch.compile(step, backend=gt.backend(on_partition=seen))(*args)
+        assert [is_backward for is_backward, *_ in settings_seen] == [False]
+        loss.backward()
+    assert [is_backward for is_backward, *_ in settings_seen] == [False, True]
+    assert all(not locality and fn is not None for _, locality, fn in settings_seen)
+    assert seen.counts()[:2] == counts_of(step)[:2]
+    settings_seen.clear()
+    assert compile_something_else() == before

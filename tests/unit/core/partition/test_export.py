@@ -1,0 +1,142 @@
+"""ExportedStep: AOTAutograd's joint graph, changed and compiled in one order only."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+import graph_trainer as gt
+from graph_trainer.core.graph.annotations import set_recompute_policy
+from graph_trainer.testing import become
+from tests.unit.core.capture.steps import batch, squares
+from tests.unit.core.partition.test_step import gradients, net, partitioned
+from tests.unit.graphs import aten
+
+
+@pytest.fixture
+def step():
+    become(0, 1)
+    return partitioned(net(), batch())
+
+
+def through(exported):
+    exported.refresh()
+    exported.remove_unused_waits()
+
+
+@pytest.mark.parametrize("partition", ["tags", "min_cut"])
+def test_it_trains_with_eagers_bits(step, partition):
+    with gt.ExportedStep(step, *batch()) as exported:
+        exported.rewrite(lambda module: None)
+        exported.rewrite(lambda module: None)
+        through(exported)
+        compiled = exported.compile(partition=partition)
+    model, other = step.model, net()
+    losses = [compiled(*batch()), squares(other, *batch())]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0].detach(), losses[1].detach(), rtol=0, atol=0)
+    torch.testing.assert_close(gradients(model), gradients(other), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("partition", ["tags", "min_cut"])
+def test_tags_decide(step, partition):
+    """A matrix product is computed again where its tag says so."""
+    graphs = []
+
+    def products(policy):
+        def tag(module):
+            for node in module.graph.find_nodes(op="call_function", target=aten.addmm.default):
+                set_recompute_policy(node, policy)
+
+        def keep(module, inputs):
+            graphs.append(module)
+            return lambda values: module(*values)
+
+        with gt.ExportedStep(step, *batch()) as exported:
+            through(exported)
+            exported.tag(tag)
+            compiler = lambda m, i: torch._functorch.aot_autograd.make_boxed_func(keep(m, i))  # noqa: E731
+            exported.compile(partition=partition, compiler=compiler)
+        backward = graphs[-1]
+        return len(backward.graph.find_nodes(op="call_function", target=aten.addmm.default))
+
+    assert products(CheckpointPolicy.MUST_SAVE) == 0
+    assert products(CheckpointPolicy.MUST_RECOMPUTE) > 0
+
+
+def test_an_unused_wait_is_removed(step):
+    def rewrite(module):
+        x = module.graph.find_nodes(op="placeholder")[0]
+        with module.graph.inserting_before(next(iter(x.users))):
+            wait = module.graph.call_function(torch.ops._c10d_functional.wait_tensor.default, (x,))
+            gather = module.graph.call_function(
+                torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 1, "0")
+            )
+            again = module.graph.call_function(wait.target, (gather,))
+        wait.replace_all_uses_with(x)
+        for node in (wait, gather, again):
+            node.meta["val"] = x.meta["val"]
+        module.graph.erase_node(wait)
+
+    with gt.ExportedStep(step, *batch()) as exported:
+        exported.rewrite(rewrite)
+        exported.refresh()
+        assert "wait_tensor" in str(exported.graph_module.graph)
+        exported.remove_unused_waits()
+        assert "_c10d_functional" not in str(exported.graph_module.graph)
+
+
+def nested(module):
+    output = module.graph.output_node()
+    first, *rest = output.args[0]
+    output.args = ([(first,), *rest],)
+
+
+def too_few(module):
+    output = module.graph.output_node()
+    output.args = (list(output.args[0])[:-1],)
+
+
+def one_more(module):
+    last = module.graph.find_nodes(op="placeholder")[-1]
+    with module.graph.inserting_after(last):
+        module.graph.placeholder("more")
+
+
+def swapped(module):
+    first, second = module.graph.find_nodes(op="placeholder")[:2]
+    second.append(first)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "message"),
+    [
+        (nested, r"returns the nested \(.*\) where the flat descriptor is PlainAOTOutput\(idx=0\)"),
+        (too_few, "returns .* values and has .* descriptors of outputs"),
+        (one_more, "input 'more' of the exported graph has no descriptor"),
+        (swapped, r"no input for the descriptor PlainAOTInput\(idx=0\)"),
+    ],
+)
+def test_a_graph_that_does_not_fit_its_descriptors_is_refused(step, rewrite, message):
+    with gt.ExportedStep(step, *batch()) as exported:
+        exported.rewrite(rewrite)
+        with pytest.raises(gt.PassError, match=message):
+            exported.refresh()
+
+
+def test_the_order_is_enforced(step):
+    with gt.ExportedStep(step, *batch()) as exported:
+        with pytest.raises(gt.PassError, match="TAG needs REMOVE_WAITS before it"):
+            exported.tag(lambda module: None)
+        with pytest.raises(gt.PassError, match="REMOVE_WAITS needs REFRESH before it"):
+            exported.remove_unused_waits()
+        exported.refresh()
+        with pytest.raises(gt.PassError, match="at REFRESH, after which REWRITE may not come"):
+            exported.rewrite(lambda module: None)
+        exported.remove_unused_waits()
+        with pytest.raises(gt.PassError, match="changes the structure of the exported graph"):
+            exported.tag(nested)
+        with pytest.raises(gt.PassError, match="partition is 'mincut'; it must be one of tags"):
+            exported.compile(partition="mincut")
+    with pytest.raises(gt.PassError, match="only within its context"):
+        exported.compile()
