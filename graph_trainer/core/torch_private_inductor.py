@@ -35,12 +35,15 @@ def compile_with_inductor(
     """Inductor on a graph that has its backward already, as a function of a boxed list.
 
     torch._inductor.compile is the documented way in for an FX graph; the settings are private
-    names of its configuration. torch 2.13 to 2.15.
+    names of its configuration. AOTAutograd would act on recompute tags once more, which
+    `rematerialize` has acted on, and refuses them on attention. torch 2.13 to 2.15.
     """
+    import torch._functorch.config as functorch_config
     import torch._inductor
     import torch._inductor.config as inductor_config
 
-    with inductor_config.patch(SETTINGS_IN_ORDER), waits_for_copies_in_place():
+    once = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
+    with inductor_config.patch(SETTINGS_IN_ORDER), once, waits_for_copies_in_place():
         compiled = torch._inductor.compile(module, list(examples))
 
     def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:

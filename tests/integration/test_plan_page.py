@@ -31,10 +31,8 @@ HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
 MOST_BYTES = 15e6
 
 
-# policy, limit, peak, reserved, seconds of a step
 CURVE = (
     CurvePoint("none", None, 60 * MIB, 64 * MIB, 0.003),
-    CurvePoint("full", None, 20 * MIB, 24 * MIB, 0.005),
     CurvePoint("budget", 50 * MIB, 49 * MIB, 52 * MIB, 0.0031),
     CurvePoint("budget", 25 * MIB, 24 * MIB, 28 * MIB, 0.004),
 )
@@ -153,7 +151,7 @@ def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
 def test_the_memory_curve_is_drawn_with_its_points(browser):
     line, points = drawn(browser, "curve")
     assert line["x"] == [24, 49] and line["y"] == pytest.approx([4, 3.1])
-    assert points["x"] == [60, 20] and browser.texts("#curve .textpoint") == ["none", "full"]
+    assert points["x"] == [60] and browser.texts("#curve .textpoint") == ["none"]
 
 
 def test_memory_is_drawn_as_it_was_simulated(browser, plan):
