@@ -10,6 +10,7 @@ from typing import Any
 from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.plan import Advice, LoadConfig, Plan, make_plan
@@ -21,7 +22,8 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
 
     A change is estimated from the first three and the first five layers of the model, so that
     this takes seconds for a model of any depth: memory at every node, and time, grow linearly
-    with the number of layers.
+    with the number of layers. Where a limit or a table decides what is kept, in blocks that a
+    shallow model lacks, only a lower limit is tried, on the whole model.
 
     Args:
         plan: the plan of a run that does not fit.
@@ -32,6 +34,8 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         the changes that need less memory, the one that needs least first, without those that
         the config excludes.
     """
+    if plan.memory_table is not None:
+        return _with_a_lower_limit(plan, load, on_progress)
     on_progress("estimating from a few layers")
     peak, speed = estimate(load(()), plan)
     found = []
@@ -46,6 +50,23 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
             tokens = plan.tokens_per_second_per_gpu * new_speed / speed
             found.append(Advice(flags, needs, tokens, needs <= plan.hardware.usable_bytes))
     return sorted(found, key=lambda a: a.reserved_bytes)
+
+
+def _with_a_lower_limit(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
+    """Plan the run within what the allocator's gaps leave of the device."""
+    limit = 0.98 * plan.hardware.usable_bytes * plan.peak_bytes / plan.reserved_bytes
+    flags = ("--compile.memory_limit_gib", f"{limit / GIB:.4g}")
+    on_progress(f"trying {' '.join(flags)}")
+    try:
+        found = make_plan(
+            load(flags), plan.world_size, plan.hardware, rank=plan.rank, every_pass=False
+        )
+    except GraphTrainerError:  # nothing can be done within it
+        return []
+    if found.reserved_bytes >= plan.reserved_bytes:  # a table that no limit changes
+        return []
+    tokens = found.tokens_per_second_per_gpu
+    return [Advice(flags, found.reserved_bytes, tokens, found.fits)]
 
 
 # with fewer layers the ends of a step take up too much of what a schedule may spend

@@ -8,7 +8,9 @@ from rich.console import Console
 
 from graph_trainer.cli import plan as command
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.advice import advise
 from graph_trainer.planner.memory_curve import memory_curve
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.report import plan_report
@@ -52,6 +54,26 @@ def test_the_report_has_the_table(plan):
     assert [row.key for row in plan.memory_table.rows] == [
         (row["module"], row["op"], row["nth"]) for row in rows
     ]
+
+
+def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
+    usable = 0.9 * plan.reserved_bytes / GIB
+    little = replace(plan.hardware, memory_gib=plan.hardware.memory_reserved_gib + usable)
+    tried = []
+
+    def load(flags):
+        tried.append(flags)
+        config = load_config(["--training.seq_len", "64", *BUDGET, *flags], world_size=4)
+        config.model_spec.model.layers = config.model_spec.model.layers[:3]
+        return config
+
+    found = advise(replace(plan, hardware=little), load, lambda line: None)
+    (advice,) = found
+    assert advice.flags == (
+        "--compile.memory_limit_gib",
+        f"{0.98 * 0.9 * plan.peak_bytes / GIB:.4g}",
+    )
+    assert [advice.flags] == tried and advice.reserved_bytes < plan.reserved_bytes
 
 
 @pytest.mark.parametrize(
