@@ -104,10 +104,13 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
 
 
 def test_every_flag_and_key_in_the_text_is_one():
+    from graph_trainer.titan.activation_policies import POLICIES
     from graph_trainer.titan.config.fields import settable_keys
     from graph_trainer.titan.config.load import load_config
 
     keys = set(settable_keys(load_config(["--loss.type", "chunked_cross_entropy"])))
+    for policy in POLICIES.values():
+        keys |= set(settable_keys(load_config(["--activation_checkpoint.type", policy])))
     keys |= {f"{key.rpartition('.')[0]}.type" for key in keys if "." in key}
     ours = [code for code in INLINE if not code.startswith("docker ")]
     flags = {f for code in ours for f in re.findall(r"--([a-z][\w.-]*)", code)}

@@ -90,7 +90,8 @@ def _reload(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
     return _start(copy, stored, copy.device)
 
 
-def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+def complete_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """Return `copy` when what follows on the current stream may read it: the op `wait_copy`."""
     device = copy.device if copy.is_cuda else source.device
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_event(getattr(copy, _EVENT))
@@ -98,13 +99,13 @@ def _wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 
 def _wait_copy_in_place(copy: torch.Tensor, source: torch.Tensor) -> None:
-    _wait_copy(copy, source)
+    complete_copy(copy, source)
 
 
 for _name, _function in (
     ("offload", _offload),
     ("reload", _reload),
-    ("wait_copy", _wait_copy),
+    ("wait_copy", complete_copy),
     ("wait_copy_", _wait_copy_in_place),
 ):
     _library.impl(_name, _function, "CompositeExplicitAutograd")
