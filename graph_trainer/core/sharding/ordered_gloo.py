@@ -9,19 +9,19 @@ ranks' numbers in the order of the ranks, whichever bucket they travel in.
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from datetime import timedelta
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+from graph_trainer.core.sharding.second_rounds import EXIT_SECONDS, SecondRounds
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.core.torch_private_groups import gloo_with_one_thread, take_timeout
 from graph_trainer.errors import ConfigError
@@ -84,7 +84,9 @@ class OrderedGloo(_Base):
             gloo_with_one_thread(dist.PrefixStore(name, store), rank, size, timeout)
             for name in ("first", "second")
         )
-        self._second_rounds: _SecondRounds | None = None
+        self._second_rounds: SecondRounds | None = None
+        self._held: dict[int, list[weakref.ref[torch.Tensor]]] = {}
+        weakref.finalize(self, _wait_until_dropped, self._held)
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, self._gloo)
 
     # C++ calls the coalesced collectives, Python the others, and fake tensors take torch's own
@@ -167,7 +169,7 @@ class OrderedGloo(_Base):
     def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
         _check("all-gather", whole=output, part=tensor, ranks=self.size())
         sent = tensor.reshape(1, -1).repeat(self.size(), 1)
-        return _exchange(self._gloo, output, sent), lambda: _free(sent)
+        return self._exchange(self._gloo, output, sent), lambda: _free(sent)
 
     def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Started:
         _check("reduce-scatter", whole=tensor, part=output, ranks=self.size())
@@ -178,7 +180,7 @@ class OrderedGloo(_Base):
             reduce(received.view(self.size(), -1), output.view(-1))
             _free(received)
 
-        return _exchange(self._gloo, received, tensor.contiguous()), finish
+        return self._exchange(self._gloo, received, tensor.contiguous()), finish
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Started:
         reduce, size = _reduction(op, self.size()), self.size()
@@ -197,79 +199,57 @@ class OrderedGloo(_Base):
                 reduce(received, flat)
                 put_back(sent, received)
 
-            return _exchange(self._gloo, received, sent), finish
+            return self._exchange(self._gloo, received, sent), finish
 
         # Each rank reduces one part of the tensor, and then all gather the parts.
         parts = flat.tensor_split(size)
         mine = parts[self.rank()]
         sizes, sizes_of_mine = [len(part) for part in parts], [len(mine)] * size
         gathered = flat.new_empty(size, len(mine))
-        first = _exchange(self._gloo, gathered, flat, sizes_of_mine, sizes)
+        first = self._exchange(self._gloo, gathered, flat, sizes_of_mine, sizes)
 
         def start_second() -> dist.Work:
             first.wait()
             reduce(gathered, mine)
             gathered.copy_(mine.expand_as(gathered))
             take_timeout(self._second_gloo, self._gloo)
-            return _exchange(self._second_gloo, flat, gathered, sizes, sizes_of_mine)
+            return self._exchange(self._second_gloo, flat, gathered, sizes, sizes_of_mine)
 
         if self._second_rounds is None:
-            self._second_rounds = _SecondRounds()
+            self._second_rounds = SecondRounds()
         return self._second_rounds.start(start_second), lambda: put_back(gathered)
 
+    def _exchange(
+        self,
+        gloo: Any,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        received_sizes: list[int] | None = None,
+        sent_sizes: list[int] | None = None,
+    ) -> dist.Work:
+        """Start an all-to-all of bytes, equal parts unless the elements of each are given.
 
-class _SecondRounds:
-    """The thread that starts the second rounds of a group, in the order of the first ones.
-
-    It does not depend on who waits for what: ranks may wait for their collectives in different
-    orders, in several threads, or for something else altogether.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None]
-        self._waiting = queue.SimpleQueue()
-        # not joined at exit: it may wait for a rank that has gone
-        threading.Thread(target=_start_each, args=(self._waiting,), daemon=True).start()
-        weakref.finalize(self, self._waiting.put, None).atexit = False
-
-    def start(self, start: Callable[[], dist.Work]) -> _SecondRound:
-        found = _SecondRound()
-        self._waiting.put((start, found.started))
-        return found
-
-
-def _start_each(
-    waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None],
-) -> None:
-    while (item := waiting.get()) is not None:
-        start, started = item
-        try:
-            with torch.inference_mode():
-                started.set_result(start())
-        except BaseException as error:
-            started.set_exception(error)
-        del item, start, started  # or they would live until the next collective
+        gloo moves bytes of every dtype alike, and knows fewer dtypes than torch.
+        """
+        width = sent.itemsize
+        equal = [sent.numel() // gloo.size()] * gloo.size()
+        views = [each.view(-1).view(torch.uint8) for each in (received, sent)]
+        work = gloo.alltoall_base(
+            *views,
+            [width * n for n in received_sizes or equal],
+            [width * n for n in sent_sizes or equal],
+            dist.AllToAllOptions(),
+        )
+        # its thread has dropped what came before
+        self._held[id(gloo)] = [weakref.ref(each) for each in views]
+        return work
 
 
-class _SecondRound:
-    """The second round of an all-reduce, which starts once the first one is over."""
-
-    def __init__(self) -> None:
-        self.started: Future[dist.Work] = Future()
-
-    def wait(self, timeout: timedelta) -> None:
-        start = time.monotonic()
-        try:
-            work = self.started.result(timeout.total_seconds() or None)
-        except TimeoutError:
-            raise RuntimeError(f"Timed out: an all-reduce took longer than {timeout}") from None
-        left = timeout - timedelta(seconds=time.monotonic() - start)
-        work.wait(max(left, timedelta(milliseconds=1)) if timeout else timeout)
-
-    def is_completed(self) -> bool:
-        if not self.started.done():
-            return False
-        return self.started.exception() is not None or self.started.result().is_completed()
+def _wait_until_dropped(held: dict[int, list[weakref.ref[torch.Tensor]]]) -> None:
+    """Wait at exit until gloo's threads have freed what they were given."""
+    end = time.monotonic() + EXIT_SECONDS
+    while any(each() is not None for each in chain(*held.values())) and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 class _Work(dist.Work):
@@ -334,28 +314,6 @@ def _check(name: str, *, whole: torch.Tensor, part: torch.Tensor, ranks: int) ->
             f"{name} over {ranks} ranks: {whole.dtype} {tuple(whole.shape)} is not {ranks} times "
             f"{part.dtype} {tuple(part.shape)}"
         )
-
-
-def _exchange(
-    gloo: Any,
-    received: torch.Tensor,
-    sent: torch.Tensor,
-    received_sizes: list[int] | None = None,
-    sent_sizes: list[int] | None = None,
-) -> dist.Work:
-    """Start an all-to-all of bytes, equal parts unless the elements of each are given.
-
-    gloo moves bytes of every dtype alike, and knows fewer dtypes than torch.
-    """
-    width = sent.itemsize
-    equal = [sent.numel() // gloo.size()] * gloo.size()
-    return gloo.alltoall_base(
-        received.view(-1).view(torch.uint8),
-        sent.view(-1).view(torch.uint8),
-        [width * n for n in received_sizes or equal],
-        [width * n for n in sent_sizes or equal],
-        dist.AllToAllOptions(),
-    )
 
 
 def _free(*scratch: torch.Tensor) -> None:

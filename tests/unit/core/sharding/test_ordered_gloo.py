@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -18,7 +21,8 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from graph_trainer.core.sharding import ordered_gloo
-from graph_trainer.core.sharding.ordered_gloo import OrderedGloo, _SecondRound
+from graph_trainer.core.sharding.ordered_gloo import OrderedGloo, _wait_until_dropped
+from graph_trainer.core.sharding.second_rounds import EXIT_SECONDS, _SecondRound
 from graph_trainer.errors import ConfigError
 from tests.examples import examples
 
@@ -313,3 +317,43 @@ def test_tensors_that_do_not_fit_are_refused_before_anything_is_sent():
             group.all_gather_single(torch.empty(4), torch.ones(4, dtype=torch.float64))
 
     on_ranks(1, run)
+
+
+def test_at_exit_a_thread_that_still_holds_a_tensor_is_waited_for_but_not_for_ever():
+    """It would free it when the interpreter has gone, which aborts the process."""
+
+    def run(group, rank):
+        tensor = torch.ones(4099)
+        group.allreduce([tensor]).wait()
+        _wait_until_dropped(group._held)
+        rounds = [group._gloo, group._second_gloo]
+        assert set(group._held) == {id(each) for each in rounds}
+        assert all(each() is None for held in group._held.values() for each in held)
+
+    on_ranks(2, run)
+    held = [torch.ones(1)]
+    refs = {0: [weakref.ref(held[0])]}
+    timer = threading.Timer(0.2, held.clear)
+    start = time.monotonic()
+    timer.start()
+    _wait_until_dropped(refs)
+    assert not held and 0.2 <= time.monotonic() - start < EXIT_SECONDS
+    held.append(torch.ones(1))
+    start = time.monotonic()
+    _wait_until_dropped({0: [weakref.ref(held[0])]})
+    assert EXIT_SECONDS <= time.monotonic() - start < 2 * EXIT_SECONDS
+
+
+def test_the_thread_of_second_rounds_ends_before_the_interpreter():
+    code = """
+import atexit, threading
+atexit.register(lambda: print([t.name for t in threading.enumerate()]))  # the last one
+import torch, torch.distributed as dist
+import graph_trainer as gt
+dist.init_process_group(gt.cpu_backend(), store=dist.HashStore(), rank=0, world_size=1)
+dist.all_reduce(torch.ones(4099))
+group = dist.group.WORLD  # lives as long as the interpreter
+assert len(threading.enumerate()) == 2
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "['MainThread']\n", done.stderr
