@@ -21,6 +21,10 @@ class PassError(GraphTrainerError):
     """A pass list that makes no sense, or a pass that failed."""
 
 
+class MemoryLimitError(PassError):
+    """A step that needs more memory than it may."""
+
+
 class VerificationError(GraphTrainerError):
     """A graph that breaks a contract, or ranks whose graphs do not agree."""
 

@@ -8,6 +8,7 @@ from typing import TypeVar
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.context import AllReduceMax, fingerprint
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.planner.console import OnProgress
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ def decided_by(joint: JointGraph) -> Passes:
     for name, decision in joint.decisions.items():
         if isinstance(decision, Mapping):  # MiB of a bucket by process group
             found.append((name, *sorted(decision.items())))
+        elif isinstance(decision, MemoryTable):
+            found.append((name, decision))
     moved = [n.name for n in joint.graph.nodes if is_collective(n) or is_wait(n)]
     return (*found, fingerprint(moved))
 
@@ -56,8 +59,7 @@ def as_agreed(
         maxima.append(max(unknown))
         on_progress(
             "The ranks decide otherwise alone: once more, as they would agree on the "
-            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}, "
-            f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
+            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}"
         )
 
 

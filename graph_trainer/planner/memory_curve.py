@@ -11,7 +11,7 @@ from graph_trainer.core.passes.context import ActivationPolicy, one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import PassError
+from graph_trainer.errors import MemoryLimitError
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import CurvePoint, Plan
@@ -37,7 +37,11 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[CurvePoint]:
     points = []
     for policy in _FIXED:
         on_progress(f"the policy {policy}")
-        points.append(_point(plan, joint, replace(passes, activation_policy=policy)))
+        # nothing is planned without a limit
+        auto = passes.reshard_after_forward == "auto"
+        reshard = "default" if auto else passes.reshard_after_forward
+        fixed = replace(passes, activation_policy=policy, reshard_after_forward=reshard)
+        points.append(_point(plan, joint, fixed))
     least, most = (chosen(point.peak_bytes for point in points) for chosen in (min, max))
     for limit in _limits(least, most):
         on_progress(f"a limit of {gib(limit)} GiB")
@@ -49,7 +53,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[CurvePoint]:
         )
         try:
             points.append(_point(plan, joint, limited))
-        except PassError:  # gathered ahead, merged: a little more than the policy "full" needs
+        except MemoryLimitError:  # gathered ahead, merged: a little more than "full" needs
             continue
     return points
 

@@ -104,7 +104,8 @@ class Plan:
     @property
     def memory_table(self) -> MemoryTable | None:
         """What backward keeps, by block and op; None where no budget or file decides that."""
-        return self.simulation.joint.decisions.get(plan_memory.name)
+        table: MemoryTable | None = self.simulation.joint.decisions.get(plan_memory.name)
+        return table if table is not None and table.rows else None
 
     @property
     def step_seconds(self) -> float:

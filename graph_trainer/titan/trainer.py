@@ -30,6 +30,7 @@ from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_hardware
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import CollectiveError, NotFiniteError
+from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
@@ -107,10 +108,15 @@ class GraphTrainer(Trainer):
 
     def _reported(self, joint: JointGraph, report: Report) -> None:
         table = joint.decisions.get(plan_memory.name)
-        if table is not None and dist.get_rank() == 0:
+        planned = isinstance(self.config.activation_checkpoint, BudgetAC.Config)
+        if table is not None and planned and dist.get_rank() == 0:
             path = Path(self.config.dump_folder) / MEMORY_TABLE
-            path.write_text(table.to_toml(), encoding="utf-8")
-            logger.info(f"What backward keeps, by block and op: {path}")
+            try:
+                path.write_text(table.to_toml(), encoding="utf-8")
+            except OSError as error:  # the run needs no such file
+                logger.warning(f"What backward keeps cannot be written to {path}: {error}")
+            else:
+                logger.info(f"What backward keeps, by block and op: {path}")
         self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:

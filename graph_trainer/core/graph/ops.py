@@ -127,6 +127,8 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if schema is None:
         operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
         return operands if any(_writes_its_inputs(m.graph) for m in subgraphs(node)) else []
+    if not may_write(node.target):
+        return []
     return argument_nodes(written_values(schema, node.args, node.kwargs))
 
 
@@ -270,23 +272,30 @@ def _shared_inputs(node: fx.Node) -> list[_Shared]:
     schema = schema_of(node)
     if schema is None:
         return []
-    shared = [_shared_argument(node, schema, entry.alias_info) for entry in schema.returns]
+    values = [name and argument(node, name) for name in _shared_names(node.target)]
+    shared: list[_Shared] = [v if isinstance(v, fx.Node | list | tuple) else None for v in values]  # type: ignore[misc]
     if schema.name in _MAY_COPY and isinstance(shared[0], fx.Node) and _copies(node, shared[0]):
         return [None]
     return shared
 
 
-def _shared_argument(node: fx.Node, schema: torch.FunctionSchema, result: Any) -> _Shared:
+@functools.cache
+def _shared_names(target: Any) -> list[str | None]:
+    """List, for each result in an op's schema, the argument whose storage it shares."""
+    schema = target._schema
+    return [_shared_name(schema, entry.alias_info) for entry in schema.returns]
+
+
+def _shared_name(schema: torch.FunctionSchema, result: Any) -> str | None:
     if result is None:
         return None
     for entry in schema.arguments:
         info = entry.alias_info
-        if info is None:
-            continue
         # a schema writes a list of views of one argument, as split returns, as (a -> *)
-        if info.before_set & result.before_set or (not result.before_set and "*" in info.after_set):
-            value = argument(node, entry.name)
-            return value if isinstance(value, fx.Node | list | tuple) else None  # type: ignore[return-value]
+        if info is not None and (
+            info.before_set & result.before_set or (not result.before_set and "*" in info.after_set)
+        ):
+            return str(entry.name)
     return None
 
 

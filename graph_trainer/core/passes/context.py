@@ -99,6 +99,29 @@ class RunSettings:
                 f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
                 'more. To recompute nothing set activation_policy = "none"'
             )
+        if self.activation_policy == "file":
+            self._check_table()
+
+    def _check_table(self) -> None:
+        if not hasattr(self.memory_table, "parameters"):
+            raise PassError(
+                f'activation_policy is "file" and memory_table {self.memory_table!r}; give it a '
+                "MemoryTable: what a step under a limit left in joint.decisions, or one read from "
+                "a file"
+            )
+        decides, asked = self.memory_table.parameters is not None, self.reshard_after_forward
+        if decides and asked in ("always", "never"):
+            raise PassError(
+                "activation_checkpoint.path: the table says which parameters stay unsharded, and "
+                f'fsdp_reshard_after_forward = "{asked}" says so too: set it to "default", or take '
+                "keep_unsharded out of the table"
+            )
+        if not decides and asked == "auto":
+            raise PassError(
+                'activation_checkpoint.path: fsdp_reshard_after_forward = "auto" and the table has '
+                'no keep_unsharded: set it to "default", "always" or "never", or let '
+                'activation_checkpoint.type = "budget" decide about both'
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

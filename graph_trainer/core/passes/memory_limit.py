@@ -13,7 +13,7 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import PassError
+from graph_trainer.errors import MemoryLimitError, PassError
 
 KEY = "compile.memory_limit_gib"
 
@@ -112,11 +112,12 @@ class Budget:
             raised: by optional pass that was kept, the bytes by which it raised the peak.
 
         Raises:
-            PassError: it does, on every rank alike, with what the memory is for and what helps.
+            MemoryLimitError: it does, on every rank alike, with what the memory is for and what
+                helps.
         """
         if self.is_over(joint):
             needs = f"{gib(self.peak(joint))} GiB at its predicted peak on the rank that needs most"
-            raise PassError(
+            raise MemoryLimitError(
                 f"{KEY} = {self._limit:g}: the step needs {needs}. This rank: "
                 f"{self._advice(joint, report, raised, f'Raise {KEY}, or set')}"
             )
@@ -129,7 +130,7 @@ class Budget:
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
             needs = self._advice(joint, report, raised, f"Take the risk with {KEY} = 0, or set")
-            raise PassError(
+            raise MemoryLimitError(
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {has}; it needs {needs}"
             )
@@ -143,7 +144,7 @@ class Budget:
         lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
-            raise PassError(
+            raise MemoryLimitError(
                 f"compile.offload_activations needs {gib(lack)} GiB more of host memory than there "
                 f"is on the rank that lacks most. This rank keeps {gib(need)} GiB of activations "
                 f"there and has {has}. Offload less: compile.offload_activations.block_inputs = "

@@ -165,7 +165,9 @@ class _Checks:
                 'it acts on a captured step, and compile.mode is "eager"',
                 'Set compile.mode = "aot_fx_trace", or the type "selective", "full" or "layers".',
             )
-        plans = isinstance(section, BudgetAC.Config) or auto
+        plans = (
+            isinstance(section, BudgetAC.Config) or auto and not isinstance(section, FileAC.Config)
+        )
         if compile_config.mode != "eager" and plans and not compile_config.memory_limit_gib:
             what = "parallelism.fsdp_reshard_after_forward" if auto else key
             raise bad_value(

@@ -86,7 +86,8 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
             results = [n for n in group if is_getitem(n)] or [head]
             made = {s for n in results for s in storages_in(storages[n]) if s[0] is head}
             tag = recompute_policy(head)
-            kept = not border.isdisjoint(made) or tag is CheckpointPolicy.MUST_SAVE
+            # a user's tags win, and rematerialization acts on one alone
+            kept = tag not in (None, CheckpointPolicy.MUST_RECOMPUTE) or not border.isdisjoint(made)
             again = not kept and _may_run_again(group, writes)
             read = {number[i] for n in group for i in n.all_input_nodes if i in number}
             module = (module_of(head) or "").removeprefix(name).removeprefix(".")

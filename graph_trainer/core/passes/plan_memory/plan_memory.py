@@ -18,15 +18,14 @@ from graph_trainer.core.graph.ops import storages_in, value_storages
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks, fingerprint
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, Op, blocks_of
 from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier
 from graph_trainer.core.passes.plan_memory.table import MemoryTable, tag_blocks, tag_parameters
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import PassError
-
-KEY = "compile.memory_limit_gib"
+from graph_trainer.errors import MemoryLimitError, PassError
 
 _RESERVE = 0.02
 """The part of the limit that is left to passes that run later, for what they gather ahead."""
@@ -34,8 +33,8 @@ _RESERVE = 0.02
 _ROUNDS = 5
 """How many plans are tried where those passes add more than that."""
 
-_FEWER = (0.75, 0.5, 0.25)
-"""Parts of all bytes that are a choice, with which a step is tried too where compute waits."""
+_FEWER = 0.5
+"""The part of all bytes that are a choice with which a step is tried too where compute waits."""
 
 _WORTH_TRYING = 0.01
 """From which part of the step on that compute waits."""
@@ -62,7 +61,7 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
     Under the policy "file" the tags are those of `context.memory_table`; so they are for a graph of
     a later batch, which follows the first. Tags that are there already win. The table is left in
-    `joint.decisions`.
+    `joint.decisions`. A graph without backward keeps nothing, and is left alone.
 
     Relies on phases, modules and FSDP roles. Guarantees the same plan on every rank. Changes
     metadata only. n log n in nodes, but for the solver, which sees one block of a kind.
@@ -76,12 +75,12 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     table: MemoryTable | None = context.decided
     if context.activation_policy == "file" and table is None:
         table = context.memory_table
-    if not (budget or auto) and table is None:
+    if not joint.signature.backward or not (budget or auto) and table is None:
         return
     if context.hardware is None:
         found = detect_on_all_ranks(joint, context.all_reduce_max)
         context = replace(context, hardware=found.hardware)
-    blocks = blocks_of(joint, context) if budget or table is not None else []
+    blocks = blocks_of(joint, context) if context.activation_policy in ("budget", "file") else []
     chains = [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
     if table is None:
         if not context.memory_limit_gib:
@@ -130,11 +129,11 @@ class _Planner:
         chains: Sequence[UnshardChain],
     ) -> None:
         self._joint, self._context = joint, context
-        self._blocks = _agreed(blocks, context)
+        self._blocks, parameters = _agreed(blocks, _parameters(joint, chains, context), context)
         self._decides_parameters = bool(chains)
         solved = {ops: frontier(ops) for ops in dict.fromkeys(b.ops for b in self._blocks)}
         items = [_Item(b.name, solved[b.ops], b.ops) for b in self._blocks]
-        items += _parameters(joint, chains, context)
+        items += parameters
         self._items = items
         # of equals the last block first: backward frees it first
         corners = sorted(
@@ -156,6 +155,12 @@ class _Planner:
             start = self._bytes[-1] - low.bytes
             self._steps += [(-place, choice) for choice in parts[key]]
             self._bytes += [start + choice.bytes for choice in parts[key]]
+        plan = [(place, c.bytes, c.nanoseconds, sorted(c.saved)) for place, c in self._steps]
+        if not context.same_on_all_ranks(fingerprint(plan)):
+            raise PassError(
+                "the ranks' solvers found unlike plans of memory: install the same scipy on every "
+                'host, or use an activation_checkpoint.type such as "selective" or "full"'
+            )
         self._peaks: dict[int, int] = {}
         self._steps_simulated: dict[int, _Step] = {}
 
@@ -167,7 +172,7 @@ class _Planner:
         """
         limit = int(limit_gib * GIB)
         if self._peak(0) > limit:
-            raise PassError(self._infeasible(limit))
+            raise MemoryLimitError(self._infeasible(limit))
         target = max(int(limit * (1 - _RESERVE)), self._peak(0))
         number = self._last_within(target)
         best: int | None = None
@@ -190,7 +195,7 @@ class _Planner:
         """Return the number of steps whose peak is within a target when that of one more is not.
 
         Between a number that fits and one that does not, peaks are about linear in what is kept;
-        every third guess halves the interval, in case they are not.
+        every fourth guess halves the interval, in case they are not.
         """
         low, high = 0, len(self._steps)
         if self._peak(high) <= target:
@@ -202,7 +207,7 @@ class _Planner:
             share = (target - peak_low) / max(peak_high - peak_low, 1)
             wanted = self._bytes[low] + share * (self._bytes[high] - self._bytes[low])
             middle = next(n for n in range(low, high + 1) if self._bytes[n] >= wanted or n == high)
-            if guess % 3 == 2:
+            if guess % 4 == 3:
                 middle = (low + high) // 2
             middle = min(max(middle, low + 1), high - 1)
             if self._peak(middle) <= target:
@@ -238,19 +243,12 @@ class _Planner:
         Recomputation that runs while compute would wait for communication costs nothing. The
         fewer steps are the same for every limit.
         """
-        best = number
-        for part in _FEWER:
-            found = self._simulated(best)
-            kept = self._bytes[0] + part * (self._bytes[-1] - self._bytes[0])
-            fewer = bisect.bisect_right(self._bytes, kept) - 1
-            if fewer >= number:
-                continue
-            if found.waits < _WORTH_TRYING * found.nanoseconds:
-                break
-            if self._simulated(fewer).nanoseconds > found.nanoseconds:
-                break
-            best = fewer
-        return best
+        kept = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
+        fewer = bisect.bisect_right(self._bytes, kept) - 1
+        found = self._simulated(number)
+        if fewer >= number or found.waits < _WORTH_TRYING * found.nanoseconds:
+            return number
+        return fewer if self._simulated(fewer).nanoseconds <= found.nanoseconds else number
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
@@ -293,7 +291,7 @@ class _Planner:
         kept, most = self._bytes[number], self._bytes[-1]
         return (
             f"kept {gib(kept)} of {gib(most)} GiB that is a choice, the rest made again in "
-            f"{again:.1f} ms; predicted peak {gib(self._peak(number))} GiB of "
+            f"{again:.1f} ms; predicted peak {gib(self._simulated(number).peak)} GiB of "
             f"{gib(limit)}"
         )
 
@@ -353,29 +351,38 @@ def _parameters(
     return [item(name, several) for name, several in items.items()]
 
 
-def _agreed(blocks: Sequence[Block], context: PassContext) -> list[Block]:
-    """Give every rank the same costs: the largest of any rank, where they differ.
+def _agreed(
+    blocks: Sequence[Block], parameters: Sequence[_Item], context: PassContext
+) -> tuple[list[Block], list[_Item]]:
+    """Give every rank the same costs: where they differ, those of the rank with the largest sum.
 
     Raises:
         PassError: the ranks' blocks have unlike ops.
     """
-    shape = [(b.name, [(op.target, op.reads, op.is_needed, op.may_save) for op in b.ops])
-             for b in blocks]  # fmt: skip
-    if not context.same_on_all_ranks(fingerprint(shape)):
+    shape = [(b.name, [replace(op, bytes=0, nanoseconds=0) for op in b.ops]) for b in blocks]
+    choices = [(item.name, item.parameters, len(item.choices)) for item in parameters]
+    if not context.same_on_all_ranks(fingerprint((shape, choices))):
         raise PassError(
             "the ranks' blocks have unlike ops, so that no one plan of memory holds for all: use "
             'an activation_checkpoint.type such as "selective" or "full"'
         )
-    if context.same_on_all_ranks(fingerprint([b.ops for b in blocks])):
-        return list(blocks)
-    largest = context.all_reduce_max
-    return [
-        replace(
-            block,
-            ops=tuple(
-                replace(op, bytes=largest(op.bytes), nanoseconds=largest(op.nanoseconds))
-                for op in block.ops
-            ),
-        )
-        for block in blocks
-    ]
+    costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
+    costs += [n for item in parameters for c in item.choices for n in (c.bytes, c.nanoseconds)]
+    if context.same_on_all_ranks(fingerprint(costs)):
+        return list(blocks), list(parameters)
+    # one number with the costs as its digits, their sum first, so that one all-reduce will do
+    digits = b"".join(number.to_bytes(8, "big") for number in (sum(costs), *costs))
+    largest = context.all_reduce_max(int.from_bytes(digits, "big")).to_bytes(len(digits), "big")
+    agreed = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
+    return (
+        [
+            replace(b, ops=tuple(replace(op, bytes=next(agreed), nanoseconds=next(agreed))
+                                 for op in b.ops))
+            for b in blocks
+        ],
+        [
+            item._replace(choices=[Choice(next(agreed), next(agreed), c.saved)
+                                   for c in item.choices])
+            for item in parameters
+        ],
+    )  # fmt: skip

@@ -38,7 +38,7 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
     fastest = _solve(ops, mib=1.0, nanoseconds=0.0, most_nanoseconds=quickest.nanoseconds)
     found = [least]
 
-    def between(low: Choice, high: Choice) -> None:
+    def refine(low: Choice, high: Choice) -> None:
         """Add what is above `low`, up to `high`: a choice between lies below their line."""
         if high.bytes <= low.bytes or high.nanoseconds >= low.nanoseconds:
             return
@@ -49,12 +49,12 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
             return choice.nanoseconds + price * choice.bytes
 
         if value(middle) < value(low) - 1.0 and middle.saved not in (low.saved, high.saved):
-            between(low, middle)
-            between(middle, high)
+            refine(low, middle)
+            refine(middle, high)
         else:
             found.append(high)
 
-    between(least, fastest)
+    refine(least, fastest)
     return found
 
 
@@ -75,6 +75,8 @@ def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[
         fastest = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=most)
         if fastest.nanoseconds >= low.nanoseconds:
             break
+        if fastest.nanoseconds == found[-1].nanoseconds:
+            found.pop()  # kept something that costs nothing to make again
         found.append(fastest)
     return found[::-1]
 
@@ -140,7 +142,7 @@ def _solve(
     if result.status != 0:
         raise PassError(
             f"planning memory: the solver found no best choice for a block of {number} ops: "
-            f"{result.message}"
+            f"{result.message}. Use an activation_checkpoint.type such as 'selective' or 'full'"
         )
     return _what_is_used(ops, {i for i in range(number) if result.x[i] > 0.5})
 

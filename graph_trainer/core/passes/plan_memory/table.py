@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import ConfigError, PassError
 
-_RANGE = re.compile(r"^(.*?)(\d+)-(\d+)$")
+_BLOCK = re.compile(r"(?:.*\.)?\d+", re.DOTALL)
+_RANGE = re.compile(r"((?:.*\.)?)(0|[1-9]\d{0,4})-(0|[1-9]\d{0,4})", re.DOTALL)
 _HEADER = """\
 # What backward has of forward, by block and op. An op is kept in the blocks of `keep_in`; in others
 # it is freed after forward and computed again in backward, with what it takes to do so, if backward
@@ -100,11 +103,14 @@ class MemoryTable:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             hint = did_you_mean(wrong[0], [*names], ". Did you mean '{}'?")
             raise PassError(
-                f"the table of what to keep is of another model: this one has no "
-                f"{', '.join(wrong[:3])}{more}{hint}. Make a table for this model with "
+                f"activation_checkpoint.path: the table of what to keep is of another model: this "
+                f"one has no {', '.join(wrong[:3])}{more}{hint}. Make a table for this model with "
                 'activation_checkpoint.type = "budget"'
             )
-        keys = {name: {row.key for row in self.rows if name in row.keep_in} for name in names}
+        keys: dict[str, set[tuple[str, str, int]]] = {name: set() for name in names}
+        for row in self.rows:
+            for name in row.keep_in:
+                keys[name].add(row.key)
         return {
             block.name: {
                 number
@@ -122,8 +128,8 @@ class MemoryTable:
         for row in self.rows:
             lines += [
                 "[[activation]]",
-                f'module = "{row.module}"',
-                f'op = "{row.op}"',
+                f"module = {_string(row.module)}",
+                f"op = {_string(row.op)}",
                 f"nth = {row.nth}",
                 f"keep_in = {_strings(in_ranges(row.keep_in))}",
                 f"mib = {row.mib:.3f}",
@@ -141,13 +147,21 @@ class MemoryTable:
         Raises:
             ConfigError: a key or a value that a table does not have.
         """
-        entries = table.get("activation", [])
-        if set(table) - {"activation", "keep_unsharded"} or not isinstance(entries, list):
+        entries = table.get("activation")
+        _refuse_unknown(table, ("activation", "keep_unsharded"), where)
+        if not isinstance(entries, list) or not entries:
             raise ConfigError(
-                f"{where}: a table of what to keep has [[activation]] entries and keep_unsharded; "
-                f"found {', '.join(table)}"
+                f"{where}: activation is {entries!r}; a table of what to keep has [[activation]] "
+                'entries: take the file that a run with activation_checkpoint.type = "budget" wrote'
             )
         rows = tuple(_row(entry, number, where) for number, entry in enumerate(entries, start=1))
+        numbers: dict[tuple[str, str, int], int] = {}
+        for number, row in enumerate(rows, start=1):
+            if numbers.setdefault(row.key, number) != number:
+                raise ConfigError(
+                    f"{where}: [[activation]] number {number} is {_called(row)}, as number "
+                    f"{numbers[row.key]} is; take one of them out"
+                )
         kept = table.get("keep_unsharded")
         if kept is not None and not _is_strings(kept):
             raise ConfigError(f"{where}: keep_unsharded is {kept!r}; write a list of parameters")
@@ -177,8 +191,8 @@ def tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
     unknown = unsharded - {chain.parameter for chain in chains}
     if unknown:
         raise PassError(
-            f"keep_unsharded names {', '.join(sorted(unknown)[:3])}, which this model does not "
-            "gather: take it out of the table"
+            f"activation_checkpoint.path: keep_unsharded names {', '.join(sorted(unknown)[:3])}, "
+            "which this model does not gather: take it out of the table"
         )
     for chain in chains:
         keep = chain.parameter in unsharded
@@ -190,43 +204,67 @@ def tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
 
 def in_ranges(names: Sequence[str]) -> list[str]:
     """Write numbered names as ranges: layers.0, layers.1, layers.2 as layers.0-2."""
-    found: list[tuple[str, int, int]] = []
+    found: list[tuple[str, str, str]] = []
     for name in names:
-        stem, number = name[: name.rindex(".") + 1] if "." in name else "", name.split(".")[-1]
-        last = found[-1] if found else ("", 0, -2)
-        if found and last[0] == stem and int(number) == last[2] + 1:
-            found[-1] = (stem, last[1], int(number))
+        digits = name.rpartition(".")[2]
+        stem = name.removesuffix(digits)
+        before = (stem, str(int(digits) - 1))
+        if found and found[-1][::2] == before and digits == str(int(digits)):
+            found[-1] = (stem, found[-1][1], digits)
         else:
-            found.append((stem, int(number), int(number)))
+            found.append((stem, digits, digits))
     return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in found]
 
 
 def from_ranges(ranges: Iterable[str]) -> list[str]:
-    """Read what `in_ranges` wrote."""
+    """Read what `in_ranges` wrote.
+
+    Raises:
+        ValueError: something else.
+    """
     found = []
     for each in ranges:
-        match = _RANGE.match(each)
-        if match is None:
-            found.append(each)
-        else:
-            stem, first, last = match.groups()
-            found += [f"{stem}{number}" for number in range(int(first), int(last) + 1)]
+        match = _RANGE.fullmatch(each)
+        if match is None and not _BLOCK.fullmatch(each):
+            raise ValueError(each)
+        stem, first, last = match.groups() if match else (each, "0", "0")
+        if int(last) < int(first):
+            raise ValueError(each)
+        numbers = range(int(first), int(last) + 1)
+        found += [f"{stem}{number}" for number in numbers] if match else [each]
     return found
 
 
 def _row(entry: Any, number: int, where: str) -> Row:
-    kinds = {"module": str, "op": str, "nth": int, "keep_in": list}
-    for key, kind in kinds.items():
-        value = entry.get(key) if isinstance(entry, dict) else None
-        if not isinstance(value, kind) or (key == "keep_in" and not _is_strings(value)):
-            wanted = "a list of blocks" if kind is list else f"a {kind.__name__}"
-            raise ConfigError(
-                f"{where}: {key} of [[activation]] number {number} is {value!r}; it must be "
-                f"{wanted}"
-            )
-    more = {key: float(entry.get(key, 0.0)) for key in ("mib", "milliseconds")}
-    keep_in = tuple(from_ranges(entry["keep_in"]))
-    return Row(entry["module"], entry["op"], entry["nth"], keep_in, **more)
+    where = f"{where}: [[activation]] number {number}"
+    if not isinstance(entry, dict):
+        raise ConfigError(f"{where} is {entry!r}; write it as a table")
+    _refuse_unknown(entry, Row.__slots__, where)
+    values = {"mib": 0.0, "milliseconds": 0.0, **entry}
+    for key, wanted, holds in (
+        ("module", "a name", lambda v: isinstance(v, str)),
+        ("op", "a name", lambda v: isinstance(v, str)),
+        ("nth", "a number from 0", lambda v: type(v) is int and v >= 0),
+        ("keep_in", 'a list of blocks such as "layers.0-7"', _is_strings),
+        ("mib", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
+        ("milliseconds", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
+    ):
+        if not holds(values.get(key)):
+            raise ConfigError(f"{where}: {key} is {values.get(key)!r}; it must be {wanted}")
+    try:
+        values["keep_in"] = tuple(from_ranges(values["keep_in"]))
+    except ValueError as error:
+        raise ConfigError(
+            f"{where}: keep_in has '{error}'; write a block as layers.7, several as layers.0-7"
+        ) from None
+    return Row(**values)
+
+
+def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
+    for key in table:
+        if key not in known:
+            hint = did_you_mean(key, known, "; did you mean {}?")
+            raise ConfigError(f"{where} has the key {key}, which no table has{hint}")
 
 
 def _called(row: Row) -> str:
@@ -237,5 +275,10 @@ def _is_strings(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
+def _string(value: str) -> str:
+    """Quote a string as in JSON, which in TOML escapes one more character."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _strings(values: Iterable[str]) -> str:
-    return "[" + ", ".join(f'"{value}"' for value in values) + "]"
+    return f"[{', '.join(map(_string, values))}]"

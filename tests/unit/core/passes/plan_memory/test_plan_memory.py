@@ -3,27 +3,39 @@
 What they do to numbers on real ranks is tested in tests/integration/test_matrix.py.
 """
 
+import re
+import threading
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
 from benchmarks.llama_stack import LlamaStack, Size
+from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, recompute_policy, set_recompute_policy
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.context import PassContext, one_rank
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.plan_memory.choices import blocks_of
-from graph_trainer.core.passes.plan_memory.plan_memory import _agreed
+from graph_trainer.core.passes.plan_memory.plan_memory import _agreed, _parameters
 from graph_trainer.core.passes.plan_memory.solver import frontier
-from graph_trainer.core.passes.plan_memory.table import MemoryTable, from_ranges, in_ranges
+from graph_trainer.core.passes.plan_memory.table import (
+    MemoryTable,
+    Row,
+    from_ranges,
+    in_ranges,
+)
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import captured, targets
+from tests.examples import examples
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
@@ -160,23 +172,55 @@ def test_a_table_of_another_model_is_refused_by_name(stack):
             planned(stack, None, "file", memory_table=other)
 
 
+ROW = "[[activation]]\nmodule = 'a'\nop = 'b'\n"
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[[activation]]\nmodule = 'a'\nop = 'b'\nkeep_in = []", "nth of .* number 1 is None"),
-        ("[[activation]]\nmodule = 'a'\nop = 'b'\nnth = 0\nkeep_in = [3]", "a list of blocks"),
-        ("[activations]\nx = 1", "found activations"),
-        ("keep_unsharded = 3", "keep_unsharded is 3"),
+        ("", "activation is None; a table of what to keep has"),
+        ("activation = 3", "activation is 3"),
+        ("activation = [3]", "number 1 is 3; write it as a table"),
+        ("[[activations]]\nx = 1", "the key activations, .*did you mean activation?"),
+        (ROW + "nth = 0\nkeep_on = []", "the key keep_on, .*did you mean keep_in?"),
+        (ROW + "keep_in = []", "number 1: nth is None; it must be a number from 0"),
+        (ROW + "keep_in = []\nnth = true", "nth is True"),
+        (ROW + "keep_in = []\nnth = -1", "nth is -1"),
+        (ROW + "nth = 0\nkeep_in = [3]", r"keep_in is \[3\]; it must be a list of blocks"),
+        (ROW + "nth = 0\nkeep_in = 'layers.0'", "keep_in is 'layers.0'"),
+        (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "mib is 'x'; it must be a number"),
+        (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds is nan"),
+        (2 * (ROW + "nth = 0\nkeep_in = []\n"), "number 2 is b number 0 of 'a', as number 1 is"),
+        (ROW + "nth = 0\nkeep_in = []\n[keep_unsharded]", "keep_unsharded is {}"),
+        *(
+            (f"{ROW}nth = 0\nkeep_in = ['{name}']", f"keep_in has '{re.escape(name)}'; write")
+            for name in ("layers.5-2", "layers.-1", "layers.0-", "layers.-3-1", "layers.*", "",
+                         "layers", "layers.0-99999999999", "layers.0-00", "9" * 6 + "-1")
+        ),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_is_no_table_is_refused(text, said):
-    with pytest.raises(gt.ConfigError, match=said):
+    with pytest.raises(gt.ConfigError, match=f"a file.*{said}"):
         MemoryTable.from_toml(tomllib.loads(text), "a file")
+
+
+ROWS = st.tuples(st.text(), st.text(), st.sets(st.integers(0, 30)))
+
+
+@given(st.lists(ROWS, unique_by=lambda row: row[:2]))
+@examples(100)
+def test_any_name_survives_its_file(found):
+    rows = [Row(m, op, 0, tuple(f"{m}.{n}" for n in sorted(kept))) for m, op, kept in found]
+    if rows:
+        table = MemoryTable(tuple(rows), tuple(m for m, *_ in found))
+        assert MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file") == table
 
 
 def test_names_of_blocks_are_written_as_ranges():
     names = ["layers.0", "layers.1", "layers.2", "layers.5", "enc.blocks.7", "enc.blocks.8", "3"]
-    assert in_ranges(names) == ["layers.0-2", "layers.5", "enc.blocks.7-8", "3"]
+    names += ["layers.00", "layers.01", "layers.09", "layers.10", "a-b.9", "a-b.10"]
+    written = ["layers.0-2", "layers.5", "enc.blocks.7-8", "3", "layers.00", "layers.01"]
+    assert in_ranges(names) == [*written, "layers.09", "layers.10", "a-b.9-10"]
     assert from_ranges(in_ranges(names)) == names
 
 
@@ -206,18 +250,105 @@ def test_parameters_stay_unsharded_where_memory_allows():
 
 
 def test_ranks_with_other_costs_get_one_plan(stack):
-    """The largest cost of any rank counts; unlike blocks are refused."""
-    blocks = blocks_of(stack, PassContext(hardware=MACHINE))
-    calls = []
-
-    def others_cost_more(number):
-        """All-reduces of a rank whose blocks are alike and cheaper by one than another's."""
-        calls.append(number)
-        like, costs = len(calls) <= 2, len(calls) in (3, 4)
-        return number if like else number + 1 if not costs or len(calls) == 3 else number
-
-    agreed = _agreed(blocks, PassContext(hardware=MACHINE, all_reduce_max=others_cost_more))
-    assert [op.bytes for op in agreed[0].ops] == [op.bytes + 1 for op in blocks[0].ops]
-    assert _agreed(blocks, PassContext(hardware=MACHINE)) == blocks
+    """The costs of the rank that they cost most hold for all; unlike blocks are refused."""
+    joint = captured_decoder(layers=4, dim=64, hidden=256)
+    alone = PassContext(hardware=load_hardware("h100-sxm"))
+    blocks = blocks_of(joint, alone)
+    dear = [replace(b, ops=tuple(replace(op, bytes=op.bytes + 1) for op in b.ops)) for b in blocks]
+    parameters = _parameters(joint, unshard_chains(joint), alone)
+    dearer = [
+        item._replace(choices=[c._replace(nanoseconds=3 * c.nanoseconds) for c in item.choices])
+        for item in parameters
+    ]
+    assert dearer != parameters
+    ours, theirs = on_ranks(
+        lambda context: _agreed(blocks, parameters, context),
+        lambda context: _agreed(dear, dearer, context),
+    )
+    assert ours == theirs == (dear, dearer)
+    assert _agreed(blocks, parameters, alone) == (blocks, parameters)
     with pytest.raises(gt.PassError, match="unlike ops"):
-        _agreed(blocks, PassContext(hardware=MACHINE, all_reduce_max=lambda number: number + 1))
+        on_ranks(
+            lambda context: _agreed(blocks, parameters, context),
+            lambda context: _agreed(blocks_of(stack, alone), parameters, context),
+        )
+
+
+def on_ranks(*runs):
+    """Run a function of a context on each rank, a thread; all_reduce_max is over the ranks."""
+    meet, numbers = threading.Barrier(len(runs), timeout=60), [0] * len(runs)
+
+    def one(place):
+        def all_reduce_max(number):
+            numbers[place] = number
+            meet.wait()
+            largest = max(numbers)
+            meet.wait()
+            return largest
+
+        return runs[place](PassContext(hardware=MACHINE, all_reduce_max=all_reduce_max))
+
+    with ThreadPoolExecutor(len(runs)) as pool:
+        return list(pool.map(one, range(len(runs))))
+
+
+def test_ranks_of_unlike_machines_leave_one_table():
+    """Gathers cost one rank more than another, which ranks see as unlike costs of parameters."""
+    other = replace(MACHINE, collective_seconds=1e-4, collective_compute_share=1.0)
+    joint = captured_decoder(layers=4, dim=64, hidden=256)
+    auto = {"reshard_after_forward": "auto", "disable_passes": ("bucket_collectives",)}
+    least, most = (planned(joint, None, p, **auto | {"reshard_after_forward": r})[1]
+                   for p, r in (("full", "always"), ("none", "never")))  # fmt: skip
+    copies = [copy_graph(joint), copy_graph(joint)]
+
+    def run(place, machine):
+        def on_rank(context):
+            config = gt.PassConfig(
+                activation_policy="budget",
+                memory_limit_gib=(0.6 * least + 0.4 * most) / GIB,
+                hardware=machine,
+                **auto,
+            )
+            run_passes(copies[place], config, all_reduce_max=context.all_reduce_max)
+            return copies[place].decisions["plan_memory"]
+
+        return on_rank
+
+    ours, theirs = on_ranks(run(0, MACHINE), run(1, other))
+    assert ours == theirs and ours.parameters
+
+
+@pytest.mark.parametrize("policy", ["none", "selective"])
+def test_a_later_graph_under_auto_follows_the_parameters_alone(policy):
+    joint = captured_decoder(layers=4, dim=64, hidden=256)
+    auto = {"reshard_after_forward": "auto", "policy": policy}
+    first, *peak, _ = planned(joint, GIB, **auto)
+    assert not first.decisions["plan_memory"].rows
+    later, *same, _ = planned(joint, GIB, **auto, decisions=first.decisions)
+    assert same == peak and targets(later) == targets(first)
+
+
+@pytest.mark.parametrize("policy", ["budget", "file"])
+def test_a_graph_without_backward_is_left_alone(stack, policy):
+    joint, *_ = planned(stack, peaks(stack)[1])
+    table = joint.decisions["plan_memory"]
+    model, tokens = LlamaStack(SIZE), torch.zeros(2, 96, dtype=torch.int64)
+    forward = gt.capture(model, lambda m, x: m(x).mean(), (tokens,), backward=False)
+    found, *_ = planned(forward, GIB, policy, memory_table=table, decisions=joint.decisions)
+    assert "plan_memory" not in found.decisions
+    assert targets(found) == targets(planned(forward, None, "none")[0])
+
+
+def test_what_a_file_cannot_decide_is_refused(stack):
+    decided = MemoryTable((), ("layers.0.wq",))
+    for table, reshard, said in (
+        (None, "default", "memory_table None; give it a MemoryTable"),
+        ("table.toml", "default", "memory_table 'table.toml'; give it"),
+        (decided, "never", 'fsdp_reshard_after_forward = "never" says so too'),
+        (decided, "always", 'fsdp_reshard_after_forward = "always" says so too'),
+        (replace(decided, parameters=None), "auto", "has no keep_unsharded"),
+    ):
+        with pytest.raises(gt.PassError, match=said):
+            gt.PassConfig(
+                activation_policy="file", memory_table=table, reshard_after_forward=reshard
+            )
