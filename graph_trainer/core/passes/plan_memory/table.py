@@ -236,10 +236,9 @@ def from_ranges(ranges: Iterable[str]) -> list[str]:
 
 
 def _row(entry: Any, number: int, where: str) -> Row:
-    where = f"{where}: [[activation]] number {number}"
     if not isinstance(entry, dict):
-        raise ConfigError(f"{where} is {entry!r}; write it as a table")
-    _refuse_unknown(entry, Row.__slots__, where)
+        raise ConfigError(f"{where}: [[activation]] number {number} is {entry!r}; not a table")
+    _refuse_unknown(entry, Row.__slots__, f"{where}: [[activation]] number {number}")
     values = {"mib": 0.0, "milliseconds": 0.0, **entry}
     for key, wanted, holds in (
         ("module", "a name", lambda v: isinstance(v, str)),
@@ -250,12 +249,16 @@ def _row(entry: Any, number: int, where: str) -> Row:
         ("milliseconds", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
     ):
         if not holds(values.get(key)):
-            raise ConfigError(f"{where}: {key} is {values.get(key)!r}; it must be {wanted}")
+            raise ConfigError(
+                f"{where}: {key} of [[activation]] number {number} is {values.get(key)!r}; it must "
+                f"be {wanted}"
+            )
     try:
         values["keep_in"] = tuple(from_ranges(values["keep_in"]))
     except ValueError as error:
         raise ConfigError(
-            f"{where}: keep_in has '{error}'; write a block as layers.7, several as layers.0-7"
+            f"{where}: keep_in of [[activation]] number {number} has '{error}'; write a block as "
+            "layers.7, several as layers.0-7"
         ) from None
     return Row(**values)
 

@@ -180,20 +180,20 @@ ROW = "[[activation]]\nmodule = 'a'\nop = 'b'\n"
     [
         ("", "activation is None; a table of what to keep has"),
         ("activation = 3", "activation is 3"),
-        ("activation = [3]", "number 1 is 3; write it as a table"),
+        ("activation = [3]", "number 1 is 3; not a table"),
         ("[[activations]]\nx = 1", "the key activations, .*did you mean activation?"),
         (ROW + "nth = 0\nkeep_on = []", "the key keep_on, .*did you mean keep_in?"),
-        (ROW + "keep_in = []", "number 1: nth is None; it must be a number from 0"),
-        (ROW + "keep_in = []\nnth = true", "nth is True"),
-        (ROW + "keep_in = []\nnth = -1", "nth is -1"),
-        (ROW + "nth = 0\nkeep_in = [3]", r"keep_in is \[3\]; it must be a list of blocks"),
-        (ROW + "nth = 0\nkeep_in = 'layers.0'", "keep_in is 'layers.0'"),
-        (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "mib is 'x'; it must be a number"),
-        (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds is nan"),
+        (ROW + "keep_in = []", "nth of .* number 1 is None; it must be a number from 0"),
+        (ROW + "keep_in = []\nnth = true", "nth of .* is True"),
+        (ROW + "keep_in = []\nnth = -1", "nth of .* is -1"),
+        (ROW + "nth = 0\nkeep_in = [3]", r"keep_in of .* is \[3\]; it must be a list of blocks"),
+        (ROW + "nth = 0\nkeep_in = 'layers.0'", "keep_in of .* is 'layers.0'"),
+        (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "mib of .* is 'x'; it must be a number"),
+        (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds of .* is nan"),
         (2 * (ROW + "nth = 0\nkeep_in = []\n"), "number 2 is b number 0 of 'a', as number 1 is"),
         (ROW + "nth = 0\nkeep_in = []\n[keep_unsharded]", "keep_unsharded is {}"),
         *(
-            (f"{ROW}nth = 0\nkeep_in = ['{name}']", f"keep_in has '{re.escape(name)}'; write")
+            (f"{ROW}nth = 0\nkeep_in = ['{name}']", f"keep_in of .* has '{re.escape(name)}'; write")
             for name in ("layers.5-2", "layers.-1", "layers.0-", "layers.-3-1", "layers.*", "",
                          "layers", "layers.0-99999999999", "layers.0-00", "9" * 6 + "-1")
         ),
