@@ -20,6 +20,7 @@ from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.timeline import ExposedWait
+from graph_trainer.core.units import gib
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan, versions
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -72,6 +73,8 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,
         "step_seconds": plan.step_seconds,
+        "host_bytes": simulation.memory.host_bytes,
+        "copy_wait_seconds": simulation.timeline.copy_wait_seconds,
         "busy_seconds": simulation.timeline.busy,
         "exposed_waits": [_wait(w) for w in longest],
         "exposed_by_module": _exposed_by_module(simulation.timeline.exposed),
@@ -113,6 +116,12 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "
             "training the rank that needs most decides for all, as it does in --save and "
             "--verify-order."
+        )
+    if on_host := plan.simulation.memory.host_bytes:
+        waits = plan.simulation.timeline.copy_wait_seconds
+        yield (
+            f"Up to {gib(on_host)} GiB of activations are in host memory between forward and "
+            f"backward; compute waits {waits * 1e3:.1f} ms of a step for their copies."
         )
 
 

@@ -15,7 +15,8 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.cli.plan import main
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import parameters_of
+from graph_trainer.core.graph.annotations import parameters_of, tensors_of
+from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.memory_limit import Budget, remedies
 from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
@@ -382,3 +383,16 @@ def test_a_full_disk_is_one_message(capsys):
         published(Path("/dev/full")) as file,
     ):
         file.write(json.dumps(plan_report(plan)))
+
+
+def test_a_plan_says_what_waits_in_host_memory():
+    key = "--compile.offload_activations"
+    flags = ["--activation_checkpoint.type", "full", f"{key}.block_inputs", f"{key}.min_bytes", "0"]
+    config = load_config([*FLAGS, *flags], world_size=4)
+    plan = make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
+    report, graph = plan_report(plan), plan.simulation.joint.graph
+    copies = [tensors_of(node)[0].nbytes for node in graph.nodes if is_copy_to_host(node)]
+    assert report["host_bytes"] == sum(copies) > 0  # all of them at the end of forward
+    assert report["copy_wait_seconds"] == plan.simulation.timeline.copy_wait_seconds
+    assert any("are in host memory between forward and backward" in n for n in report["notes"])
+    assert plan_report(planned())["host_bytes"] == 0
