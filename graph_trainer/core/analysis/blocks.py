@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import fx
 
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
@@ -12,6 +13,7 @@ from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
     tensors_of,
+    value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
@@ -30,6 +32,27 @@ def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
         if block is not None and node not in parameters:
             blocks.setdefault(block, []).append(node)
     return blocks
+
+
+def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
+    """Return, for each block by its FQN, what its forward reads that no block, or another one, has
+    made in forward and no earlier block reads. Parameters and inputs of the step are left out.
+    Linear in nodes."""
+    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+    found: dict[str, list[fx.Node]] = {}
+    for node in joint.graph.nodes:
+        if phase_of(node) is not Phase.FORWARD or node in parameters or not _is_tensor(node):
+            continue
+        made_in = block_of(module_of(node))
+        readers = (block_of(module_of(u)) for u in node.users if phase_of(u) is Phase.FORWARD)
+        outside = next((name for name in readers if name not in (None, made_in)), None)
+        if outside is not None:
+            found.setdefault(outside, []).append(node)
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(value_of(node), torch.Tensor)
 
 
 def forward_block_of(node: fx.Node) -> str | None:

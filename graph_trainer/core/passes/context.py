@@ -66,6 +66,9 @@ class RunSettings:
     memory_table: Any = None
     """The `MemoryTable` that "file" follows."""
 
+    allow_offload: bool = False
+    """Whether "budget" may keep inputs of blocks in host memory, where the device has its own."""
+
     pipeline_parallel: bool = False
     """Whether the graph is that of one pipeline stage: "default" then keeps every parameter, as
     a gather per microbatch costs more than it saves."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.fusible import is_free
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
@@ -105,7 +106,7 @@ def offload_activations(
     """
     tagged = [n for n in joint.graph.nodes if offload_tag(n) and not is_backward(n)]
     if options.block_inputs:
-        tagged += _block_inputs(joint)
+        tagged += [node for nodes in block_inputs(joint).values() for node in nodes]
     if not tagged:
         return
     left: Counter[str] = Counter()
@@ -120,24 +121,6 @@ def offload_activations(
         f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
     )
     joint.remarks += [f"{count} tagged values stay: {why}" for why, count in left.items()]
-
-
-def _block_inputs(joint: JointGraph) -> list[fx.Node]:
-    """Return what a block reads in forward and another block, or none, has made."""
-    parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
-
-    def reads_from_outside(user: fx.Node, made_in: str | None) -> bool:
-        block = block_of(module_of(user))
-        return phase_of(user) is Phase.FORWARD and block is not None and block != made_in
-
-    return [
-        node
-        for node in joint.graph.nodes
-        if phase_of(node) is Phase.FORWARD
-        and node not in parameters
-        and isinstance(value_of(node), torch.Tensor)
-        and any(reads_from_outside(user, block_of(module_of(node))) for user in node.users)
-    ]
 
 
 # --- what is offloaded -----------------------------------------------------------------------

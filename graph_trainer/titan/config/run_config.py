@@ -102,6 +102,13 @@ class GraphCompileConfig(CompileConfig):
     no pass back. 0 refuses nothing.
     """
 
+    allow_offload: bool = False
+    """
+    Whether activation_checkpoint.type = "budget" may keep the inputs of blocks in host memory
+    between forward and backward, where that makes room for what is slower to compute again. On CPU
+    nothing is gained, and nothing chosen.
+    """
+
     verify_passes: bool = False
     """
     Run the expensive checks after every pass: of shapes, and of the results on small real values
@@ -234,6 +241,7 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         bitwise=config.bitwise,
         verify_passes=config.verify_passes,
         memory_limit_gib=config.memory_limit_gib,
+        allow_offload=config.allow_offload,
         hardware=None if named is None else load_hardware(named, "compile.hardware"),
         **more,
     )

@@ -178,6 +178,13 @@ class _Checks:
                 f"{compile_config.memory_limit_gib or 'unset'}",
                 "Set the GiB that a step may need on a device, such as 72 on one of 80 GiB.",
             )
+        self.require(
+            not compile_config.allow_offload or isinstance(section, BudgetAC.Config),
+            "compile.allow_offload",
+            "there is no budget that could choose it",
+            'Set activation_checkpoint.type = "budget" too, or offload by yourself with '
+            "compile.offload_activations.block_inputs.",
+        )
         activation_settings(section)
 
     def values(self) -> None:

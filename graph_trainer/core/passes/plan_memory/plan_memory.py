@@ -8,21 +8,27 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Memory
-from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket, unshard_chains
-from graph_trainer.core.graph.annotations import block_of
+from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import storages_in, value_storages
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks, fingerprint
 from graph_trainer.core.passes.memory_limit import KEY
-from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, Op, blocks_of
+from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, blocks_of
+from graph_trainer.core.passes.plan_memory.items import (
+    Item,
+    agreed_on,
+    items_of_inputs,
+    items_of_parameters,
+)
 from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier
-from graph_trainer.core.passes.plan_memory.table import MemoryTable, tag_blocks, tag_parameters
-from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.passes.plan_memory.table import (
+    MemoryTable,
+    tag_blocks,
+    tag_inputs,
+    tag_parameters,
+)
 from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
@@ -53,11 +59,12 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
     Under the activation policy "budget" every op of a block, and with reshard_after_forward "auto"
     every block's parameters, is a choice with the bytes that it keeps and the seconds that it
-    saves. For each kind of block a solver finds the choices that are best at some price of memory
-    (`frontier`); all blocks' steps from one choice to the next, large ones in parts, are put in the
-    order of seconds saved a byte, which does not depend on the limit. As many are taken, in that
-    order, as the predicted peak allows: so more memory never makes a slower plan. Each peak is
-    predicted from a copy of the graph with the passes up to rematerialization.
+    saves; with allow_offload so are every block's inputs, which may wait in host memory. For each
+    kind of block a solver finds the choices that are best at some price of memory (`frontier`);
+    all blocks' steps from one choice to the next, large ones in parts, are put in the order of
+    seconds saved a byte, which does not depend on the limit. As many are taken, in that order, as
+    the predicted peak allows: so more memory never makes a slower plan. Each peak is predicted from
+    a copy of the graph with the passes up to rematerialization.
 
     Under the policy "file" the tags are those of `context.memory_table`; so they are for a graph of
     a later batch, which follows the first. Tags that are there already win. The table is left in
@@ -91,21 +98,10 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
         planner = _Planner(joint, context, blocks, chains if auto else [])
         table = planner.plan(context.memory_limit_gib)
     tag_blocks(blocks, table.saved(blocks))
+    tag_inputs(joint, table.offloaded)
     if table.parameters is not None:
         tag_parameters(chains, table.parameters)
     joint.decisions[plan_memory.name] = table
-
-
-class _Item(NamedTuple):
-    """Something that is decided at once: a block's activations, or its parameters."""
-
-    name: str
-    choices: Sequence[Choice]
-    """The fewest bytes first."""
-    ops: tuple[Op, ...] = ()
-    """Of the block, for activations."""
-    parameters: tuple[str, ...] = ()
-    """Kept unsharded at the last choice; empty for activations."""
 
 
 class _Step(NamedTuple):
@@ -129,11 +125,14 @@ class _Planner:
         chains: Sequence[UnshardChain],
     ) -> None:
         self._joint, self._context = joint, context
-        self._blocks, parameters = _agreed(blocks, _parameters(joint, chains, context), context)
+        others = items_of_parameters(joint, chains, context)
+        if context.activation_policy == "budget":
+            others += items_of_inputs(joint, blocks, context)
+        self._blocks, others = agreed_on(blocks, others, context)
         self._decides_parameters = bool(chains)
         solved = {ops: frontier(ops) for ops in dict.fromkeys(b.ops for b in self._blocks)}
-        items = [_Item(b.name, solved[b.ops], b.ops) for b in self._blocks]
-        items += parameters
+        items = [Item(b.name, solved[b.ops], b.ops) for b in self._blocks]
+        items += others
         self._items = items
         # of equals the last block first: backward frees it first
         corners = sorted(
@@ -267,6 +266,7 @@ class _Planner:
         ]
         table = self._table(number)
         tag_blocks(blocks, table.saved(blocks))
+        tag_inputs(trial, table.offloaded)
         if table.parameters is not None:
             tag_parameters(unshard_chains(trial), table.parameters)
         context.run_later_passes(trial, before)
@@ -281,18 +281,22 @@ class _Planner:
 
     def _table(self, number: int) -> MemoryTable:
         chosen = list(zip(self._items, self._chosen(number), strict=True))
-        saved = {item.name: choice.saved for item, choice in chosen if not item.parameters}
+        saved = {item.name: choice.saved for item, choice in chosen if item.ops}
+        away = [item.name for item, choice in chosen if item.is_input and not choice.saved]
         kept = [name for item, choice in chosen if choice.saved for name in item.parameters]
-        return MemoryTable.of(self._blocks, saved, kept if self._decides_parameters else None)
+        parameters = kept if self._decides_parameters else None
+        return MemoryTable.of(self._blocks, saved, parameters, away)
 
     def _remark(self, number: int, limit: int) -> str:
         chosen = self._chosen(number)
         again = sum(choice.nanoseconds for choice in chosen) / 1e6
         kept, most = self._bytes[number], self._bytes[-1]
+        away = len(self._table(number).offloaded)
+        offloaded = f"the inputs of {away} blocks in host memory, " if away else ""
         return (
-            f"kept {gib(kept)} of {gib(most)} GiB that is a choice, the rest made again in "
-            f"{again:.1f} ms; predicted peak {gib(self._simulated(number).peak)} GiB of "
-            f"{gib(limit)}"
+            f"kept {gib(kept)} of {gib(most)} GiB that is a choice, {offloaded}"
+            f"the rest made again in {again:.1f} ms; predicted peak "
+            f"{gib(self._simulated(number).peak)} GiB of {gib(limit)}"
         )
 
     def _infeasible(self, limit: int) -> str:
@@ -314,75 +318,3 @@ class _Planner:
 def _worth(low: Choice, high: Choice) -> float:
     """Return the nanoseconds that a step saves for each byte."""
     return (low.nanoseconds - high.nanoseconds) / max(high.bytes - low.bytes, 1)
-
-
-def _parameters(
-    joint: JointGraph, chains: Sequence[UnshardChain], context: PassContext
-) -> list[_Item]:
-    """Return the parameters of each block, and each other one, as a choice.
-
-    Gathers of backward run beside compute and cost it the units that they occupy; but those that
-    backward begins with have nothing to run beside.
-    """
-    if not chains:
-        return []
-    hardware = context.hardware_for(joint)
-    seconds = {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
-    storages, size = value_storages(joint.graph), lifetimes(joint).size
-    first = last_bucket(joint, list(chains))
-    items: dict[str, list[UnshardChain]] = {}
-    for chain in chains:
-        items.setdefault(block_of(chain.parameter) or chain.parameter, []).append(chain)
-
-    def item(name: str, several: Sequence[UnshardChain]) -> _Item:
-        read = {n for c in several for r in c.backward_readers for n in r.all_input_nodes}
-        made = {s for c in several for n in c.nodes if n in read for s in storages_in(storages[n])}
-        share = {
-            c.parameter: 1.0 if c.parameter in first else hardware.collective_compute_share
-            for c in several
-        }
-        cost = sum(share[c.parameter] * seconds.get(n, 0.0) for c in several for n in c.nodes)
-        kept = sum(size.get(s, 0) for s in made)
-        ends = [Choice(0, round(cost * NANOSECONDS), frozenset())]
-        if kept:
-            ends.append(Choice(kept, 0, frozenset(range(len(several)))))
-        return _Item(name, ends, parameters=tuple(c.parameter for c in several))
-
-    return [item(name, several) for name, several in items.items()]
-
-
-def _agreed(
-    blocks: Sequence[Block], parameters: Sequence[_Item], context: PassContext
-) -> tuple[list[Block], list[_Item]]:
-    """Give every rank the same costs: where they differ, those of the rank with the largest sum.
-
-    Raises:
-        PassError: the ranks' blocks have unlike ops.
-    """
-    shape = [(b.name, [replace(op, bytes=0, nanoseconds=0) for op in b.ops]) for b in blocks]
-    choices = [(item.name, item.parameters, len(item.choices)) for item in parameters]
-    if not context.same_on_all_ranks(fingerprint((shape, choices))):
-        raise PassError(
-            "the ranks' blocks have unlike ops, so that no one plan of memory holds for all: use "
-            'an activation_checkpoint.type such as "selective" or "full"'
-        )
-    costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
-    costs += [n for item in parameters for c in item.choices for n in (c.bytes, c.nanoseconds)]
-    if context.same_on_all_ranks(fingerprint(costs)):
-        return list(blocks), list(parameters)
-    # one number with the costs as its digits, their sum first, so that one all-reduce will do
-    digits = b"".join(number.to_bytes(8, "big") for number in (sum(costs), *costs))
-    largest = context.all_reduce_max(int.from_bytes(digits, "big")).to_bytes(len(digits), "big")
-    agreed = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
-    return (
-        [
-            replace(b, ops=tuple(replace(op, bytes=next(agreed), nanoseconds=next(agreed))
-                                 for op in b.ops))
-            for b in blocks
-        ],
-        [
-            item._replace(choices=[Choice(next(agreed), next(agreed), c.saved)
-                                   for c in item.choices])
-            for item in parameters
-        ],
-    )  # fmt: skip

@@ -11,8 +11,14 @@ from typing import Any
 
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.unshard_chains import UnshardChain
-from graph_trainer.core.graph.annotations import recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.annotations import (
+    recompute_policy,
+    set_offload,
+    set_recompute_policy,
+)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.passes.plan_memory.choices import Block, Op
 from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
@@ -22,6 +28,7 @@ from graph_trainer.errors import ConfigError, PassError
 
 _BLOCK = re.compile(r"(?:.*\.)?\d+", re.DOTALL)
 _RANGE = re.compile(r"((?:.*\.)?)(0|[1-9]\d{0,4})-(0|[1-9]\d{0,4})", re.DOTALL)
+_OFFLOADED = "offload_inputs_of"
 _HEADER = """\
 # What backward has of forward, by block and op. An op is kept in the blocks of `keep_in`; in others
 # it is freed after forward and computed again in backward, with what it takes to do so, if backward
@@ -61,6 +68,8 @@ class MemoryTable:
     rows: tuple[Row, ...]
     parameters: tuple[str, ...] | None = None
     """FQNs of those that stay unsharded until backward; None where another pass decides."""
+    offloaded: tuple[str, ...] = ()
+    """FQNs of the blocks whose inputs wait in host memory for backward."""
 
     @classmethod
     def of(
@@ -68,6 +77,7 @@ class MemoryTable:
         blocks: Sequence[Block],
         saved: Mapping[str, Iterable[int]],
         parameters: Iterable[str] | None,
+        offloaded: Iterable[str] = (),
     ) -> MemoryTable:
         """Make the table of what is saved of each block, by the numbers of its ops.
 
@@ -87,7 +97,8 @@ class MemoryTable:
             Row(*key, tuple(names), sizes[key].bytes / MIB, sizes[key].nanoseconds / 1e6)
             for key, names in kept.items()
         )
-        return cls(tuple(rows), None if parameters is None else tuple(sorted(parameters)))
+        kept_whole = None if parameters is None else tuple(sorted(parameters))
+        return cls(tuple(rows), kept_whole, tuple(offloaded))
 
     def saved(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
         """Return the numbers of the ops that are saved of each block.
@@ -98,7 +109,8 @@ class MemoryTable:
         names = {block.name for block in blocks}
         known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}
         wrong = [_called(row) for row in self.rows if row.key not in known]
-        wrong += sorted({name for row in self.rows for name in row.keep_in} - names)
+        named = {name for row in self.rows for name in row.keep_in}.union(self.offloaded)
+        wrong += sorted(named - names)
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             hint = did_you_mean(wrong[0], [*names], ". Did you mean '{}'?")
@@ -125,6 +137,8 @@ class MemoryTable:
         lines = [_HEADER]
         if self.parameters is not None:
             lines.append(f"keep_unsharded = {_strings(self.parameters)}\n")
+        if self.offloaded:
+            lines.append(f"offload_inputs_of = {_strings(in_ranges(self.offloaded))}\n")
         for row in self.rows:
             lines += [
                 "[[activation]]",
@@ -148,7 +162,7 @@ class MemoryTable:
             ConfigError: a key or a value that a table does not have.
         """
         entries = table.get("activation")
-        _refuse_unknown(table, ("activation", "keep_unsharded"), where)
+        _refuse_unknown(table, ("activation", "keep_unsharded", _OFFLOADED), where)
         if not isinstance(entries, list) or not entries:
             raise ConfigError(
                 f"{where}: activation is {entries!r}; a table of what to keep has [[activation]] "
@@ -165,7 +179,8 @@ class MemoryTable:
         kept = table.get("keep_unsharded")
         if kept is not None and not _is_strings(kept):
             raise ConfigError(f"{where}: keep_unsharded is {kept!r}; write a list of parameters")
-        return cls(rows, None if kept is None else tuple(kept))
+        away = _blocks(table.get(_OFFLOADED, []), f"{where}: {_OFFLOADED}")
+        return cls(rows, None if kept is None else tuple(kept), away)
 
 
 def tag_blocks(blocks: Sequence[Block], saved: Mapping[str, Iterable[int]]) -> None:
@@ -179,6 +194,14 @@ def tag_blocks(blocks: Sequence[Block], saved: Mapping[str, Iterable[int]]) -> N
             for node in nodes:
                 if recompute_policy(node) is None and not is_getitem(node):
                     set_recompute_policy(node, policy, ac_graph_id=graph_id)
+
+
+def tag_inputs(joint: JointGraph, offloaded: Iterable[str]) -> None:
+    """Tag the inputs of blocks to wait in host memory. Recompute tags that are there stay."""
+    for name, nodes in block_inputs(joint).items() if (away := set(offloaded)) else ():
+        for node in nodes:
+            if name in away and recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
+                set_offload(node)
 
 
 def tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
@@ -244,7 +267,6 @@ def _row(entry: Any, number: int, where: str) -> Row:
         ("module", "a name", lambda v: isinstance(v, str)),
         ("op", "a name", lambda v: isinstance(v, str)),
         ("nth", "a number from 0", lambda v: type(v) is int and v >= 0),
-        ("keep_in", 'a list of blocks such as "layers.0-7"', _is_strings),
         ("mib", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
         ("milliseconds", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
     ):
@@ -253,14 +275,19 @@ def _row(entry: Any, number: int, where: str) -> Row:
                 f"{where}: {key} of [[activation]] number {number} is {values.get(key)!r}; it must "
                 f"be {wanted}"
             )
+    place = f"{where}: keep_in of [[activation]] number {number}"
+    return Row(**values | {"keep_in": _blocks(values.get("keep_in"), place)})
+
+
+def _blocks(value: Any, place: str) -> tuple[str, ...]:
+    if not _is_strings(value):
+        raise ConfigError(f'{place} is {value!r}; write a list of blocks such as "layers.0-7"')
     try:
-        values["keep_in"] = tuple(from_ranges(values["keep_in"]))
+        return tuple(from_ranges(value))
     except ValueError as error:
         raise ConfigError(
-            f"{where}: keep_in of [[activation]] number {number} has '{error}'; write a block as "
-            "layers.7, several as layers.0-7"
+            f"{place} has '{error}'; write a block as layers.7, several as layers.0-7"
         ) from None
-    return Row(**values)
 
 
 def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:

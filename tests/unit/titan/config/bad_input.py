@@ -180,6 +180,11 @@ IN_FILES = (
         '[activation_checkpoint]\ntype = "budget"\n[compile]\nmode = "eager"',
     ),
     Bad(
+        "compile.allow_offload = true: there is no budget that could choose it",
+        'Set activation_checkpoint.type = "budget" too',
+        "[compile]\nallow_offload = true",
+    ),
+    Bad(
         "activation_checkpoint.layers = 0: not a number of blocks",
         'activation_checkpoint.type = "none"',
         '[activation_checkpoint]\ntype = "layers"\nlayers = 0',

@@ -19,11 +19,14 @@ import graph_trainer as gt
 from benchmarks.llama_stack import LlamaStack, Size
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.context import PassContext, one_rank
+from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.plan_memory.choices import blocks_of
-from graph_trainer.core.passes.plan_memory.plan_memory import _agreed, _parameters
+from graph_trainer.core.passes.plan_memory.items import agreed_on, items_of_parameters
+from graph_trainer.core.passes.plan_memory.plan_memory import _Planner
 from graph_trainer.core.passes.plan_memory.solver import frontier
 from graph_trainer.core.passes.plan_memory.table import (
     MemoryTable,
@@ -110,7 +113,7 @@ def test_equal_blocks_are_solved_once_and_the_last_keep_most(stack, monkeypatch)
         solved.append(ops)
         return frontier(ops)
 
-    monkeypatch.setattr(f"{_agreed.__module__}.frontier", counted)
+    monkeypatch.setattr(f"{_Planner.__module__}.frontier", counted)
     least, most = peaks(stack)
     joint, *_ = planned(stack, (least + most) // 2)
     assert len(solved) == len(set(solved)) < SIZE.layers
@@ -186,8 +189,9 @@ ROW = "[[activation]]\nmodule = 'a'\nop = 'b'\n"
         (ROW + "keep_in = []", "nth of .* number 1 is None; it must be a number from 0"),
         (ROW + "keep_in = []\nnth = true", "nth of .* is True"),
         (ROW + "keep_in = []\nnth = -1", "nth of .* is -1"),
-        (ROW + "nth = 0\nkeep_in = [3]", r"keep_in of .* is \[3\]; it must be a list of blocks"),
+        (ROW + "nth = 0\nkeep_in = [3]", r"keep_in of .* is \[3\]; write a list of blocks"),
         (ROW + "nth = 0\nkeep_in = 'layers.0'", "keep_in of .* is 'layers.0'"),
+        (ROW + "nth = 0\nkeep_in = []\n[[offload_inputs_of]]", "offload_inputs_of is"),
         (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "mib of .* is 'x'; it must be a number"),
         (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds of .* is nan"),
         (2 * (ROW + "nth = 0\nkeep_in = []\n"), "number 2 is b number 0 of 'a', as number 1 is"),
@@ -212,7 +216,8 @@ ROWS = st.tuples(st.text(), st.text(), st.sets(st.integers(0, 30)))
 def test_any_name_survives_its_file(found):
     rows = [Row(m, op, 0, tuple(f"{m}.{n}" for n in sorted(kept))) for m, op, kept in found]
     if rows:
-        table = MemoryTable(tuple(rows), tuple(m for m, *_ in found))
+        names = tuple(m for m, *_ in found)
+        table = MemoryTable(tuple(rows), names, tuple(f"{m}.1" for m in names))
         assert MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file") == table
 
 
@@ -255,22 +260,22 @@ def test_ranks_with_other_costs_get_one_plan(stack):
     alone = PassContext(hardware=load_hardware("h100-sxm"))
     blocks = blocks_of(joint, alone)
     dear = [replace(b, ops=tuple(replace(op, bytes=op.bytes + 1) for op in b.ops)) for b in blocks]
-    parameters = _parameters(joint, unshard_chains(joint), alone)
+    parameters = items_of_parameters(joint, unshard_chains(joint), alone)
     dearer = [
         item._replace(choices=[c._replace(nanoseconds=3 * c.nanoseconds) for c in item.choices])
         for item in parameters
     ]
     assert dearer != parameters
     ours, theirs = on_ranks(
-        lambda context: _agreed(blocks, parameters, context),
-        lambda context: _agreed(dear, dearer, context),
+        lambda context: agreed_on(blocks, parameters, context),
+        lambda context: agreed_on(dear, dearer, context),
     )
     assert ours == theirs == (dear, dearer)
-    assert _agreed(blocks, parameters, alone) == (blocks, parameters)
+    assert agreed_on(blocks, parameters, alone) == (blocks, parameters)
     with pytest.raises(gt.PassError, match="unlike ops"):
         on_ranks(
-            lambda context: _agreed(blocks, parameters, context),
-            lambda context: _agreed(blocks_of(stack, alone), parameters, context),
+            lambda context: agreed_on(blocks, parameters, context),
+            lambda context: agreed_on(blocks_of(stack, alone), parameters, context),
         )
 
 
@@ -352,3 +357,41 @@ def test_what_a_file_cannot_decide_is_refused(stack):
             gt.PassConfig(
                 activation_policy="file", memory_table=table, reshard_after_forward=reshard
             )
+
+
+def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
+    """Of more blocks where memory is short, and of none where nothing is recomputed."""
+    # with as many tokens inputs of blocks take more than gradients
+    stack = captured(LlamaStack(SIZE), torch.zeros(8, 96, dtype=torch.int64))
+    plain = {
+        "options": {"offload_activations": OffloadActivationsOptions(min_bytes=0)},
+        "disable_passes": ("bucket_collectives", "schedule_overlap"),
+    }
+    offload = {"allow_offload": True, **plain}
+
+    def least(**more):
+        with pytest.raises(gt.MemoryLimitError) as refused:
+            planned(stack, 1, **more)
+        return float(re.search(r"needs ([\d.]+) GiB", str(refused.value))[1]) * GIB
+
+    low, most = (least(**offload) + least(**plain)) / 2, 2 * peaks(stack)[1]
+    assert low < 0.99 * least(**plain)
+    found, peak, _, report = planned(stack, low, **offload)
+    table = found.decisions["plan_memory"]
+    assert peak <= low and table.offloaded and any(map(is_copy_to_host, found.graph.nodes))
+    assert "blocks in host memory" in str(report)
+    read = MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file")
+    again, *_ = planned(stack, None, "file", memory_table=read, **plain)
+    assert targets(again) == targets(found)
+    plans = [planned(stack, limit, **offload) for limit in (low, 2 * low, most)]
+    away = [len(plan[0].decisions["plan_memory"].offloaded) for plan in plans]
+    seconds = [plan[2] for plan in plans]
+    assert away == sorted(away, reverse=True) and away[-1] == 0
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[1] <= planned(stack, 2 * low, **plain)[2]
+
+
+def test_a_table_that_offloads_inputs_of_no_block_is_refused(stack):
+    table = replace(planned(stack, peaks(stack)[1])[0].decisions["plan_memory"])
+    with pytest.raises(gt.PassError, match="of another model.*layers.17"):
+        planned(stack, None, "file", memory_table=replace(table, offloaded=("layers.17",)))

@@ -1,0 +1,130 @@
+"""What is decided at once: a block's activations, where its inputs wait, or its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from graph_trainer.core.analysis.blocks import block_inputs
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket
+from graph_trainer.core.graph.annotations import block_of, tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import storages_in, value_storages
+from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, Op
+from graph_trainer.core.passes.plan_memory.solver import Choice
+from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.units import GIB
+from graph_trainer.errors import PassError
+
+
+class Item(NamedTuple):
+    """Something that is decided at once."""
+
+    name: str
+    choices: Sequence[Choice]
+    """The fewest bytes first."""
+    ops: tuple[Op, ...] = ()
+    """Of the block, for activations."""
+    parameters: tuple[str, ...] = ()
+    """Kept unsharded at the last choice; empty for activations."""
+    is_input: bool = False
+    """Whether it is about the inputs of a block: in host memory at the first choice."""
+
+
+def items_of_parameters(
+    joint: JointGraph, chains: Sequence[UnshardChain], context: PassContext
+) -> list[Item]:
+    """Return the parameters of each block, and each other one, as a choice.
+
+    Gathers of backward run beside compute and cost it the units that they occupy; but those that
+    backward begins with have nothing to run beside.
+    """
+    if not chains:
+        return []
+    hardware = context.hardware_for(joint)
+    seconds = {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
+    storages, size = value_storages(joint.graph), lifetimes(joint).size
+    first = last_bucket(joint, list(chains))
+    items: dict[str, list[UnshardChain]] = {}
+    for chain in chains:
+        items.setdefault(block_of(chain.parameter) or chain.parameter, []).append(chain)
+
+    def item(name: str, several: Sequence[UnshardChain]) -> Item:
+        read = {n for c in several for r in c.backward_readers for n in r.all_input_nodes}
+        made = {s for c in several for n in c.nodes if n in read for s in storages_in(storages[n])}
+        share = {
+            c.parameter: 1.0 if c.parameter in first else hardware.collective_compute_share
+            for c in several
+        }
+        cost = sum(share[c.parameter] * seconds.get(n, 0.0) for c in several for n in c.nodes)
+        kept = sum(size.get(s, 0) for s in made)
+        ends = [Choice(0, round(cost * NANOSECONDS), frozenset())]
+        if kept:
+            ends.append(Choice(kept, 0, frozenset(range(len(several)))))
+        return Item(name, ends, parameters=tuple(c.parameter for c in several))
+
+    return [item(name, several) for name, several in items.items()]
+
+
+def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassContext) -> list[Item]:
+    """Return the inputs of each block as a choice, as far as host memory has room for them.
+
+    Copies run beside compute and cost what they take longer than the block does. Nothing is gained
+    where host memory is the device's.
+    """
+    hardware = context.hardware_for(joint)
+    if hardware.device == "cpu" or not context.allow_offload:
+        return []
+    room = hardware.host_memory_gib * GIB / hardware.devices_per_node
+    computed = {block.name: sum(op.nanoseconds for op in block.ops) for block in blocks}
+    found = []
+    for name, nodes in block_inputs(joint).items():
+        size = sum(tensor.nbytes for node in nodes for tensor in tensors_of(node))
+        room -= size
+        if room < 0 or name not in computed:
+            break
+        copied = round(hardware.host_copy_seconds(size) * NANOSECONDS)
+        away = Choice(0, max(0, copied - computed[name]), frozenset())
+        found.append(Item(name, [away, Choice(size, 0, frozenset({0}))], is_input=True))
+    return found
+
+
+def agreed_on(
+    blocks: Sequence[Block], others: Sequence[Item], context: PassContext
+) -> tuple[list[Block], list[Item]]:
+    """Give every rank the same costs: where they differ, those of the rank with the largest sum.
+
+    Raises:
+        PassError: the ranks' blocks have unlike ops.
+    """
+    shape = [(b.name, [replace(op, bytes=0, nanoseconds=0) for op in b.ops]) for b in blocks]
+    choices = [(item.name, item.parameters, len(item.choices)) for item in others]
+    if not context.same_on_all_ranks(fingerprint((shape, choices))):
+        raise PassError(
+            "the ranks' blocks have unlike ops, so that no one plan of memory holds for all: use "
+            'an activation_checkpoint.type such as "selective" or "full"'
+        )
+    costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
+    costs += [n for item in others for c in item.choices for n in (c.bytes, c.nanoseconds)]
+    if context.same_on_all_ranks(fingerprint(costs)):
+        return list(blocks), list(others)
+    # one number with the costs as its digits, their sum first, so that one all-reduce will do
+    digits = b"".join(number.to_bytes(8, "big") for number in (sum(costs), *costs))
+    largest = context.all_reduce_max(int.from_bytes(digits, "big")).to_bytes(len(digits), "big")
+    taken = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
+    return (
+        [
+            replace(b, ops=tuple(replace(op, bytes=next(taken), nanoseconds=next(taken))
+                                 for op in b.ops))
+            for b in blocks
+        ],
+        [
+            item._replace(choices=[Choice(next(taken), next(taken), c.saved)
+                                   for c in item.choices])
+            for item in others
+        ],
+    )  # fmt: skip
