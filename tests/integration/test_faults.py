@@ -120,7 +120,9 @@ def test_a_step_that_cannot_fit_is_refused_on_all_ranks_before_it_is_taken(
     """Only rank 1 lacks memory."""
     for rank, has in enumerate(("32.", "0.0")):
         error = results[rank]["no room"]["error"]
-        assert error.startswith("PassError: compile.memory_limit_gib is unset, and the step needs")
+        assert error.startswith(
+            "MemoryLimitError: compile.memory_limit_gib is unset, and the step needs"
+        )
         assert f"This rank has {has}" in error and "GiB available in a test / 2 ranks" in error
         assert "parallelism.data_parallel_shard_degree" in error
     assert not (folder / "no room/checkpoint").exists()
