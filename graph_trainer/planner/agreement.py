@@ -15,6 +15,9 @@ T = TypeVar("T")
 Passes = tuple[object, ...]
 """The passes that ran and were not rolled back, and what they decided by simulation."""
 
+_COSTS = 1 << 64
+"""Above this an all-reduced number is many in one."""
+
 
 def decided_by(joint: JointGraph) -> Passes:
     """Return what this rank has decided and every rank must decide alike."""
@@ -57,9 +60,12 @@ def as_agreed(
         if len(decided) == 1 or not unknown:
             return found
         maxima.append(max(unknown))
+        # agreed_on of plan_memory all-reduces all costs as one number
+        number = f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
+        last = number if maxima[-1] < _COSTS else "the costs of all ops at last"
         on_progress(
             "The ranks decide otherwise alone: once more, as they would agree on the "
-            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}"
+            f"{'first number' if len(maxima) == 1 else f'first {len(maxima)} numbers'}, {last}"
         )
 
 
