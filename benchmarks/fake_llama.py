@@ -16,6 +16,7 @@ from torch import nn
 
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.device import setup
+from graph_trainer.titan.parallelize import parallelized
 
 setup()  # before any torchtitan import
 
@@ -94,14 +95,6 @@ def prepare(case: Case, side: Side) -> Prepared:
         model = spec.model.build()
         inputs, labels, positions = torch.zeros(3, case.batch, case.sequence, dtype=torch.int64)
         valid_tokens = torch.zeros((), dtype=torch.int64)
-    model = spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=config.training,
-        parallelism=config.parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
-    )
+    model = parallelized(model, config, dims)
     loss_fn = config.loss.build(compile_config=config.compile)
-    return Prepared(config, model.train(), loss_fn, dims, inputs, labels, valid_tokens, positions)
+    return Prepared(config, model, loss_fn, dims, inputs, labels, valid_tokens, positions)

@@ -16,6 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.torch_private import clear_sharding_cache
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.parallelize import parallelized
 from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
 
 from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
@@ -63,15 +64,7 @@ class FakeRank:
         )
         """Of the whole model, as torchtitan counts them for its MFU."""
         self.loss_fn = config.loss.build(compile_config=config.compile)
-        self.model = spec.parallelize_fn(
-            model,
-            parallel_dims=self.parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            compile_config=config.compile,
-            ac_config=config.activation_checkpoint,
-            dump_folder=config.dump_folder,
-        ).train()
+        self.model = parallelized(model, config, self.parallel_dims)
         attach_loss(self.loss_fn, self.model)
 
     @property

@@ -10,6 +10,7 @@ from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig,
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
@@ -25,12 +26,12 @@ from graph_trainer.titan.activation_policies import POLICIES
 def parallelize_decoder(
     model: nn.Module,
     *,
-    parallel_dims: ParallelDims,
-    training: TrainingConfig,
-    parallelism: ParallelismConfig,
-    compile_config: CompileConfig,
-    ac_config: ActivationCheckpointingConfig,
     dump_folder: str,
+    ac_config: ActivationCheckpointingConfig,
+    compile_config: CompileConfig,
+    parallel_dims: ParallelDims,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
 ) -> nn.Module:
     """Parallelize a decoder on meta, in place, and return it: a torchtitan `parallelize_fn`.
 
@@ -62,6 +63,20 @@ def parallelize_decoder(
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
     _initialize_shards(model)
     return model
+
+
+def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -> nn.Module:
+    """Parallelize a model on meta as the trainer of a config does, and return it in train mode."""
+    assert config.model_spec is not None
+    sections: dict[str, Any] = {
+        "ac_config": config.activation_checkpoint,
+        "compile_config": config.compile,
+        "dump_folder": config.dump_folder,
+        "parallelism": config.parallelism,
+        "training": config.training,
+    }
+    found: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
+    return found.train()
 
 
 def _is_captured(compile_config: CompileConfig) -> bool:

@@ -131,26 +131,19 @@ class GraphTrainer(Trainer):
         parameters = [p for part in self.model_parts for p in part.parameters()]
         return MemoryOfRun(self.device, hardware, parameters, self.optimizers)
 
-    def forward_backward_step(
-        self,
-        *,
-        input_dict: dict[str, torch.Tensor] | list[dict[str, torch.Tensor]],
-        labels: torch.Tensor | list[torch.Tensor],
-        global_valid_tokens: torch.Tensor,
-    ) -> torch.Tensor:
+    def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         """Run one microbatch and add its gradients to `.grad`, as torchtitan's method does.
+
+        Args:
+            microbatch: `input_dict`, `labels` and `global_valid_tokens`.
 
         Returns:
             the loss.
         """
         if self.captured_step is None:
-            loss = super().forward_backward_step(
-                input_dict=input_dict, labels=labels, global_valid_tokens=global_valid_tokens
-            )
+            loss = super().forward_backward_step(**microbatch)
         else:
-            loss = self._run_captured_step(
-                self.captured_step, input_dict, labels, global_valid_tokens
-            )
+            loss = self._run_captured_step(self.captured_step, **microbatch)
         self._guard(loss)
         return loss
 

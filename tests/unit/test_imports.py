@@ -21,7 +21,7 @@ TORCH_PRIVATE = (
     "graph_trainer.core.torch_private_inductor",
 )
 
-SOLVER = ("graph_trainer.core.passes.plan_memory.solver", {"numpy", "scipy"})
+SOLVER = ("graph_trainer.core.passes.plan_memory.solver", {"scipy"})
 
 # From the bottom up. "" is graph_trainer/__init__.py, "<model>" every folder of a model family.
 # train is one rank of a run: the command line starts it, and calls it where it is a rank itself.

@@ -11,6 +11,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.advice import advise
+from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.memory_curve import memory_curve
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.report import plan_report
@@ -46,6 +47,24 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     text = shown.get()
     assert "Step time over memory" in text and "Kept for backward, by op of a block" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
+    flags = [*BUDGET, "--parallelism.fsdp_reshard_after_forward", "auto"]
+    config = load_config(["--training.seq_len", "64", *flags], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    plan = make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
+    points = memory_curve(plan, lambda line: None)
+    assert [p.policy for p in points if not p.limit_bytes] == ["none", "selective", "full"]
+
+
+def test_ranks_whose_tables_differ_decide_otherwise(plan):
+    joint = plan.simulation.joint
+    before = decided_by(joint)
+    table = joint.decisions["plan_memory"]
+    assert table.rows[0].keep_in != ()
+    joint.decisions["plan_memory"] = replace(table, rows=(replace(table.rows[0], keep_in=()),))
+    assert decided_by(joint) != before
 
 
 def test_the_report_has_the_table(plan):

@@ -104,7 +104,6 @@ def _solve(
     result that backward reads is one of the two, and so is each input of what is recomputed.
     """
     try:
-        import numpy
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import coo_array
     except ImportError as error:
@@ -112,9 +111,8 @@ def _solve(
             f"planning memory needs scipy, which is not installed ({error}): pip install scipy"
         ) from error
     number = len(ops)
-    nothing = [0.0] * number
-    sizes = numpy.array([op.bytes / MIB for op in ops] + nothing)
-    times = numpy.array(nothing + [float(op.nanoseconds) for op in ops])
+    sizes = [op.bytes / MIB for op in ops] + [0.0] * number
+    times = [0.0] * number + [float(op.nanoseconds) for op in ops]
     rows: list[tuple[float, list[tuple[int, int]]]] = []  # at least, of a sum of variables
     for place, op in enumerate(ops):
         if op.is_needed:
@@ -128,13 +126,14 @@ def _solve(
         matrix = coo_array((value, (row, column)), shape=(len(rows), 2 * number)).tocsr()
         constraints.append(LinearConstraint(matrix, lb=[least for least, _ in rows]))
     if most_bytes is not None:
-        constraints.append(LinearConstraint(sizes[None], ub=most_bytes / MIB))
+        constraints.append(LinearConstraint([sizes], ub=most_bytes / MIB))
     if most_nanoseconds is not None:
-        constraints.append(LinearConstraint(times[None], ub=most_nanoseconds))
-    cost = mib * sizes + nanoseconds * times
+        constraints.append(LinearConstraint([times], ub=most_nanoseconds))
+    cost = [mib * size + nanoseconds * time for size, time in zip(sizes, times, strict=True)]
+    largest = max(1.0, *cost)
     result = milp(
-        cost / max(cost.max(), 1.0),
-        integrality=numpy.ones(2 * number),
+        [each / largest for each in cost],
+        integrality=[1] * (2 * number),
         bounds=Bounds(0, [*(op.may_save for op in ops), *(op.may_recompute for op in ops)]),
         constraints=constraints,
         options={"time_limit": SECONDS_OF_ONE_SOLUTION, "mip_rel_gap": 0.0},
