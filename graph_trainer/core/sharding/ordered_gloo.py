@@ -111,6 +111,14 @@ class OrderedGloo(_Base):
             return super().allreduce(tensors, opts)
         return self.allreduce_coalesced(tensors, opts)
 
+    def reduce_scatter(self, outputs: list[torch.Tensor], tensors: Any, opts: Any = None) -> Any:
+        opts = opts or dist.ReduceScatterOptions()
+        if isinstance(outputs[0], FakeTensor):
+            return super().reduce_scatter(outputs, tensors, opts)
+        # gloo's own writes past an output that is not contiguous
+        whole = [torch.stack(parts) for parts in tensors]
+        return self.reduce_scatter_tensor_coalesced(outputs, whole, opts)
+
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], tensors: list[torch.Tensor], opts: Any = None
     ) -> Any:
@@ -137,11 +145,6 @@ class OrderedGloo(_Base):
             return super().allgather(outputs, tensors, *opts)
         return self._gloo.allgather(outputs, tensors, *opts)
 
-    def reduce_scatter(self, outputs: list[torch.Tensor], tensors: Any, *opts: Any) -> Any:
-        if isinstance(outputs[0], FakeTensor):
-            return super().reduce_scatter(outputs, tensors, *opts)
-        return self._gloo.reduce_scatter(outputs, tensors, *opts)
-
     def alltoall_base(self, output: torch.Tensor, tensor: torch.Tensor, *more: Any) -> Any:
         if isinstance(tensor, FakeTensor):
             return super().alltoall_base(output, tensor, *more)
@@ -150,7 +153,16 @@ class OrderedGloo(_Base):
     def broadcast(self, tensors: list[torch.Tensor], *opts: Any) -> Any:
         if isinstance(tensors[0], FakeTensor):
             return super().broadcast(tensors, *opts)
-        return self._gloo.broadcast(tensors, *opts)
+        if all(each.is_contiguous() for each in tensors):
+            return self._gloo.broadcast(tensors, *opts)
+        # gloo's own takes the memory for contiguous
+        rows = [_row_of(each) for each in tensors]
+
+        def finish() -> None:
+            for row, tensor in zip(rows, tensors, strict=True):
+                _put_back(row, tensor)
+
+        return _start("broadcast", rows, tensors, [(self._gloo.broadcast(rows, *opts), finish)])
 
     def send(self, tensors: list[torch.Tensor], *more: Any) -> Any:
         return self._gloo.send(tensors, *more)
@@ -168,8 +180,13 @@ class OrderedGloo(_Base):
 
     def _gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Started:
         _check("all-gather", whole=output, part=tensor, ranks=self.size())
-        sent = tensor.reshape(1, -1).repeat(self.size(), 1)
-        return self._exchange(self._gloo, output, sent), lambda: _free(sent)
+        sent, received = tensor.reshape(1, -1).repeat(self.size(), 1), _row_of(output)
+
+        def finish() -> None:
+            _put_back(received, output)
+            _free(sent)
+
+        return self._exchange(self._gloo, received, sent), finish
 
     def _scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: Any) -> Started:
         _check("reduce-scatter", whole=tensor, part=output, ranks=self.size())
@@ -177,18 +194,18 @@ class OrderedGloo(_Base):
         received = tensor.new_empty(tensor.shape)
 
         def finish() -> None:
-            reduce(received.view(self.size(), -1), output.view(-1))
+            reduced = _row_of(output)
+            reduce(received.view(self.size(), -1), reduced)
+            _put_back(reduced, output)
             _free(received)
 
         return self._exchange(self._gloo, received, tensor.contiguous()), finish
 
     def _all_reduce(self, tensor: torch.Tensor, op: Any) -> Started:
-        reduce, size = _reduction(op, self.size()), self.size()
-        flat = tensor.view(-1) if tensor.is_contiguous() else tensor.reshape(-1)
+        reduce, size, flat = _reduction(op, self.size()), self.size(), _row_of(tensor)
 
         def put_back(*scratch: torch.Tensor) -> None:
-            if not tensor.is_contiguous():
-                tensor.copy_(flat.view(tensor.shape))
+            _put_back(flat, tensor)
             _free(*scratch)
 
         if flat.nbytes <= _SMALL_BYTES:
@@ -314,6 +331,17 @@ def _check(name: str, *, whole: torch.Tensor, part: torch.Tensor, ranks: int) ->
             f"{name} over {ranks} ranks: {whole.dtype} {tuple(whole.shape)} is not {ranks} times "
             f"{part.dtype} {tuple(part.shape)}"
         )
+
+
+def _row_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements in one contiguous row: the tensor's own memory, or a copy."""
+    return tensor.contiguous().view(-1)
+
+
+def _put_back(row: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Write a row of `_row_of` into its tensor, where it is a copy."""
+    if not tensor.is_contiguous():
+        tensor.copy_(row.view(tensor.shape))
 
 
 def _free(*scratch: torch.Tensor) -> None:

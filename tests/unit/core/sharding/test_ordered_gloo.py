@@ -217,6 +217,58 @@ def test_other_layouts_and_dtypes_travel_as_they_are():
         assert flags.tolist() == [False, True, True, True]
 
 
+LAYOUTS: dict[str, Callable[..., torch.Tensor]] = {
+    "contiguous": torch.zeros,
+    "every second": lambda rows, columns: torch.zeros(rows, 2 * columns)[:, ::2],
+    "column": lambda rows, columns: torch.zeros(rows, columns, 3)[..., 1],
+    "flat": lambda rows, columns: torch.zeros(2 * rows * columns)[::2].view(rows, columns),
+    "transposed": lambda rows, columns: torch.zeros(columns, rows).t(),
+}
+
+
+def test_every_collective_takes_and_gives_tensors_of_any_layout():
+    """Plain gloo, on contiguous tensors, gives the same. (On others its sums are wrong.)"""
+
+    def of(kind: str, rows: int, rank: int, fill: bool = True) -> torch.Tensor:
+        tensor = LAYOUTS[kind](rows, 3)
+        return tensor.copy_(torch.arange(3.0 * rows).view(rows, 3) + 100 * rank) if fill else tensor
+
+    def results(group: Any, rank: int, taken: str, given: str, rows: int) -> list[torch.Tensor]:
+        reduced, sent = of(taken, rows, rank), of(taken, rows, rank)
+        gathered, scattered = of(given, 3 * rows, rank, False), of(given, rows, rank, False)
+        parts, part = [of(given, rows, rank, False) for _ in range(3)], of(given, rows, rank, False)
+        sending = [of(taken, rows, rank + place) for place in range(3)]
+        shared = of(taken, rows, rank)
+        works = [
+            all_reduce(group, reduced),
+            group._allgather_base(gathered, sent),
+            group._reduce_scatter_base(
+                scattered, of(taken, 3 * rows, rank), options(dist.ReduceScatterOptions)
+            ),
+            group.allgather([parts], [sent]),
+            group.reduce_scatter([part], [sending], options(dist.ReduceScatterOptions)),
+            group.broadcast([shared], dist.BroadcastOptions()),
+        ]
+        for work in works:
+            work.wait()
+        return [reduced, gathered, scattered, *parts, part, shared]
+
+    def run(group, rank):
+        plain = dist.ProcessGroupGloo(store, rank, 3, timedelta(seconds=30))
+        for rows in (1, 300):
+            wanted = results(plain, rank, "contiguous", "contiguous", rows)
+            for taken, to in itertools.product(LAYOUTS, LAYOUTS):
+                for pair in zip(results(group, rank, taken, to, rows), wanted, strict=True):
+                    assert torch.equal(*pair), (taken, to, rows)
+            with pytest.raises(ValueError, match="contiguous"):  # as plain gloo
+                group.alltoall_base(
+                    torch.zeros(6), torch.zeros(12)[::2], [], [], dist.AllToAllOptions()
+                )
+
+    store = dist.PrefixStore(str(next(_names)), _store)
+    on_ranks(3, run)
+
+
 def test_a_reduction_that_gloo_lacks_is_refused_by_name():
     def run(group, rank):
         with pytest.raises(ConfigError, match="SUM, AVG.*PREMUL_SUM"):
