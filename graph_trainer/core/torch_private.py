@@ -45,6 +45,7 @@ import torch.distributed._functional_collectives as _functional_collectives  # n
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
 
+_OPS = (torch._ops.OpOverload, HigherOrderOperator)
 c10d_functional = torch.ops._c10d_functional
 
 # Flattens and rebuilds nested arguments; torch's pytree is private by name only.
@@ -137,6 +138,19 @@ def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
     ]
     hooked = (any(m._forward_hooks or m._forward_pre_hooks for m in inner) for inner in layers)
     return {m for inner, has in zip(layers, hooked, strict=True) if not has for m in inner}
+
+
+def has_registered_effect(target: Any) -> bool:
+    """Tell whether somebody has declared that calls of this op have an effect.
+
+    Declared by an operator's register_effect, of which `_higher_order_ops.effects` keeps the
+    registry, or by fx.node.has_side_effect; there is no public question. torch 2.11 to 2.15.
+    """
+    from torch._higher_order_ops import effects
+
+    if target is effects.with_effects or target in fx.node._side_effectful_functions:
+        return True
+    return isinstance(target, _OPS) and effects._get_effect(target) is not None
 
 
 def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.ops import (
     ValueStorages,
     collective_kind,
     is_getitem,
-    is_random,
+    runs_once,
     schema_of,
     storages_in,
     value_storages,
@@ -88,7 +88,7 @@ def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[l
 
 def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
     """Tell whether a node may run in a region that so far has the nodes `inside`."""
-    if schema_of(node) is None or collective_kind(node) is not None or is_random(node):
+    if schema_of(node) is None or collective_kind(node) is not None:
         return False
     if is_host_copy(node):
         return False
@@ -104,6 +104,8 @@ def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.
         return False
     if _asserts(node):
         return node.target.namespace == "aten"  # type: ignore[union-attr]
+    if runs_once(node):
+        return False
     own = {s[0] is node for s in storages_in(storages[node])}
     return len(own) == 1  # a list of new tensors and views is neither
 

@@ -14,7 +14,7 @@ from torch import fx
 from graph_trainer.core.bisect.tensor_diff import digest
 from graph_trainer.core.graph.annotations import module_of, value_of
 from graph_trainer.core.graph.joint_graph import Input, InputKind, with_parts
-from graph_trainer.core.graph.ops import is_random, subgraph_of, written_arguments
+from graph_trainer.core.graph.ops import runs_once, subgraph_of, written_arguments
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
 
@@ -109,10 +109,10 @@ class _Numbers:
                 text = str(graph.code) if graph is not None else _content(constant)
             elif node.op == "output":
                 text = f"output {args!r}"
-            elif is_random(node):
+            elif runs_once(node):
                 text += f" draw {len(draws)}"
             found[node] = self._numbers.setdefault(text, len(self._numbers))
-            if is_random(node):
+            if runs_once(node):
                 draws.append(found[node])
             for target in written_arguments(node):
                 self._written[storage[target]] = found[node]
@@ -134,7 +134,7 @@ class _Numbers:
             read = {storage.get(each) for each in node.all_input_nodes}
             if (
                 node in varying
-                or is_random(node)
+                or runs_once(node)
                 or not varying.isdisjoint(node.all_input_nodes)
                 or not changing.isdisjoint(read)
             ):

@@ -1,4 +1,4 @@
-"""Facts about operators: writes, aliases, random numbers, communication."""
+"""Facts about operators: writes, aliases, random numbers, effects, communication."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from graph_trainer.core.analysis.collective_kinds import (
 )
 from graph_trainer.core.graph.annotations import inferred_value, value_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
-from graph_trainer.core.torch_private import HigherOrderOperator, storage_id
+from graph_trainer.core.torch_private import (
+    HigherOrderOperator,
+    has_registered_effect,
+    storage_id,
+)
 
 aten = torch.ops.aten
 
@@ -230,6 +234,23 @@ def is_random(node: fx.Node) -> bool:
     return argument(node, "dropout_p", 1.0) != 0.0
 
 
+def runs_once(node: fx.Node) -> bool:
+    """Tell whether a node must run exactly as often as the model runs it, in the model's order.
+
+    It is random, asserts (which returns nothing, or a token for the next assertion), or torch knows
+    of an effect of its op, such as a custom op with an ordered effect. Communication is not: a
+    gather is repeated as often as a policy says. A higher-order op is as the nodes inside.
+    """
+    if node.op != "call_function" or collective_kind(node) is not None:
+        return False
+    if is_random(node) or has_registered_effect(node.target):
+        return True
+    schema = schema_of(node)
+    if schema is None:
+        return any(runs_once(inner) for module in subgraphs(node) for inner in module.graph.nodes)
+    return not schema.returns or schema.name.startswith("aten::_functional_assert")
+
+
 def has_effect(node: fx.Node) -> bool:
     """Tell whether a node must run even if nothing reads its result."""
     if node.op in ("placeholder", "output"):
@@ -248,7 +269,7 @@ def has_effect(node: fx.Node) -> bool:
         # and rely on this wait having run before it
         (source,) = node.all_input_nodes
         return not is_collective(source) or len(source.users) > 1 or has_effect(source)
-    return bool(written_arguments(node)) or is_random(node)
+    return bool(written_arguments(node)) or runs_once(node)
 
 
 def aliased_input(node: fx.Node) -> fx.Node | None:

@@ -22,7 +22,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     set_recompute_policy,
 )
-from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_random, may_write
+from graph_trainer.core.graph.ops import aliased_input, is_getitem, may_write, runs_once
 from graph_trainer.core.torch_private_compile import (
     extract_halves,
     flat_outputs,
@@ -139,7 +139,7 @@ def _is_saved(node: fx.Node) -> bool:
 def _decision(node: fx.Node) -> bool | None:
     """What marks and tags say: saved, computed again, or nothing."""
     source = _source(node)
-    if is_random(source) or may_write(source.target):
+    if runs_once(source) or may_write(source.target):
         return True
     policies = (recompute_policy(source), recompute_policy(node))
     if any(policy in _RECOMPUTE for policy in policies):

@@ -8,7 +8,7 @@ from torch import fx
 from graph_trainer.core.graph.annotations import Role, role_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
-from graph_trainer.core.graph.ops import is_random
+from graph_trainer.core.graph.ops import runs_once
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 
@@ -55,7 +55,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
             elif source is not None:
                 described[node] = made_from(source)
             else:
-                one = len(node.all_input_nodes) == 1 and not is_random(node)
+                one = len(node.all_input_nodes) == 1 and not runs_once(node)
                 described[node] = call(node) if one else node.name
         return described[node]
 

@@ -19,7 +19,7 @@ from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_getitem,
-    is_random,
+    runs_once,
     subgraph_of,
     written_arguments,
 )
@@ -36,8 +36,8 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
 
     A copy is inserted before its first backward reader and serves all later ones; inputs that are
     tagged too are copied with it. A getitem without a tag follows the op that made the tuple.
-    Random ops are never copied: they count as saved. The subgraphs of a higher-order op are copied
-    with it. Copies have no tag, so that a second run changes nothing.
+    Random ops and ops with an effect are never copied: they count as saved. The subgraphs of a
+    higher-order op are copied with it. Copies have no tag, so that a second run changes nothing.
 
     Relies on phases and tags, whoever wrote them. Guarantees equal values.
 
@@ -72,7 +72,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
 
 
 def _to_be_recomputed(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_backward(node) or is_random(node):
+    if node.op != "call_function" or is_backward(node) or runs_once(node):
         return False
     policy = recompute_policy(node)
     if is_getitem(node):

@@ -38,8 +38,8 @@ from graph_trainer.core.graph.ops import (
     has_effect,
     is_collective,
     is_getitem,
-    is_random,
     is_wait,
+    runs_once,
     storages_in,
     subgraphs,
     value_storages,
@@ -380,7 +380,7 @@ def _is_random_or_effect(node: fx.Node) -> bool:
         return False
     if is_collective(node):
         return has_effect(node)
-    return is_random(node) or (has_effect(node) and not written_arguments(node))
+    return runs_once(node) or (has_effect(node) and not written_arguments(node))
 
 
 def _scatters(collective: Collective) -> bool:
