@@ -61,6 +61,12 @@ _OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in
 # never looks like the border between two of the user's checkpoint regions.
 FSDP_AC_GRAPH_ID = 1 << 40
 
+_STRENGTH = (
+    *("MUST_RECOMPUTE", "MUST_CPU_OFFLOAD", "MUST_SAVE"),
+    *("PREFER_RECOMPUTE", "PREFER_CPU_OFFLOAD", "PREFER_SAVE"),
+)
+"""The names of `CheckpointPolicy`, the strongest first; older versions of torch have fewer."""
+
 SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
 
@@ -109,6 +115,30 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
         annotate_node(target, annotation(phase=phase))
     clear_recompute_policy(target)
     clear_offload(target)
+
+
+def merge_tags(kept: fx.Node, other: fx.Node) -> None:
+    """Give `kept` what is decided of an equal node that it replaces.
+
+    The stronger recompute tag of the two holds, in the order of `_STRENGTH`, with its
+    `ac_graph_id`: what may not stay in memory is recomputed whoever else would keep it, and what
+    must happen wins over what may. Recomputation ends an offload. Marks of either survive.
+    """
+    kept.meta[_CUSTOM] = {**other.meta.get(_CUSTOM, {}), **kept.meta.get(_CUSTOM, {})}
+    stronger = min(kept, other, key=_weakness)
+    if (policy := recompute_policy(stronger)) is not None:
+        graph_id = stronger.meta.get(_AC_GRAPH_ID, FSDP_AC_GRAPH_ID)
+        set_recompute_policy(kept, policy, ac_graph_id=graph_id)
+    for mark in (_OFFLOAD, _SAVED):
+        if other.meta.get(mark):
+            kept.meta[mark] = True
+    if policy is CheckpointPolicy.MUST_RECOMPUTE:
+        clear_offload(kept)
+
+
+def _weakness(node: fx.Node) -> int:
+    policy = recompute_policy(node)
+    return len(_STRENGTH) if policy is None else _STRENGTH.index(policy.name)
 
 
 def _custom(node: fx.Node, key: str) -> str | None:

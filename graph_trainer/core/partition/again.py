@@ -17,10 +17,9 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     has_phase,
     is_marked_saved,
-    mark_saved,
+    merge_tags,
     recompute_policy,
     role_of,
-    set_recompute_policy,
 )
 from graph_trainer.core.graph.ops import aliased_input, is_getitem, may_write, runs_once
 from graph_trainer.core.torch_private_compile import (
@@ -191,10 +190,6 @@ def _merge_gathers(graph: fx.Graph, forward: set[fx.Node]) -> None:
         kept = first.setdefault(key, node)
         if kept is node:
             continue
-        if is_marked_saved(node):
-            mark_saved(kept)
-        policy = recompute_policy(node)
-        if policy is not None and recompute_policy(kept) is None:
-            set_recompute_policy(kept, policy, ac_graph_id=node.meta["ac_graph_id"])
+        merge_tags(kept, node)
         node.replace_all_uses_with(kept)
         graph.erase_node(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.annotations import Role, role_of, tensors_of
+from graph_trainer.core.graph.annotations import Role, merge_tags, role_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import runs_once
@@ -70,6 +70,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
         shapes = [t.shape for n in node.all_input_nodes for t in tensors_of(n)]
         earlier = first.setdefault(f"{call(node)} {shapes}", node)
         if earlier is not node:
+            merge_tags(earlier, node)
             node.replace_all_uses_with(earlier)
             joint.graph.erase_node(node)
 
