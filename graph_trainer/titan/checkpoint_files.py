@@ -3,7 +3,7 @@
 The format is torch's distributed checkpoint, which anything that reads those can load. The files
 are written into a folder that no loader takes, which is renamed once every byte is on the disk: a
 folder called step-N is complete whenever it exists. `SHA256SUMS` inside holds a digest of every
-file, in the format of the tool of that name: `sha256sum -c SHA256SUMS`.
+file, in the format of the tool of that name, `sha256sum -c SHA256SUMS`, and in a comment its size.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,9 @@ SUMS = "SHA256SUMS"
 WRITING = "writing-"
 REPLACED = "replaced-"
 """Before the step's number: the folder that is being written, and the one that it replaces."""
+
+_SIZE = re.compile(r"# (\d+) bytes  (.+)")
+"""The line above a file's digest; `sha256sum` takes it for a comment."""
 
 _INLINE_BYTES = 1 << 16
 """Smaller writes are hashed where they are written: to start another thread takes as long."""
@@ -81,7 +85,7 @@ class PublishingWriter(FileSystemWriter):
             digests = self._hashing.digests
             results = [
                 _HashedResult(
-                    r.index, r.size_in_bytes, r.storage_data, digests[r.storage_data.relative_path]
+                    r.index, r.size_in_bytes, r.storage_data, *digests[r.storage_data.relative_path]
                 )
                 for r in results
             ]
@@ -95,14 +99,15 @@ class PublishingWriter(FileSystemWriter):
         folder = Path(self.path)
         if self._hashing is not None:
             sums = {
-                r.storage_data.relative_path: r.sha256
+                r.storage_data.relative_path: (r.sha256, r.file_bytes)
                 for of_rank in results
                 for r in of_rank
                 if isinstance(r, _HashedResult)
             }
             sums[METADATA] = self._hashing.digests[f"{METADATA}.tmp"]
             with (folder / SUMS).open("w") as file:
-                file.writelines(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+                for name, (digest, size) in sorted(sums.items()):
+                    file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
                 file.flush()
                 os.fsync(file.fileno())
         publish(folder, self._publish_as)
@@ -139,25 +144,32 @@ def clean(folder: Path) -> None:
         shutil.rmtree(writing, ignore_errors=True)
 
 
-def sums_of(folder: Path) -> dict[str, str] | None:
-    """Read the digests that were written with a checkpoint.
+def sums_of(folder: Path) -> dict[str, tuple[str, int | None]] | None:
+    """Read the digests and sizes that were written with a checkpoint.
 
     Returns:
-        File name -> SHA-256 in hexadecimal; None where there is no list: another program wrote
-        the checkpoint, or `checkpoint.verify` was off.
+        File name -> SHA-256 in hexadecimal, and the number of bytes, None where the list has no
+        sizes, as earlier versions and `sha256sum` write it. None where there is no list: another
+        program wrote the checkpoint, or `checkpoint.verify` was off.
 
     Raises:
-        ValueError: the file is not such a list.
+        ValueError: the file is not such a list, or is not all of one.
         OSError: the file cannot be read.
     """
     try:
         lines = (folder / SUMS).read_text("ascii").splitlines()
     except FileNotFoundError:
         return None
-    pairs = [line.split("  ", 1) for line in lines]
-    if not pairs or any(len(pair) != 2 or len(pair[0]) != 64 for pair in pairs):
+    sizes = {match[2]: int(match[1]) for line in lines if (match := _SIZE.fullmatch(line))}
+    pairs = [line.split("  ", 1) for line in lines if not line.startswith("#")]
+    if any(len(pair) != 2 or len(pair[0]) != 64 or "/" in pair[1] for pair in pairs):
         raise ValueError(f"{SUMS} is damaged")
-    return {name: digest for digest, name in pairs}
+    sums = {name: (digest, sizes.get(name)) for digest, name in pairs}
+    if METADATA not in sums:
+        raise ValueError(f"{SUMS} is damaged: it does not list {METADATA}")
+    if sizes and sizes.keys() != sums.keys():
+        raise ValueError(f"{SUMS} is damaged: it has not one digest and one size for each file")
+    return sums
 
 
 def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1) -> list[str]:
@@ -175,24 +187,28 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     """
     try:
         sums = sums_of(folder) if verify else None
-        if sums is None:
-            return _find_short_files(folder) if share == 0 else []
-        if METADATA not in sums:
-            return [f"{SUMS} is damaged: it does not list {METADATA}"]
     except (OSError, ValueError) as error:
         return [_format_error(error, folder)]
-    found = _refusal(folder) if share == 0 else []
+    if sums is None:
+        return _find_short_files(folder) if share == 0 else []
+    found = _find_unlisted_files(folder, sums) if share == 0 else []
     for name in sorted(sums)[share::shares]:
+        expected, size = sums[name]
         try:
             with (folder / name).open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+                length = os.fstat(file.fileno()).st_size
+                if size not in (None, length):
+                    problem = f"{length:,} bytes instead of {size:,}"
+                elif hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    problem = f"its SHA-256 is not that of {SUMS}"
+                else:
+                    continue
         except FileNotFoundError:
             found.append(f"{name} is missing")
         except OSError as error:
             found.append(_format_error(error, folder))
         else:
-            if digest != sums[name]:
-                found.append(f"{name} is truncated or changed: its SHA-256 is not that of {SUMS}")
+            found.append(f"{name} is truncated or changed: {problem}")
     return found
 
 
@@ -203,26 +219,30 @@ def _find_os_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _refusal(folder: Path) -> list[str]:
-    """Say what metadata names beside data; where it is damaged, its digest tells."""
+def _needed_bytes(folder: Path) -> dict[str, int]:
+    """Return how long each file has to be at least, by what metadata says of it."""
+    needed: dict[str, int] = {}
+    for place in DataReader(folder).read_metadata().storage_data.values():
+        end = place.offset + place.length
+        needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+    return needed
+
+
+def _find_unlisted_files(folder: Path, sums: Container[str]) -> list[str]:
     try:
-        DataReader(folder).read_metadata()
+        needed = _needed_bytes(folder)
     except CheckpointError as error:
         return [str(error)]
-    except Exception:  # unpickling damaged bytes raises anything
+    except Exception:  # unpickling damaged bytes raises anything; the digest tells
         return []
-    return []
+    return [f"{SUMS} is damaged: it does not list {name}" for name in needed if name not in sums]
 
 
 def _find_short_files(folder: Path) -> list[str]:
     if not (folder / METADATA).exists():
         return [f"{METADATA} is missing: it was never completed"]
     try:
-        metadata = DataReader(folder).read_metadata()
-        needed: dict[str, int] = {}
-        for place in metadata.storage_data.values():
-            end = place.offset + place.length
-            needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+        needed = _needed_bytes(folder)
     except CheckpointError as error:
         return [str(error)]
     except Exception as error:  # unpickling damaged bytes raises anything
@@ -254,35 +274,39 @@ def _sync_folder(folder: Path) -> None:
 
 @dataclass(frozen=True)
 class _HashedResult(WriteResult):
-    """What one rank sends the coordinator about one tensor, with the digest of its file."""
+    """What one rank sends the coordinator about one tensor, with digest and size of its file."""
 
     sha256: str
+    file_bytes: int
 
 
 class _HashingFileSystem(FileSystem):
-    """Hash each file while it is written: file name -> SHA-256 in `digests`."""
+    """Hash each file while it is written: file name -> SHA-256 and bytes in `digests`."""
 
     def __init__(self) -> None:
-        self.digests: dict[str, str] = {}
+        self.digests: dict[str, tuple[str, int]] = {}
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         with ThreadPoolExecutor(1) as thread, _HashingFile(path, mode, thread) as file:
             yield file
-        self.digests[Path(path).name] = file.sha256.hexdigest()
+        self.digests[Path(path).name] = file.sha256.hexdigest(), file.written
 
 
 class _HashingFile(io.BufferedWriter):
-    """A file to append to, with the SHA-256 of its content."""
+    """A file to append to, with the SHA-256 and the number of bytes of its content."""
 
     def __init__(self, path: str | os.PathLike[str], mode: str, thread: ThreadPoolExecutor) -> None:
         super().__init__(io.FileIO(path, mode))
         self._thread = thread
         self.sha256 = hashlib.sha256()
+        self.written = 0
 
     def write(self, data: Any) -> int:
         """Write and hash at the same time; both release the GIL."""
-        if memoryview(data).nbytes < _INLINE_BYTES:
+        size = memoryview(data).nbytes
+        self.written += size
+        if size < _INLINE_BYTES:
             self.sha256.update(data)
             return super().write(data)
         hashed = self._thread.submit(self.sha256.update, data)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import io
+import itertools
 import pickle
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Any
 
@@ -31,12 +33,17 @@ _OF_RECORDS = (
     "pathlib",
     "pathlib._local",
 )
-# What builds a shape, a layout and a tensor, and does no more.
+# What builds a shape, a layout, a tensor or one of Python's types, and does no more. The last as
+# protocols up to 3 write them, under the names of Python 2 and 3.
 _BUILDERS = {
     ("collections", "OrderedDict"),
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_tensor_v2"),
+    ("_codecs", "encode"),
+    *itertools.product(
+        ("builtins", "__builtin__"), ("bytes", "bytearray", "set", "frozenset", "complex")
+    ),
 }
 _FROM_BYTES = ("torch.storage", "_load_from_bytes")
 
@@ -52,9 +59,9 @@ class DataReader(FileSystemReader):
             CheckpointError: the file names something that is no part of a checkpoint.
         """
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:
-            metadata = _load(file.read(), METADATA)
+            metadata = _Unpickler(io.BytesIO(file.read()), METADATA).load()
         if not isinstance(metadata, Metadata):
-            raise _refused(METADATA, type(metadata).__name__)
+            raise _names(METADATA, type(metadata).__name__)
         # Older versions of torch wrote no storage_meta.
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -67,21 +74,16 @@ class DataLoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state that is loaded.
 
-        torchtitan's data loaders keep a pickle of their state, and unpickle it themselves: it is
-        loaded here, and pickled again.
+        torchtitan's data loaders keep a pickle of their state, and unpickle it themselves. Any
+        bytes may be such a pickle, also inside another value: protocols 0 and 1 have no mark.
 
         Raises:
-            CheckpointError: the value names something else than data.
+            CheckpointError: the value names something else than data, or bytes in it cannot be
+                read as a pickle.
         """
         name = read_item.storage_index.fqn
-        try:
-            loaded = torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:
-            value.seek(0)
-            named = torch.serialization.get_unsafe_globals_in_checkpoint(value)
-            raise _refused(name, ", ".join(named) or "more than data") from error
-        if isinstance(loaded, bytes) and loaded.startswith(pickle.PROTO):
-            loaded = pickle.dumps(_load(loaded, name))
+        loaded = _load_archive(value, name)
+        _check_bytes(loaded, name)
         plain = io.BytesIO()
         torch.save(loaded, plain)
         plain.seek(0)
@@ -102,8 +104,8 @@ def reader_of(path: str) -> FileSystemReader:
 class _Unpickler(pickle.Unpickler):
     """Builds Python's own types, tensors, and the records of torch's metadata."""
 
-    def __init__(self, data: bytes, name: str) -> None:
-        super().__init__(io.BytesIO(data))
+    def __init__(self, file: io.BytesIO, name: str) -> None:
+        super().__init__(file)
         self._name = name
 
     def find_class(self, module: str, name: str) -> Any:
@@ -114,26 +116,66 @@ class _Unpickler(pickle.Unpickler):
         """
         where = (module, name)
         if where == _FROM_BYTES:
-            return _storage_of  # torch's own unpickles without limits
+            # torch's own unpickles without limits
+            return lambda data: _load_archive(io.BytesIO(data), self._name)
         if where in _BUILDERS:
             return super().find_class(module, name)
         if "." not in name and module in ("torch", *_OF_RECORDS):
             found = super().find_class(module, name)
             if isinstance(found, torch.dtype) or _is_record(found, module):
                 return found
-        raise _refused(self._name, f"{module}.{name}")
+        raise _names(self._name, f"{module}.{name}")
 
 
-def _refused(name: str, named: str) -> CheckpointError:
+def _names(name: str, named: str) -> CheckpointError:
+    return _refused(f"{name} names {named}, which may run code")
+
+
+def _refused(what: str) -> CheckpointError:
     return CheckpointError(
-        f"{name} names {named}, which may run code and is not loaded. If you trust the checkpoint, "
-        "load it and save it again with the program that wrote it; leave out a state of a class "
-        "of your own with checkpoint.exclude_from_loading"
+        f"{what} and is not loaded. If you trust the checkpoint, load it and save it again with "
+        "the program that wrote it; leave out a state of a class of your own with "
+        "checkpoint.exclude_from_loading"
     )
 
 
-def _load(data: bytes, name: str) -> Any:
-    return _Unpickler(data, name).load()
+def _load_archive(file: io.BytesIO, name: str) -> Any:
+    try:
+        return torch.load(file, weights_only=True)
+    except pickle.UnpicklingError as error:
+        file.seek(0)
+        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
+        raise _names(name, ", ".join(named) or "more than data") from error
+
+
+def _check_bytes(value: Any, name: str) -> None:
+    """Refuse bytes, at any depth of a value and of the pickles in it, that are no pickle of data.
+
+    They stay as they are: a program that unpickles them builds what was built here.
+    """
+    seen: dict[int, Any] = {}  # alive, so that no id is given twice
+    pending = [value]
+    while pending:
+        each = pending.pop()
+        if id(each) in seen:
+            continue
+        seen[id(each)] = each
+        if isinstance(each, bytes | bytearray):
+            pickled = io.BytesIO(each)
+            try:
+                pending.append(_Unpickler(pickled, name).load())
+            except CheckpointError:
+                raise
+            except Exception as error:  # unpickling other bytes raises anything
+                raise _refused(f"{name} holds bytes that are no pickle of data") from error
+            if pickled.read(1):
+                raise _refused(f"{name} holds bytes that are no pickle of data alone")
+        elif isinstance(each, Mapping):
+            pending += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple | set | frozenset):
+            pending += each
+        elif hasattr(each, "__dict__") and not isinstance(each, type):
+            pending += vars(each).values()
 
 
 def _is_record(found: object, module: str) -> bool:
@@ -143,7 +185,3 @@ def _is_record(found: object, module: str) -> bool:
         and found.__module__ == module
         and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath))
     )
-
-
-def _storage_of(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)

@@ -7,6 +7,7 @@ import hashlib
 import pickle
 import resource
 import shutil
+import subprocess
 import threading
 import types
 from collections.abc import Iterator
@@ -64,11 +65,15 @@ def test_a_saved_checkpoint_is_whole_and_lists_its_digests(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
     assert damage(saved) == []
     expected = {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        path.name: (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size)
         for path in saved.iterdir()
         if path.name != SUMS
     }
     assert sums_of(saved) == expected and len(expected) == 2
+    command = ["sha256sum", "--check", "--strict", "--warn", SUMS]
+    said = subprocess.run(command, cwd=saved, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == [f"{name}: OK" for name in sorted(expected)]
+    assert said.stderr == ""
     assert torch.equal(weight(saved), torch.ones(1000))
 
 
@@ -82,11 +87,45 @@ def test_damage_is_found_and_named(tmp_path: Path, name: str, harm: object) -> N
     assert ("missing" in line) == (harm is Path.unlink)
 
 
-@pytest.mark.parametrize("text", ["", "abc  .metadata\n", "\xff", f"{'0' * 64}  {DATA}\n"])
+def without_sizes(saved: Path) -> None:
+    """As earlier versions wrote the list, and `sha256sum` writes it."""
+    lines = (saved / SUMS).read_text().splitlines(keepends=True)
+    (saved / SUMS).write_text("".join(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "abc  .metadata\n", "\xff", f"{'0' * 64}  {DATA}\n", f"{'0' * 64}  ../{DATA}\n", "# x"],
+)
 def test_a_damaged_list_is_damage(tmp_path: Path, text: str) -> None:
     saved = save(tmp_path, 2)
     (saved / SUMS).write_text(text, "latin-1")
     assert len(damage(saved)) == 1
+
+
+@pytest.mark.parametrize("sizes", [True, False])
+@pytest.mark.parametrize("harm", [None, flip_a_bit, cut, Path.unlink])
+def test_a_list_cut_anywhere_is_damage(tmp_path: Path, harm: object, sizes: bool) -> None:
+    saved = save(tmp_path, 2)
+    if not sizes:
+        without_sizes(saved)
+        assert damage(saved) == []
+    if harm:
+        harm(saved / DATA)  # type: ignore[operator]
+    whole = (saved / SUMS).read_bytes()
+    for end in range(0, len(whole) - 1, 7):
+        (saved / SUMS).write_bytes(whole[:end])
+        assert any(SUMS in line for line in damage(saved)), end
+    (saved / SUMS).write_text("".join(whole.decode().splitlines(keepends=True)[:-1]))
+    assert damage(saved, share=0, shares=2)
+
+
+def test_a_size_is_compared_before_the_digest(tmp_path: Path) -> None:
+    saved = save(tmp_path, 2)
+    size = (saved / DATA).stat().st_size
+    cut(saved / DATA)
+    (line,) = damage(saved)
+    assert line == f"{DATA} is truncated or changed: {size - 7:,} bytes instead of {size:,}"
 
 
 def test_shares_are_the_whole_together(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def state() -> dict[str, Any]:
         "weight": torch.arange(12.0).view(3, 4).t(),
         "half": torch.ones(2, dtype=torch.bfloat16),
         "train_state": {"step": torch.tensor(3), "tokens": 7, "loss": [0.5, None, "x"]},
-        "counts": {"numbers": b"\x00\x01", "shape": torch.Size([2])},
+        "counts": {"pickled": pickle.dumps([1, "x", None]), "shape": torch.Size([2])},
     }
 
 
@@ -83,8 +83,10 @@ def test_metadata_runs_nothing(tmp_path: Path, digests: bool, where: str) -> Non
     before, after = file.read_bytes(), pickle.dumps(content)
     file.write_bytes(after)
     if digests:
-        old, new = (hashlib.sha256(data).hexdigest() for data in (before, after))
-        (checkpoint / SUMS).write_text((checkpoint / SUMS).read_text().replace(old, new))
+        sums = (checkpoint / SUMS).read_text()
+        for of in (lambda data: hashlib.sha256(data).hexdigest(), lambda data: f"{len(data)} by"):
+            sums = sums.replace(of(before), of(after))
+        (checkpoint / SUMS).write_text(sums)
     (line,) = damage(checkpoint)
     assert line.startswith(f"{METADATA} names posix.mkdir, which may run code")
     with pytest.raises(CheckpointError, match=r"names posix\.mkdir, .* save it again with"):
@@ -125,19 +127,71 @@ def test_metadata_is_metadata(tmp_path: Path) -> None:
         DataReader(tmp_path).read_metadata()
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-def test_a_value_runs_nothing(tmp_path: Path, pickled: bool) -> None:
-    """As the state of a class, and as the pickle that torchtitan's data loaders keep."""
-    checkpoint, touched = tmp_path / "step-1", tmp_path / "touched"
-    value: Any = Touch(touched)
-    stored = {"dataloader": {"dp_rank_0": pickle.dumps(value) if pickled else value}}
+def refusal(stored: dict[str, Any], checkpoint: Path) -> str:
+    """Save and load a state, which is refused."""
     dcp.save(stored, checkpoint_id=checkpoint)
     with pytest.raises(dcp.CheckpointException) as caught:
         load(empty(stored), checkpoint)
     ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, CheckpointError)
-    assert str(error).startswith("dataloader.dp_rank_0 names posix.mkdir, which may run code")
-    assert "checkpoint.exclude_from_loading" in str(error) and not touched.exists()
+    assert isinstance(error, CheckpointError) and "checkpoint.exclude_from_loading" in str(error)
+    return str(error)
+
+
+@pytest.mark.parametrize("pickled", [None, *range(pickle.HIGHEST_PROTOCOL + 1)])
+def test_a_value_runs_nothing(tmp_path: Path, pickled: int | None) -> None:
+    """As the state of a class, and as the pickle that torchtitan's data loaders keep."""
+    touched = tmp_path / "touched"
+    value: Any = Touch(touched)
+    if pickled is not None:
+        value = pickle.dumps(value, pickled)
+    said = refusal({"dataloader": {"dp_rank_0": value}}, tmp_path / "step-1")
+    assert said.startswith("dataloader.dp_rank_0 names posix.mkdir, which may run code")
+    assert not touched.exists()
+
+
+BY_TEXT = b"cposix\nsystem\n(S'touch x'\ntR."
+ARCHIVE = io.BytesIO()  # another reader's to unpickle
+torch.save(torch.nn.ReLU(), ARCHIVE)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        BY_TEXT,
+        bytearray(BY_TEXT),
+        pickle.dumps([1, {"x": (BY_TEXT,)}]),
+        pickle.dumps({BY_TEXT: 1, "x": 2}, 0),
+        pickle.dumps({"dataset": BY_TEXT}),
+        pickle.dumps({"dataset": {pickle.dumps([BY_TEXT])}}),
+    ],
+)
+def test_bytes_run_nothing_wherever_they_are(tmp_path: Path, value: Any) -> None:
+    assert "names posix.system, which may run" in refusal({"x": [value]}, tmp_path / "step-1")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        b"\x00\x01",
+        b"I" + b"9" * 5000 + b"\n.",
+        pickle.dumps(1)[:-1],
+        pickle.dumps(1) + BY_TEXT,
+        ARCHIVE.getvalue(),
+        b"(" * 100_000,
+        b"Punknown\n.",
+    ],
+)
+def test_bytes_that_are_no_pickle_are_refused(tmp_path: Path, value: bytes) -> None:
+    """What this reader cannot read another one may, `torch.load` for example."""
+    assert refusal({"x": value}, tmp_path / "step-1").startswith("x holds bytes that are no pickle")
+
+
+def test_a_pickle_of_data_keeps_its_bits(tmp_path: Path) -> None:
+    recursive: list[Any] = [b"N."]
+    recursive.append(recursive)
+    stored = {f"p{p}": pickle.dumps([recursive, {"k": (2, {3})}], p) for p in range(6)}
+    dcp.save(stored, checkpoint_id=tmp_path / "step-1")
+    assert load(empty(stored), tmp_path / "step-1") == stored
 
 
 class Numbers(IterableDataset[int]):
