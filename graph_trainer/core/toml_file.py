@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
 from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
+
+_DEEPEST = 100
+"""Levels of tables and lists; what reads a table has an end to its stack."""
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         ConfigError: the file cannot be read, or is not TOML; then with line and column.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         siblings = sorted(p.name for p in path.parent.glob("*.toml"))
         near = nearest(path.name, siblings)
@@ -33,26 +34,55 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(
             f"{key} {path}: cannot be read: {reason}. Name a readable UTF-8 TOML file."
         ) from error
+    return parse_toml(text, f"{key} {path}")
+
+
+def parse_toml(text: str, what: str) -> dict[str, Any]:
+    """Parse TOML.
+
+    Args:
+        what: the name of the document, for messages.
+
+    Raises:
+        ConfigError: it is not TOML; then with line and column. Or it has a number or a nesting
+            that is valid and has no use.
+    """
+    # Inside the function, so that what reads no TOML needs torch alone.
+    import tomli
+
     try:
-        return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{key} {_syntax_error(path, text, str(error))}") from None
+        table = tomli.loads(text)
+        level: list[Any] = [table]
+        for _ in range(_DEEPEST):
+            # As a message would: a hexadecimal number is read at any length, and not written.
+            _ = [str(value) for value in level if isinstance(value, int)]
+            level = [
+                inner
+                for value in level
+                if isinstance(value, dict | list)
+                for inner in (value.values() if isinstance(value, dict) else value)
+            ]
+            if not level:
+                return table
+        raise RecursionError
+    except tomli.TOMLDecodeError as error:
+        raise ConfigError(_syntax_error(what, error)) from None
     except RecursionError:
-        raise ConfigError(f"{key} {path}: nested too deeply to be read. Flatten it.") from None
+        raise ConfigError(f"{what}: nested too deeply to be read. Flatten it.") from None
+    except ValueError:  # Python refuses to convert thousands of digits
+        raise ConfigError(
+            f"{what}: an integer in it is too long to be read. Write one of at most 64 bits."
+        ) from None
 
 
-def _syntax_error(path: Path, text: str, message: str) -> str:
-    problem, _, position = message.rpartition(" (at ")
-    lines = text.split("\n")
-    # tomllib gives "(at line 3, column 7)" or "(at end of document)".
-    numbers = [int(digits) for digits in re.findall(r"\d+", position)]
-    number, column = numbers or (len(lines), len(lines[-1]) + 1)
-    line = lines[number - 1].rstrip("\r")
+def _syntax_error(what: str, error: Any) -> str:
+    number, column = error.lineno, error.colno
+    line = error.doc.split("\n")[number - 1].rstrip("\r")
     label = f"  {number} | "
     # A tab stays a tab in front of the caret, so that the caret is below its column.
     indent = "".join("\t" if c == "\t" else " " for c in line[: column - 1])
     return (
-        f"{path}, line {number}, column {column}: not valid TOML: {problem}.\n"
+        f"{what}, line {number}, column {column}: not valid TOML: {error.msg}.\n"
         f"{label}{line}\n{' ' * len(label)}{indent}^\n"
         'A line is `key = value`; text stands in quotes ("..."), true and false in lower case, '
         "and each key once."

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graph_trainer.core.simulation.hardware import known_hardware
+from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.plan import versions
@@ -57,7 +57,7 @@ class PlanCheck:
     @classmethod
     def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
         """Compare the config and the versions of this run with those of the plan in a file."""
-        now = tomllib.loads(config_to_toml(config))
+        now = parse_toml(config_to_toml(config), "config")
         config_differs = differences(plan.config_table(), now)
         return cls(plan, path, config_differs, differences(plan.versions, versions()))
 
@@ -192,7 +192,7 @@ def _check_paths(
 ) -> None:
     """Refuse a plan whose config reads or writes other files than the registry entry it began as,
     unless flags give the same keys."""
-    without = dict(_texts(tomllib.loads(config_to_toml(base)), ""))
+    without = dict(_texts(parse_toml(config_to_toml(base), "config"), ""))
     named = {
         key: value
         for key, value in _texts(document, "")

@@ -6,7 +6,6 @@ The pydantic models are the file's format. A plan is data: reading one executes 
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -21,6 +20,7 @@ from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
@@ -138,7 +138,7 @@ class SavedPlan(_Model):
 
     def config_table(self) -> dict[str, Any]:
         """Return the config as a parsed document."""
-        return tomllib.loads(self.config)
+        return parse_toml(self.config, "config")
 
     def to_json(self) -> str:
         """Return the content of the file."""
@@ -216,8 +216,9 @@ def _contradictions(plan: SavedPlan) -> Iterator[tuple[str, object, str]]:
             yield f"classes[{place}].fingerprint", each.fingerprint, problem
     try:
         plan.config_table()
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        yield "config", plan.config, f"not TOML ({error})"
+    except ConfigError as error:
+        first, *_ = str(error).splitlines()
+        yield "config", plan.config, f"not TOML ({first.rstrip('.')})"
 
 
 def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None) -> SavedPlan:

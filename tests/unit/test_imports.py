@@ -2,8 +2,9 @@
 
 Imports point down only, from cli over planner, titan and core to errors, without a circle; imports
 for type checkers and imports inside functions count. The core imports torch and the standard
-library; one file asks the solver of scipy. Private names of torch are in core/torch_private.py and
-the files that begin so, so that a new release of torch is read in few files.
+library; one file asks the solver of scipy and one reads TOML, both inside a function. Private names
+of torch are in core/torch_private.py and the files that begin so, so that a new release of torch is
+read in few files.
 """
 
 import ast
@@ -21,7 +22,11 @@ TORCH_PRIVATE = (
     "graph_trainer.core.torch_private_inductor",
 )
 
-SOLVER = ("graph_trainer.core.passes.plan_memory.solver", {"scipy"})
+OTHERS = {
+    "graph_trainer.core.passes.plan_memory.solver": "scipy",
+    "graph_trainer.core.toml_file": "tomli",
+}
+"""What else a file of the core may import."""
 
 # From the bottom up. "" is graph_trainer/__init__.py, "<model>" every folder of a model family.
 # train is one rank of a run: the command line starts it, and calls it where it is a rank itself.
@@ -130,7 +135,7 @@ def violations():
                 graph.add_edge(module, target)
                 if layer(target, modules) > layer(module, modules):
                     found.add(f"{module} imports {target}: up")
-            elif module == SOLVER[0] and root in SOLVER[1]:
+            elif root == OTHERS.get(module):
                 continue
             elif in_core and root not in sys.stdlib_module_names and root != "torch":
                 found.add(f"{module} imports {root}: neither torch nor the standard library")

@@ -116,6 +116,7 @@ INTEGER, TEXT = "Input should be a valid integer", "Input should be a valid stri
         (["passes"], "default", 'passes = "default": '),
         (["config"], "a = = b", "not TOML"),
         (["config"], "a = " + "[" * 5000, "not TOML"),
+        (["config"], "a = " + "9" * 5000, "not TOML"),
         (["microbatches"], -1, "microbatches = -1: "),
         (["axes", 0, 1], [], "axes[0][1] = []: Tuple should have at least 1 item"),
         (["axes", 1, 1], [0, 0], "not one for each class of the axes"),

@@ -60,11 +60,38 @@ def test_a_tab_in_front_of_the_caret_stays_a_tab(tmp_path):
     assert caret == "      \t        ^"
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"a = " + b"[" * 3000])
-def test_a_file_that_is_not_text_or_endlessly_nested_is_refused(content, tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\xff\xfe",
+        b"a = " + b"[" * 3000,
+        b"a = " + b"{a = " * 3000 + b"1" + b"}" * 3000,
+        b".".join([b"a"] * 20_000) + b" = 1",
+        b"[" + b".".join([b"a"] * 20_000) + b"]",
+        b".".join([b"training", *[b"a"] * 900]) + b" = 1",
+        b"training.steps = " + b"9" * 5000,
+        b"training.steps = -" + b"9" * 5000,
+        b"training.steps = 0x" + b"f" * 5000,
+        b"a = [[0b" + b"1" * 20_000 + b"]]",
+        b"lr_scheduler.min_lr_factor = 1e" + b"9" * 5000,
+        b"lr_scheduler.min_lr_factor = " + b"9" * 5000 + b".5",
+        b"a = 1979-05-27T00:00:00+99:99",
+        b'a = "\\ud800"',
+        b"a = 1\rb = 2",
+    ],
+    ids=lambda content: content[:30],
+)
+def test_a_file_that_is_no_text_or_holds_the_endless_is_refused(content, tmp_path):
     path = tmp_path / "bad.toml"
-    path.write_bytes(content)
-    assert str(path) in refused(["--config", str(path)])
+    path.write_bytes(BASE.encode() + content)
+    message = refused(["--config", str(path)])
+    assert str(path) in message and len(message) < 10_000
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
+    path = tmp_path / "good.toml"
+    path.write_text(BASE, encoding="utf-8-sig")
+    assert load_config(["--config", str(path)]).base == "llama3_debugmodel"
 
 
 def test_a_file_without_base_and_a_folder_are_refused(tmp_path):
