@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,20 +15,44 @@ from torch import fx
 from graph_trainer.core.graph.host_copies import WAIT_COPY, WAIT_COPY_IN_PLACE
 from graph_trainer.errors import ConfigError
 
-# Settings under which Inductor keeps collectives as they are. Their order is that of the graph,
-# decided by passes that all ranks share: nothing may merge them, nor move starts and waits among
-# compute. torch 2.13 to 2.15.
-SETTINGS_IN_ORDER: dict[str, Any] = {
-    "reorder_for_compute_comm_overlap": False,
-    "reorder_for_locality": False,
-    "reorder_for_peak_memory": False,
-    "bucket_all_gathers_fx": "none",
-    "bucket_reduce_scatters_fx": "none",
-    "bucket_all_reduces_fx": "none",
-    "aten_distributed_optimizations.enable_overlap_scheduling": False,
-    "_fuse_ddp_communication": False,
-    "_micro_pipeline_tp": False,
-}
+
+def settings_in_order() -> dict[str, Any]:
+    """Settings under which Inductor keeps the graph's order of collectives, waits and kernels that
+    it does not write itself (matrix products, attention): passes that all ranks share decided it.
+
+    Collectives are neither merged nor moved by Inductor's passes. Fusion alone moves a wait: a
+    kernel that needs it moves up when it is fused with an earlier one. So every node that is a
+    call depends on the call before it, and what would make a cycle of that is not fused. 2.13 to
+    2.15.
+    """
+    from torch._inductor.custom_graph_pass import CustomSchedulerPass
+    from torch._inductor.dependencies import WeakDep
+
+    class KeepOrder(CustomSchedulerPass):
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            calls = [node for node in nodes if node.is_extern() or node.is_template()]
+            for before, node in itertools.pairwise(calls):
+                result = next(iter(before.get_buffer_names()))
+                node.add_fake_dep(WeakDep(result, node.get_name(), is_fake=True))
+            if calls:  # by which fusion finds cycles
+                calls[0].scheduler.compute_ancestors()
+            return nodes
+
+        def uuid(self) -> bytes:
+            return Path(__file__).read_bytes()
+
+    return {
+        "reorder_for_compute_comm_overlap": False,
+        "reorder_for_locality": False,
+        "reorder_for_peak_memory": False,
+        "bucket_all_gathers_fx": "none",
+        "bucket_reduce_scatters_fx": "none",
+        "bucket_all_reduces_fx": "none",
+        "aten_distributed_optimizations.enable_overlap_scheduling": False,
+        "_fuse_ddp_communication": False,
+        "_micro_pipeline_tp": False,
+        "_pre_fusion_custom_pass": KeepOrder(),
+    }
 
 
 def compile_with_inductor(
@@ -43,7 +69,7 @@ def compile_with_inductor(
     import torch._inductor.config as inductor_config
 
     once = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
-    with inductor_config.patch(SETTINGS_IN_ORDER), once, waits_for_copies_in_place():
+    with inductor_config.patch(settings_in_order()), once, waits_for_copies_in_place():
         compiled = torch._inductor.compile(module, list(examples))
 
     def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -98,7 +124,7 @@ def compile_part_with_inductor(
     off = functorch_config.patch(enable_autograd_cache=False)
     on_cpu = any(example.device.type == "cpu" for example in examples)
     width = _vector_width() if on_cpu else contextlib.nullcontext()
-    with torch.no_grad(), inductor_config.patch(SETTINGS_IN_ORDER), off, width:
+    with torch.no_grad(), inductor_config.patch(settings_in_order()), off, width:
         compile_fx(module, list(examples), inner_compile=note)
     if len(made) != 1:
         raise ConfigError(

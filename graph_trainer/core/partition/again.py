@@ -21,7 +21,14 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
     role_of,
 )
-from graph_trainer.core.graph.ops import aliased_input, is_getitem, may_write, runs_once
+from graph_trainer.core.graph.ops import (
+    aliased_input,
+    has_effect,
+    is_getitem,
+    is_wait,
+    may_write,
+    runs_once,
+)
 from graph_trainer.core.torch_private_compile import (
     extract_halves,
     flat_outputs,
@@ -44,7 +51,8 @@ def partition_again(
     """Partition AOTAutograd's joint graph of a partitioned step where that step was cut.
 
     Forward is what its outputs and the marked nodes need; all else that the gradients need is
-    backward, wherever it is in the graph, recomputation and repeated gathers included. Saved is
+    backward, wherever it is in the graph, recomputation and repeated gathers included. What has an
+    effect, an assertion for example, runs once, in the half in which it was traced. Saved is
     what backward reads and what is marked; other results of forward are computed again, right
     before their first reader. MUST_RECOMPUTE and PREFER_RECOMPUTE win over a mark. Random numbers
     are always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of
@@ -105,15 +113,30 @@ def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
     for node in joint.graph.nodes:
         if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
-        elif node.op == "call_function" and (is_marked_saved(node) or must_be_in_forward(node)):
+        elif node.op == "call_function" and (
+            is_marked_saved(node)
+            or must_be_in_forward(node)
+            or (traced_in_forward(node) and _must_run(node))
+        ):
             roots.append(node)
     return _ancestors(joint.graph, roots, set())
 
 
 def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
-    placed = [n for n in joint.graph.nodes if n.op == "call_function" and must_be_in_backward(n)]
+    placed = [
+        node
+        for node in joint.graph.nodes
+        if node.op == "call_function"
+        and (must_be_in_backward(node) or (not traced_in_forward(node) and _must_run(node)))
+    ]
     roots = [*flat_outputs(joint, num_fwd_outputs)[1], *placed]
     return _ancestors(joint.graph, roots, forward)
+
+
+def _must_run(node: fx.Node) -> bool:
+    """Whether a node runs for its effect, as an assertion does, where it was traced. A wait does
+    not: the readers of its result are why it is there."""
+    return has_effect(node) and not is_wait(node) and not is_symbolic(node)
 
 
 def _is_saved(node: fx.Node) -> bool:
@@ -148,7 +171,9 @@ def _decision(node: fx.Node) -> bool | None:
 
 def _source(node: fx.Node) -> fx.Node:
     """Return the op that made a result, whose metadata a getitem does not keep."""
-    return node.all_input_nodes[0] if is_getitem(node) else node
+    while is_getitem(node):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:

@@ -21,7 +21,7 @@ from graph_trainer.core.torch_private_compile import (
     compile_without_compiler,
     standard_partition,
 )
-from graph_trainer.core.torch_private_inductor import SETTINGS_IN_ORDER
+from graph_trainer.core.torch_private_inductor import settings_in_order
 from graph_trainer.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class CompileBackend:
         if not partitioned:
             return compile_with_settings(module, inputs, {}, None, b"")
         source = Path(partition_again.__code__.co_filename).read_bytes()
-        return compile_with_settings(module, inputs, SETTINGS_IN_ORDER, self._partition, source)
+        return compile_with_settings(module, inputs, settings_in_order(), self._partition, source)
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any

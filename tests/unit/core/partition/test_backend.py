@@ -12,8 +12,9 @@ from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import Role, role_of, set_offload
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
-from graph_trainer.testing import become
+from graph_trainer.testing import become, mean_square
 from tests.unit.core.capture.steps import batch
+from tests.unit.core.graph.test_registered_effects import Blocks, runs_of
 from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
 from tests.unit.graphs import GATHER, Decoder
 
@@ -81,6 +82,57 @@ def decoder(**config):
     model = gt.simple_fsdp(Decoder(layers=3), init_device_mesh("cpu", (4,)))
     args = (torch.zeros(2, 3, dtype=torch.int64),)
     return partitioned(model, args, lambda m, x: m(x).square().mean(), **config), args
+
+
+COMPILERS = ("eager", pytest.param("inductor", marks=pytest.mark.full))
+
+
+class Asserted(torch.autograd.Function):
+    """Refuses large numbers in forward, and large gradients in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        torch._assert_async((x.abs() < 100).all(), "a large number")
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        torch._assert_async((gradient.abs() < 100).all(), "a large gradient")
+        return gradient.clone()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_an_assertion_raises_in_the_half_that_violates_it(compiler):
+    become(0, 1)
+    model, x = nn.Linear(4, 4), torch.ones(3, 4)
+
+    def loss_fn(model, x):
+        return Asserted.apply(model(x)).mean()
+
+    step = torch.compile(partitioned(model, (x,), loss_fn), backend=gt.backend(compiler))
+    for call in (lambda x: loss_fn(model, x), step):
+        call(x).backward()
+        with pytest.raises(RuntimeError, match="a large number"):
+            call(x * 1e4)
+        loss = call(x) * 1e6
+        with pytest.raises(RuntimeError, match="a large gradient"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("policy", ["none", "full"])
+def test_registered_effects_run_as_often_as_in_eager_and_in_its_order(
+    policy, checkpointed, compiler
+):
+    become(0, 1)
+    torch.manual_seed(0)
+    model, x = Blocks(checkpointed), torch.randn(3, 4)
+    expected = [name for name, _ in runs_of(lambda: mean_square(model, x).backward())]
+    step = partitioned(model, (x,), mean_square, activation_policy=policy)
+    step = torch.compile(step, backend=gt.backend(compiler))
+    for _ in range(2):
+        assert [name for name, _ in runs_of(lambda: step(x).backward())] == expected
 
 
 POLICIES = (

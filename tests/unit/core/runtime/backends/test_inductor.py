@@ -3,14 +3,18 @@
 import re
 
 import pytest
+import torch
 import torch._inductor.config as inductor_config
 from torch._inductor.utils import run_and_get_code
+from torch.distributed.device_mesh import init_device_mesh
 
+import graph_trainer as gt
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.graph.ops import collective_name, is_collective, is_wait
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
 from graph_trainer.core.runtime.backends.inductor import compile_graph
-from graph_trainer.testing import Builder
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.testing import Builder, become
 from tests.unit.core.passes.overlap.schedule_graphs import FSDP, make_groups, options
 from tests.unit.graphs import BACKWARD, aten, c10d
 
@@ -41,17 +45,74 @@ def products():
 
 
 def order_in_graph(joint):
-    """Collectives, waits and products."""
-    return [
-        collective_name(n) if is_collective(n) else "wait_tensor" if is_wait(n) else "mm"
-        for n in joint.graph.nodes
-        if n.op == "call_function"
-    ]
+    """Collectives, waits, products and attention."""
+    found = []
+    for node in joint.graph.nodes:
+        if is_collective(node):
+            found.append(collective_name(node))
+        elif is_wait(node):
+            found.append("wait_tensor")
+        elif node.target is aten.mm.default:
+            found.append("mm")
+        elif "scaled_dot_product" in str(node.target) and node.op == "call_function":
+            found.append("attention")
+    return found
 
 
 def order_in_code(code):
-    found = re.findall(r"_c10d_functional\.(\w+)\.default\(|extern_kernels\.(mm)\(", code)
-    return [one or other for one, other in found]
+    collective, product = r"_c10d_functional\.(\w+)\.default\(", r"extern_kernels\.(mm)\("
+    attention = r"aten\._scaled_dot_product_\w*?(attention)\w*\.default\("
+    found = re.findall(f"{collective}|{product}|{attention}", code)
+    return [a or b or c for a, b, c in found]
+
+
+@pytest.fixture
+def code_of(monkeypatch):
+    """The program that Inductor writes for a graph, which no C++ compiler sees."""
+    from torch._inductor.graph import GraphLowering
+
+    class Written(Exception):
+        pass
+
+    def write(self):
+        raise Written(self.codegen()[0].value)
+
+    def code_of(joint):
+        with monkeypatch.context() as patch, pytest.raises(Exception) as raised:
+            patch.setattr(GraphLowering, "compile_to_module", write)
+            compile_graph(joint)
+        return str(raised.value)
+
+    return code_of
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("merged", [False, True], ids=["one by one", "merged"])
+def test_the_debug_models_starts_waits_products_and_attention_keep_their_order(code_of, merged):
+    """Fusion would start what reads a gather with what is before it, and so wait for it earlier."""
+    from graph_trainer.titan.device import setup
+
+    setup()
+    from graph_trainer.llama3.config_registry import llama3_debugmodel
+
+    become(0, 4)
+    spec = llama3_debugmodel().model_spec
+    del spec.model.layers[2:]
+    model = spec.model.build()
+    gt.simple_fsdp(model, init_device_mesh("cpu", (4,)))
+    tokens = torch.zeros(2, 64, dtype=torch.int64)
+    loss = lambda m, x: torch.nn.functional.cross_entropy(m(x).flatten(0, 1), x.flatten())  # noqa: E731
+    joint = gt.capture(model, loss, (tokens,))
+    off = () if merged else ("tag_buckets", "bucket_collectives")
+    gt.run_passes(
+        joint,
+        gt.PassConfig(
+            reshard_after_forward="always", hardware=load_hardware("cpu"), disable_passes=off
+        ),
+    )
+    wanted = order_in_graph(joint)
+    assert {"mm", "attention", "reduce_scatter_tensor"} < set(wanted)
+    assert order_in_code(code_of(joint)) == wanted
 
 
 @pytest.mark.parametrize("scheduled", [False, True], ids=["in place", "scheduled"])
