@@ -49,7 +49,7 @@ def trained(folder: Path) -> dict[str, Any]:
 def cases(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     policy = ("--parallelism.fsdp_reshard_after_forward", "always")
     yield "policy", refused(folder, "policy", *policy)
-    passes = ("--compile.disable_passes", "rematerialize")
+    passes = ("--compile.disable_passes", "deduplicate_unshards")
     yield "passes", refused(folder, "passes", *passes)
     yield "one rank", refused(folder, "one rank", plan="other.json")
     yield "trained", trained(folder)

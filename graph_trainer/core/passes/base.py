@@ -57,10 +57,13 @@ class Pass:
     `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
-    required_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Fields of `PassConfig` and their values that no step can follow without this pass."""
+    required_for: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
+    """Fields of `PassConfig`, or "gt.offload", and their values that this pass carries out: without
+    a pass for a value that is set the list is refused. See `unmet_settings`."""
     relies_on: tuple[str, ...] = ()
-    """Names of passes that have to be in the list as well for its options to have an effect."""
+    """Names of passes that have to be in the list as well for it to have an effect."""
+    before: tuple[str, ...] = ()
+    """Names of passes that may not run before it, or it has no effect or not all of it."""
     needs_hardware: Callable[[Any], bool] = lambda options: False
     """Whether it decides by simulation with these options, and so by `compile.hardware`, on which
     the ranks agree first."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
@@ -144,6 +145,74 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
         selected.sort(key=lambda p: p.stage)
     _check_stages(selected)
     return selected
+
+
+WITHOUT_PASSES = {
+    "reshard_after_forward": "never",
+    "activation_policy": "none",
+    "allow_offload": False,
+}
+"""By setting that passes carry out, the value that needs none."""
+
+
+class Unmet(NamedTuple):
+    """A setting that a list of passes would leave without effect."""
+
+    setting: str
+    value: Any
+    problem: str
+    """A clause, without a full stop."""
+    remedy: str
+    """A sentence without a full stop: what to do about the list."""
+
+
+def unmet_settings(
+    selected: Sequence[Pass], disabled: Sequence[str], settings: Mapping[str, Any]
+) -> Iterator[Unmet]:
+    """Yield the settings whose values these passes do not carry out, by what passes declare.
+
+    A value is carried out by the built-in passes that have it in `required_for`, or in their place
+    by passes of a user's own that have; together with all that these rely on (`relies_on`), none
+    of them after a pass that it has to come `before`.
+
+    Args:
+        selected: the list, in order.
+        disabled: names that were left out of it, for the remedy.
+        settings: fields of `RunSettings`, or "gt.offload", with their values.
+    """
+    for setting, value in settings.items():
+        own, built_in = (
+            [p for p in passes if value in p.required_for.get(setting, ())]
+            for passes in ([p for p in selected if p not in _BUILT_IN], _BUILT_IN)
+        )
+        lacks = (lacking(selected, disabled, each) for each in own or built_in)
+        yield from (Unmet(setting, value, *lack) for lack in lacks if lack is not None)
+
+
+def lacking(
+    selected: Sequence[Pass], disabled: Sequence[str], carrier: Pass
+) -> tuple[str, str] | None:
+    """Return why a pass would have no effect in a list of passes, and the remedy; None if it has.
+
+    Args:
+        selected, disabled: as `unmet_settings`.
+    """
+    place = {p.name: number for number, p in enumerate(selected)}
+    known = registered_passes() | {p.name: p for p in selected}
+    names = [carrier.name]
+    for name in names:
+        if name not in place:
+            if name in disabled:
+                lack, remedy = "in compile.disable_passes", "out of compile.disable_passes"
+                return f"has no effect: the pass {name} is {lack}", f'Take "{name}" {remedy}'
+            lack = f"has no effect: the pass {name} is not in compile.passes"
+            return lack, f'Add "{name}" to compile.passes'
+        for later in known[name].before:
+            if place.get(later, place[name]) < place[name]:
+                problem = f"has no effect: the pass {name} is listed after {later}"
+                return problem, f'Put "{name}" in front of "{later}" in compile.passes'
+        names += [n for n in known[name].relies_on if n not in names]
+    return None
 
 
 def check_bitwise(selected: Sequence[Pass]) -> None:

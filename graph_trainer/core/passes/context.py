@@ -45,10 +45,12 @@ def fingerprint(decision: object) -> int:
 class RunSettings:
     """What a run sets that is no pass's own option."""
 
-    reshard_after_forward: ReshardAfterForward = "default"
+    reshard_after_forward: ReshardAfterForward | None = None
     """Which parameters are freed after forward and gathered again in backward. "always": all
     that backward reads. "never": none. "default": all but the last bucket (final norm and output
-    head), since backward starts with it. "auto": chosen by `plan_memory`."""
+    head), since backward starts with it. "auto": chosen by `plan_memory`. None asks for nothing: it
+    is "default" where the pass list has `tag_fsdp_unshards` and `rematerialize`, and "never" where
+    it has not, while a value that is set is refused without the passes that carry it out."""
 
     activation_policy: ActivationPolicy = "none"
     """Which activations are freed after forward and computed again in backward, in every block:
@@ -94,7 +96,8 @@ class RunSettings:
             ("activation_policy", ActivationPolicy),
         ):
             policy, known = getattr(self, name), get_args(kind)
-            if policy not in known:
+            unset = policy is None and name == "reshard_after_forward"
+            if policy not in known and not unset:
                 hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
                 raise PassError(f"{name} is {policy!r}{hint}; it must be one of {', '.join(known)}")
         if self.recompute_every_nth_block < 1:

@@ -8,11 +8,19 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from graph_trainer.core.graph.access_order import AccessOrder
+from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.ordering.exchange import LargestOfAllRanks
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.catalogue import check_bitwise, registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import (
+    WITHOUT_PASSES,
+    check_bitwise,
+    lacking,
+    registered_passes,
+    resolve_passes,
+    unmet_settings,
+)
 from graph_trainer.core.passes.context import (
     AllReduceMax,
     PassContext,
@@ -21,6 +29,7 @@ from graph_trainer.core.passes.context import (
     one_rank,
 )
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
+from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
@@ -205,12 +214,7 @@ def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[l
     """Return the passes of `config` with their options and contexts, both checked; and which
     machine they simulate and why, where they do and no hardware is named."""
     selected = resolve_passes(config.passes, config.disable_passes)
-    for name in config.options:
-        if name not in {p.name for p in selected}:
-            raise PassError(f"options are given for '{name}', which is not in the pass list")
-    _check_required(config, selected)
-    if config.bitwise:
-        check_bitwise(selected)
+    _check_settings(joint, config, selected)
     steps: list[PassStep] = []
     for place, each in enumerate(selected, start=1):
         options = config.options.get(each.name, each.options_type())
@@ -240,18 +244,29 @@ def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[l
     return steps, found.why
 
 
-def _check_required(config: PassConfig, selected: Sequence[Pass]) -> None:
-    """Refuse a setting that needs a pass which is not in the list."""
-    listed = {(name, value) for p in selected for name in p.required_for
-              for value in p.required_for[name]}  # fmt: skip
-    for each in registered_passes().values():
-        for name, values in each.required_for.items():
-            value = getattr(config, name)
-            if value in values and (name, value) not in listed:
-                raise PassError(
-                    f"{name} is {value!r} and '{each.name}', which carries it out, is not in the "
-                    "pass list"
-                )
+def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pass]) -> None:
+    """Refuse a setting that these passes would leave without effect."""
+    settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
+    settings["gt.offload"] = offload_activations.name not in joint.history and any(
+        map(offload_tag, joint.graph.nodes)
+    )
+    for setting, value, problem, remedy in unmet_settings(
+        selected, config.disable_passes, settings
+    ):
+        instead = (
+            "take it out of the model"
+            if setting == "gt.offload"
+            else f"set {setting} to {WITHOUT_PASSES[setting]!r}"
+        )
+        raise PassError(f"{setting} = {value!r} {problem}. {remedy}, or {instead}")
+    known = {p.name: p for p in selected}
+    for name in config.options:
+        if name not in known:
+            raise PassError(f"options are given for '{name}', which is not in the pass list")
+        if lack := lacking(selected, config.disable_passes, known[name]):
+            raise PassError(f"what is given as options of '{name}' {'. '.join(lack)}")
+    if config.bitwise:
+        check_bitwise(selected)
 
 
 def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:

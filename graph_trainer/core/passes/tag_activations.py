@@ -90,6 +90,8 @@ class TagActivationsOptions:
     summary="Tag activations to be freed after forward and computed again in backward",
     options_type=TagActivationsOptions,
     required_for={"activation_policy": ("selective", "full", "layers")},
+    relies_on=("rematerialize",),
+    before=("tag_fsdp_unshards",),
 )
 def tag_activations(
     joint: JointGraph, options: TagActivationsOptions, context: PassContext

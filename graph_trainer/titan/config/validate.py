@@ -114,7 +114,7 @@ def check_config(
     check_optimizer(config.optimizer.param_groups, where)
     check.batch(check.mesh(world_size))
     check.shapes()
-    check_passes(config.compile, where)
+    check_passes(config, where)
     check_data(config, where)
 
 

@@ -5,22 +5,41 @@ from dataclasses import fields
 from typing import Any
 
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import (
+    WITHOUT_PASSES,
+    lacking,
+    load_pass,
+    registered_passes,
+    resolve_passes,
+    unmet_settings,
+)
 from graph_trainer.errors import ConfigError, PassError
+from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
+    GraphTrainerConfig,
     changed_sections,
     pass_config,
 )
 
+_KEYS = {
+    "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "activation_policy": "activation_checkpoint.type",
+    "allow_offload": "compile.allow_offload",
+}
+"""Where a config has the settings of a run that passes carry out."""
 
-def check_passes(config: GraphCompileConfig, where: Origin) -> None:
-    """Refuse a list of passes that cannot run, and options of passes that do not run.
+
+def check_passes(whole: GraphTrainerConfig, where: Origin) -> None:
+    """Refuse a list of passes that cannot run, and settings and options that it leaves without
+    effect.
 
     Raises:
-        ConfigError: a name that is no pass, passes out of order, an option without effect.
+        ConfigError: a name that is no pass, passes out of order, a setting or option without
+            effect.
     """
+    config = whole.compile
     known = list(registered_passes())
     own = [entry for entry in config.passes if ":" in entry]
     own_names = [load_pass(entry).name for entry in own]
@@ -43,30 +62,28 @@ def check_passes(config: GraphCompileConfig, where: Origin) -> None:
                 )
     try:
         pass_config(config)
-        listed = {p.name for p in resolve_passes(config.passes, config.disable_passes)}
+        listed = resolve_passes(config.passes, config.disable_passes)
     except PassError as error:
         # Every name is known, so the error is about their order or number and has the remedy.
         place = where.of("compile.passes", "compile.disable_passes")
         raise ConfigError(f"{place}: compile.passes = {show(config.passes)}: {error}.") from error
+    disabled = config.disable_passes
     for section, each in changed_sections(config).items():
-        for name in (*each.relies_on, each.name):
-            if name not in listed:
-                raise _without_effect(config, section, name, where)
-
-
-def _without_effect(
-    config: GraphCompileConfig, section: str, name: str, where: Origin
-) -> ConfigError:
-    """Make the error for the first changed key of a section, where a pass does not run."""
-    key, value = next(changed_options(config, config.pass_of_section[section]))
-    if name in config.disable_passes:
-        lack = f"in compile.disable_passes = {show(config.disable_passes)}"
-        remedy = f'Take "{name}" out of compile.disable_passes'
-    else:
-        lack = f"not in compile.passes = {show(config.passes)}"
-        remedy = f'Add "{name}" to compile.passes'
-    problem = f"has no effect: the pass {name} is {lack}"
-    return bad_value(where, key, value, problem, f"{remedy}, or leave {key} out.")
+        if lack := lacking(listed, disabled, each):
+            key, value = next(changed_options(config, config.pass_of_section[section]))
+            problem, remedy = lack
+            raise bad_value(where, key, value, problem, f"{remedy}, or leave {key} out.")
+    if config.mode == "eager":
+        return
+    settings = {
+        "reshard_after_forward": whole.parallelism.fsdp_reshard_after_forward,
+        "activation_policy": POLICIES.get(type(whole.activation_checkpoint), "none"),
+        "allow_offload": config.allow_offload,
+    }
+    for setting, value, problem, remedy in unmet_settings(listed, disabled, settings):
+        key, without = _KEYS[setting], WITHOUT_PASSES[setting]
+        place = where.of(key, "compile.passes", "compile.disable_passes")
+        raise bad_value(place, key, value, problem, f"{remedy}, or set {key} = {show(without)}.")
 
 
 def changed_options(config: GraphCompileConfig, of: Pass) -> Iterator[tuple[str, Any]]:

@@ -177,7 +177,10 @@ def test_without_a_config_the_plan_gives_it_and_flags_override_it(saved):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--compile.disable_passes", "rematerialize"], "planned with the passes normalize_views"),
+        (
+            ["--compile.disable_passes", "deduplicate_unshards"],
+            "planned with the passes normalize_views",
+        ),
         (["--compile.passes", "default,overlap_fsdp"], "ask for .*, overlap_fsdp, .*Set them as"),
         (["--compile.mode", "eager"], 'compile.mode = "eager" captures no graph'),
         (["--training.seq_leng", "3"], "unknown key"),
@@ -224,7 +227,7 @@ def test_a_plan_names_no_code_to_import(document, tmp_path, monkeypatch, line):
     with pytest.raises(ConfigError, match=r"which would be imported, and a plan is data"):
         load_config_and_plan(["--plan", str(path)])
     with pytest.raises(ConfigError, match="planned with the passes"):
-        flags = ["--compile.disable_passes", "rematerialize"]
+        flags = ["--compile.disable_passes", "deduplicate_unshards"]
         load_config_and_plan(["--plan", str(path), "--config", "debugmodel", *flags])
     assert not seen.exists()
 

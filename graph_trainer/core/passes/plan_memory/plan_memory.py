@@ -53,6 +53,8 @@ _PARTS = 200
     stage=Stage.TAG,
     summary="Choose what backward keeps, for the least time within the memory limit",
     required_for={"activation_policy": ("budget", "file"), "reshard_after_forward": ("auto",)},
+    relies_on=("rematerialize",),
+    before=("tag_activations", "tag_fsdp_unshards"),
 )
 def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Tag what backward keeps, recomputes and gathers again, by a solver or by a table.

@@ -37,14 +37,6 @@ def small():
             ["'bucket_collectives'", "NoOptions", "BucketCollectivesOptions"],
         ),
         ({"options": {"rematerialise": NoOptions()}}, ["'rematerialise'"]),
-        (
-            {"reshard_after_forward": "always", "disable_passes": ["tag_fsdp_unshards"]},
-            ["'always'", "'tag_fsdp_unshards'"],
-        ),
-        (
-            {"activation_policy": "selective", "disable_passes": ["tag_activations"]},
-            ["activation_policy is 'selective'", "'tag_activations'"],
-        ),
         ({"reshard_after_forward": "sometimes"}, ["'sometimes'", "default"]),
         ({"passes": None}, ["lists of names; got None"]),
     ],

@@ -108,7 +108,7 @@ IN_FILES = (
     ),
     Bad(
         "compile.overlap_fsdp.in_flight = 8: has no effect: the pass overlap_fsdp is in "
-        'compile.disable_passes = ["overlap_fsdp"]',
+        "compile.disable_passes",
         'Take "overlap_fsdp" out of compile.disable_passes, or leave',
         f'{OVERLAPPED}disable_passes = ["overlap_fsdp"]\n[compile.overlap_fsdp]\nin_flight = 8',
     ),
@@ -121,6 +121,26 @@ IN_FILES = (
         'compile.bucketing.strategy = "size": has no effect: the pass tag_buckets is not in',
         'Add "tag_buckets" to compile.passes',
         '[compile]\npasses = ["bucket_collectives"]\n[compile.bucketing]\nstrategy = "size"',
+    ),
+    Bad(
+        'parallelism.fsdp_reshard_after_forward = "always": has no effect: the pass rematerialize',
+        'Take "rematerialize" out of compile.disable_passes, or set '
+        'parallelism.fsdp_reshard_after_forward = "never".',
+        '[parallelism]\nfsdp_reshard_after_forward = "always"\n'
+        '[compile]\ndisable_passes = ["rematerialize"]',
+    ),
+    Bad(
+        'activation_checkpoint.type = "full": has no effect: the pass tag_activations',
+        'Add "tag_activations" to compile.passes, or set activation_checkpoint.type = "none".',
+        '[activation_checkpoint]\ntype = "full"\n'
+        '[compile]\npasses = ["tag_fsdp_unshards", "rematerialize"]',
+    ),
+    Bad(
+        'activation_checkpoint.type = "budget": has no effect: the pass plan_memory is listed '
+        "after tag_fsdp_unshards",
+        'Put "plan_memory" in front of "tag_fsdp_unshards" in compile.passes',
+        '[activation_checkpoint]\ntype = "budget"\n[compile]\nmemory_limit_gib = 8\n'
+        'passes = ["tag_fsdp_unshards", "plan_memory", "rematerialize"]',
     ),
     of_a_pass("compile.overlap_fsdp.in_flight = 0", "must be at least 1", OVERLAPPED),
     of_a_pass("compile.schedule_overlap.prefetch_depth = -1", "it must be 0", SCHEDULED),

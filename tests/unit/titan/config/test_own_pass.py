@@ -114,7 +114,7 @@ def test_beside_default_each_joins_the_list_at_its_stage_and_can_be_disabled_by_
 def test_flags_name_another_pass_with_the_section_of_the_files(tmp_path):
     other = tmp_path / "other_passes.py"
     other.write_text(SOURCE.replace("max_kib", "max_gib"))
-    flags = [f"--compile.passes={NAME.replace('own', 'other')}"]
+    flags = [f"--compile.passes=default,{NAME.replace('own', 'other')}"]
     config = load(tmp_path, LISTED, *flags, "--compile.keep_small_unshards.max_gib=2")
     assert pass_config(config.compile).options["keep_small_unshards"].max_gib == 2
     sys.modules.pop("other_passes")
