@@ -20,15 +20,19 @@ from graph_trainer.core.toml_file import read_toml
 
 
 class LayersAC(FullAC):
-    """Recompute whole blocks: the first, and every nth from there."""
+    """Recompute every nth whole block, counted from 1."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(FullAC.Config):
         layers: int = 2
-        """Which blocks keep their input only: the first, and every nth from there. 1 for all."""
+        """Which blocks keep their input only: every nth, counted from 1, as torchtitan counts: 3
+        for the third, the sixth and so on. 1 for all."""
+
+    blocks_seen = 0
 
     def _wrap_block(self, module: nn.Module, *, base_fqn: str | None = None) -> nn.Module:
-        if int((base_fqn or "0").rsplit(".", 1)[-1]) % self.config.layers:
+        self.blocks_seen += 1
+        if self.blocks_seen % self.config.layers:
             return module
         return super()._wrap_block(module, base_fqn=base_fqn)
 

@@ -155,7 +155,14 @@ REGIONAL: Flags = {"compile.backend": "regional"}
 PARTITIONED: Flags = {"compile.mode": "partitioned"}
 SELECTIVE: Flags = {"activation_checkpoint.type": "selective"}
 FULL: Flags = {"activation_checkpoint.type": "full"}
+EVERY_SECOND: Flags = {"activation_checkpoint.type": "layers", "activation_checkpoint.layers": 2}
 BUDGET: Flags = {"activation_checkpoint.type": "budget"}
+# with the policy "always": what the project is known by, word for word
+BY_NAME: Flags = {
+    "module": "graph_trainer.llama3",
+    "config": "graph_trainer_llama3_debugmodel",
+    "compile.mode": "aot_fx_trace",
+}
 CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
@@ -187,7 +194,7 @@ TP2 = shard(1) | tensor(2) | rows(8)
 MATRIX = (
     Case("fsdp2_tp2_fp32", 4, FSDP2_TP2 | FP32, EVERY, RESHARDS - {Holds.ONE_RANK}),
     Case("fsdp4_fp32", 4, FSDP4 | FP32, EVERY, RESHARDS),
-    Case("fsdp4_bf16", 4, FSDP4 | BF16, ALWAYS, TRAINS),
+    Case("fsdp4_bf16", 4, BY_NAME | FSDP4 | BF16, ALWAYS, TRAINS),
     Case("fsdp4_bitwise_fp32", 4, FSDP4 | FP32 | BITWISE, ALWAYS, TRAINS - {Holds.ONE_RANK}),
     Case("fsdp4_tp2_fp32", 8, FSDP4_TP2 | FP32, BOTH, RESHARDS),
     Case("hsdp2x2_fp32", 4, HSDP2X2 | FP32, EVERY, RESHARDS),
@@ -203,6 +210,7 @@ MATRIX = (
     Case("tp2_chunked_fp32", 2, TP2 | FP32 | CHUNKED, DEFAULT, TRAINS),
     Case("fsdp2_tp2_selective_bf16", 4, FSDP2_TP2 | BF16 | SELECTIVE, ALWAYS, TAGGED),
     Case("hsdp2x2_full_fp32", 4, HSDP2X2 | FP32 | FULL, ALWAYS, TAGGED),
+    Case("fsdp2_tp2_layers_fp32", 4, FSDP2_TP2 | FP32 | EVERY_SECOND, ALWAYS, TAGGED),
     Case("fsdp3_tp2_full_fp32", 6, FSDP3_TP2 | FP32 | FULL, DEFAULT, TAGGED),
     # between what the step needs with everything recomputed and with nothing
     Case("fsdp2_tp2_budget_bf16", 4, FSDP2_TP2 | BF16 | BUDGET | limit(0.027), ("auto",), TAGGED),

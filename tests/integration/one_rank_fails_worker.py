@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.train import leave
 from tests.integration.launch import report
 
@@ -44,7 +45,12 @@ def main() -> None:
     # The first graph is there, so a rank with another batch asks nobody. It fails and ends; the
     # other one is in the middle of its step.
     results["later"] = error_of(step, 5 if odd else 4)
-    report(results | {"cause": causes[-1]})
+    results["cause"] = causes[-1]
+    if not odd:
+        # the rank that failed has ended: what a pass agrees on cannot be exchanged with it
+        passes = gt.PassConfig(passes=("schedule_overlap",), hardware=load_hardware("cpu"))
+        results["lost"] = error_of(TrainStep(loss_fn, passes=passes), 4)
+    report(results)
     leave(0)
 
 

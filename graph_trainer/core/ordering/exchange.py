@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from typing import Any, NoReturn, TypeVar
 
@@ -26,7 +27,7 @@ from graph_trainer.core.ordering.members import (
     refuse_order,
 )
 from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
-from graph_trainer.errors import VerificationError
+from graph_trainer.errors import CollectiveError, VerificationError
 
 Summary = dict[str, tuple[int, str, int]]
 """By a digest of a group's ranks, of which there may be thousands: their number, a digest of what
@@ -34,6 +35,7 @@ one rank issues on the group and at which places of its whole sequence, and the 
 of its all-to-alls."""
 
 _PAIRS_SHOWN = 4
+_GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
 _ERROR_SHOWN = 4000  # every rank receives as much from each
 
 T = TypeVar("T")
@@ -100,18 +102,18 @@ class LargestOfAllRanks:
 
         Raises:
             VerificationError: with the error of another rank that had no number.
+            CollectiveError: another rank has ended.
         """
         try:
             return max(gather_or_fail(mine, "capture the step"))
-        except VerificationError:
+        except (CollectiveError, VerificationError):
             self._received_failure = True
             raise
 
     def fail(self, error: Exception) -> NoReturn:
         """Raise an error of this rank, after the other ranks have received it.
 
-        If a call has raised because another rank failed, every rank has received that error and
-        none waits for this one.
+        If a call has raised because another rank failed or has ended, no rank waits for this one.
         """
         if not self._received_failure:
             check_order_across_ranks(error)
@@ -119,12 +121,31 @@ class LargestOfAllRanks:
 
 
 def gather_from_ranks(mine: T) -> list[T]:
-    """Return the object of every rank, by rank. Every rank calls it."""
+    """Return the object of every rank, by rank. Every rank calls it.
+
+    Raises:
+        CollectiveError: another rank has ended, or did not arrive (gloo).
+    """
     if _alone():
         return [mine]
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    try:
+        dist.all_gather_object(everyone, mine)
+    except RuntimeError as error:
+        if not is_collective_failure(error):
+            raise
+        raise CollectiveError("the exchange of what all ranks decide", reason_of(error)) from error
     return everyone
+
+
+def is_collective_failure(error: RuntimeError) -> bool:
+    """Return whether an error says that a collective could not complete."""
+    return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Return what the backend said, on one line."""
+    return " ".join(str(error).split())[:500]
 
 
 def gather_or_fail(mine: T | Exception, what: str) -> list[T]:

@@ -63,7 +63,8 @@ class RunSettings:
     """Parts of module names whose matrix products "selective" recomputes without counting them."""
 
     recompute_every_nth_block: int = 2
-    """Of which blocks "layers" keeps the input only: the first, and every nth from there."""
+    """Of which blocks "layers" keeps the input only: every nth, counted from 1. With 3 the third is
+    the first."""
 
     memory_table: Any = None
     """The `MemoryTable` that "file" follows."""

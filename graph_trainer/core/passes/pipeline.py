@@ -11,7 +11,11 @@ from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
-from graph_trainer.core.ordering.exchange import LargestOfAllRanks
+from graph_trainer.core.ordering.exchange import (
+    LargestOfAllRanks,
+    is_collective_failure,
+    reason_of,
+)
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -33,7 +37,7 @@ from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
-from graph_trainer.errors import GraphTrainerError, PassError, VerificationError
+from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +101,7 @@ def run_passes(
             memory than the limit, or than the device has; ranks on unlike devices, where passes
             decide by simulation and no hardware is named.
         VerificationError: a pass that left an invalid graph.
+        CollectiveError: another rank has ended before this one's passes had.
     """
     agree = all_reduce_max or LargestOfAllRanks()
     steps = pass_by_pass(joint, config, on_pass=on_pass, all_reduce_max=agree, roll_back=roll_back)
@@ -304,9 +309,14 @@ def run_one(
     ran = ", ".join(joint.history) or "no other pass"
     try:
         step.run(joint)
+    except CollectiveError:  # no fault of the pass that waited for the lost rank
+        raise
     except GraphTrainerError as error:
         raise type(error)(f"pass '{name}' (after {ran}): {error}") from error
     except Exception as error:
+        if isinstance(error, RuntimeError) and is_collective_failure(error):
+            place = f"what pass '{name}' exchanges with other ranks"
+            raise CollectiveError(place, reason_of(error)) from error
         raise PassError(
             f"pass '{name}' (after {ran}) failed: {type(error).__name__}: {error}"
         ) from error

@@ -99,9 +99,9 @@ def tag_activations(
     """Write MUST_SAVE or MUST_RECOMPUTE on the forward nodes of every block, by the policy.
 
     Under "full" backward has only the blocks' inputs and computes the rest again; so it does under
-    "layers" with every nth block. Under "selective" it also has matrix products, attention,
-    results of collectives, and the first residual addition of each block. All other policies leave
-    the graph as it is, with what the model's own checkpoints recompute.
+    "layers" with every nth block, counted from 1. Under "selective" it also has matrix products,
+    attention, results of collectives, and the first residual addition of each block. All other
+    policies leave the graph as it is, with what the model's own checkpoints recompute.
 
     Kept under every policy: what another block or the loss reads, results of random ops, numbers
     that the program read from tensors, and what is written in place or read from memory that is. A
@@ -113,7 +113,8 @@ def tag_activations(
         return
     writes = LastWrites(joint.graph)
     every = context.recompute_every_nth_block if context.activation_policy == "layers" else 1
-    for number, (block, nodes) in enumerate([*forward_blocks(joint).items()][::every]):
+    chosen = [*forward_blocks(joint).items()][every - 1 :: every]
+    for number, (block, nodes) in enumerate(chosen):
         kept = {n for n in nodes if is_read_elsewhere(n, block) or not may_run_again(n, writes)}
         kept |= set(_communicated(nodes, options, context))
         if context.activation_policy == "selective":

@@ -29,10 +29,10 @@ from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
+from graph_trainer.core.ordering.exchange import is_collective_failure, reason_of
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.errors import CollectiveError, TrainingError
 
-_GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
 _TIMEOUT = re.compile(r"[Tt]imed out|[Tt]imeout")
 _ASSIGNED = re.compile(r"\s*(\w+)\s*(?::[^=]*)?=")
 _LIBRARIES = ("/torch/", "/typing_extensions.py")  # the latter wraps deprecated torch functions
@@ -55,11 +55,11 @@ def failed_collective(error: RuntimeError, joint: JointGraph) -> CollectiveError
         line = frame.line or ""
         assigned = _ASSIGNED.match(line)
         if assigned and assigned[1] in nodes and frame.filename.startswith("<eval_with_key>"):
-            return CollectiveError(_describe(nodes[assigned[1]], joint), _reason(error))
+            return CollectiveError(_describe(nodes[assigned[1]], joint), reason_of(error))
         # code of another backend has names of its own
         if any(namespace in line for namespace in FUNCTIONAL_NAMESPACES):
-            return CollectiveError(f"the compiled graph, at '{line}'", _reason(error))
-    return CollectiveError("the compiled graph", _reason(error))
+            return CollectiveError(f"the compiled graph, at '{line}'", reason_of(error))
+    return CollectiveError("the compiled graph", reason_of(error))
 
 
 def failed_outside_graph(error: RuntimeError) -> CollectiveError | None:
@@ -72,12 +72,7 @@ def failed_outside_graph(error: RuntimeError) -> CollectiveError | None:
         if not any(library in frame.filename for library in _LIBRARIES)
     ]
     where = f"{frames[-1].name} ({frames[-1].filename}:{frames[-1].lineno})" if frames else "torch"
-    return CollectiveError(f"a collective outside the graph, in {where}", _reason(error))
-
-
-def is_collective_failure(error: RuntimeError) -> bool:
-    """Return whether an error says that a collective could not complete."""
-    return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
+    return CollectiveError(f"a collective outside the graph, in {where}", reason_of(error))
 
 
 def publish_failure(text: str) -> None:
@@ -161,10 +156,6 @@ def _describe(node: fx.Node, joint: JointGraph) -> str:
             waiting = f", waited for in '{node.name}'" if is_wait(node) else ""
             return f"{collective.describe()}{parameter}, {collective.phase}{waiting}"
     return f"node '{node.name}'"
-
-
-def _reason(error: RuntimeError) -> str:
-    return " ".join(str(error).split())[:500]
 
 
 def _ranks(ranks: list[int]) -> str:

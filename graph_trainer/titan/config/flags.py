@@ -137,7 +137,9 @@ def parse_flags(config: Any, args: list[str], prog: str) -> Any:
         if not e.code:
             print(printed.getvalue(), end="")
             raise
-        raise ConfigError(_plain_message(printed.getvalue(), args, prog)) from None
+        text = printed.getvalue()
+        refused = _refused_value(text, args, config)
+        raise refused or ConfigError(_plain_message(text, args, prog)) from None
     except Exception as e:  # the checks in a config class refused the merged values
         raise ConfigError(
             f"{COMMAND_LINE}: {' '.join(args)}: refused: {e}. Change one of these flags."
@@ -164,12 +166,19 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
     name, equals, value = next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")
     if not equals:  # the word that follows it, unless that is a flag
         following = unknown[unknown.index(name) + 1 :][:1]
-        value = next((word for word in following if not word.startswith("-")), "")
+        value = next((word for word in following if not word.startswith("--")), "")
     remedy = f"`{prog} --help` lists every flag."
     if not name.startswith("--"):
         return ConfigError(
             f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag. {remedy}"
         )
+    return _as_in_a_file(config, name, value) or ConfigError(
+        f"{COMMAND_LINE}: {name} {value}: unknown flag. {remedy}"
+    )
+
+
+def _as_in_a_file(config: Any, name: str, value: str) -> ConfigError | None:
+    """Return the error of a file with this text as the key's value; None where it has none."""
     table: Any = value
     for part in reversed(name[2:].replace("-", "_").split(".")):
         table = {part: table}
@@ -177,7 +186,21 @@ def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
         apply_table(config, table, COMMAND_LINE)
     except ConfigError as error:
         return error
-    return ConfigError(f"{COMMAND_LINE}: {name} {value}: unknown flag. {remedy}")
+    return None
+
+
+def _refused_value(text: str, args: list[str], config: Any) -> ConfigError | None:
+    """Return our error for a value that tyro could not read; None where its message is another."""
+    named = re.search(r"Error parsing\s+(--[\w.-]*\w):", text)
+    if named is None:
+        return None
+    key = named[1].replace("-", "_")
+    for i, arg in enumerate(args):
+        name, equals, value = arg.partition("=")
+        if name.replace("-", "_") == key:
+            value = value if equals else next(iter(args[i + 1 :]), "")
+            return _as_in_a_file(config, named[1], value)
+    return None
 
 
 def _plain_message(text: str, args: list[str], prog: str) -> str:

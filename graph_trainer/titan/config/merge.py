@@ -23,6 +23,7 @@ from graph_trainer.titan.config.fields import (
     table_class,
 )
 from graph_trainer.titan.config.messages import (
+    COMMAND_LINE,
     bad_value,
     did_you_mean,
     did_you_mean_key,
@@ -97,7 +98,7 @@ class _Merge:
         path = prefix + key
         if key not in hints:
             here = [prefix + k for k, h in hints.items() if not is_suppressed(h)]
-            guess = did_you_mean_key(path, here, self.all_keys)
+            guess = _other_components_with(key, cls) or did_you_mean_key(path, here, self.all_keys)
             if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
                 guess += "A pass of your own has its section where compile.passes names it. "
             section = f"[{prefix[:-1]}]" if prefix else "the top level"
@@ -188,6 +189,8 @@ class _Merge:
             return bad_value(self.where, path, value, "not one of the known values", remedy)
         kinds = [_EXPECTED.get(f["type"], (f["msg"], "...")) for f in findings]
         unset = f', or list "{path.rpartition(".")[2]}" in this section\'s unset for no value'
+        if self.where == COMMAND_LINE:
+            unset = f", or --{path} None for no value"
         example = f"[{kinds[0][1]}]" if path.endswith("]") else kinds[0][1]
         remedy = f"Write {path.partition('[')[0]} = {example}"
         return bad_value(
@@ -256,6 +259,13 @@ def _choices(hint: Any) -> list[Any]:
     if typing.get_origin(hint) is Literal:
         return arguments
     return [choice for argument in arguments for choice in _choices(argument)]
+
+
+def _other_components_with(key: str, cls: type) -> str:
+    """Format the types of a component's section that have the key: "It belongs to ... ", or ""."""
+    names = short_names([cls])
+    having = [n for n, path in names.items() if key in field_hints(pkgutil.resolve_name(path))]
+    return f"It belongs to type = {join_or(show(n) for n in having)}. " if having else ""
 
 
 def _default(cls: type, key: str) -> Any:

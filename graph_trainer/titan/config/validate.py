@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
@@ -171,11 +172,11 @@ class _Checks:
         if compile_config.mode != "eager" and plans and not compile_config.memory_limit_gib:
             what = "parallelism.fsdp_reshard_after_forward" if auto else key
             raise bad_value(
-                self.where.of(what),
+                self.where.of(what, "compile.memory_limit_gib"),
                 what,
                 "auto" if auto else name,
                 "it fills a memory limit, and compile.memory_limit_gib is "
-                f"{compile_config.memory_limit_gib or 'unset'}",
+                + ("unset" if compile_config.memory_limit_gib is None else "0, which is no limit"),
                 "Set the GiB that a step may need on a device, such as 72 on one of 80 GiB.",
             )
         self.require(
@@ -185,7 +186,17 @@ class _Checks:
             'Set activation_checkpoint.type = "budget" too, or offload by yourself with '
             "compile.offload_activations.block_inputs.",
         )
-        activation_settings(section)
+        # what a key names is read, so that the message has the place that set the key
+        hardware = "compile.hardware"
+        named = compile_config.hardware
+        for named_by, read in (
+            ("activation_checkpoint.path", lambda: activation_settings(section)),
+            (hardware, lambda: None if named is None else load_hardware(named, hardware)),
+        ):
+            try:
+                read()
+            except ConfigError as error:
+                raise ConfigError(f"{self.where.of(named_by)}: {error}") from error
 
     def values(self) -> None:
         """Check single values, and those of one section that depend on each other."""

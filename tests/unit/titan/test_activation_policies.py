@@ -5,19 +5,27 @@ from collections import Counter
 from dataclasses import dataclass
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
+import graph_trainer as gt
+from graph_trainer.core.analysis.blocks import forward_block_of
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
-from graph_trainer.core.graph.annotations import is_backward, module_of
+from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.passes.tag_activations import TagActivationsOptions, tag_activations
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.titan.activation_policies import activation_settings
+from graph_trainer.titan.activation_policies import LayersAC, activation_settings
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.serialize import config_to_toml
 
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC  # isort: skip
 
@@ -124,6 +132,50 @@ def test_a_run_by_torchtitan_is_planned_with_its_own_wrappers():
 
     assert peak(config, TORCHTITAN) == peak(own, TORCHTITAN)
     assert peak(config, GRAPH_TRAINER) != peak(own, GRAPH_TRAINER)
+
+
+def every_nth(layers, every):
+    """The rule of torchtitan's selective_ac_option = "n": a count that is 1 at the first block."""
+    return [number for number, count in enumerate(range(1, layers + 1)) if count % every == 0]
+
+
+@pytest.mark.parametrize(("layers", "every"), [(5, 1), (5, 2), (5, 3), (5, 5), (5, 6), (32, 3)])
+def test_layers_chooses_every_nth_block_counted_from_one(layers, every):
+    """The graph's blocks, and the modules that torchtitan's loop and plans of it wrap."""
+
+    class Blocks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(2, 2) for _ in range(layers))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).relu().sin()
+            return x
+
+    model = Blocks()
+    joint = gt.capture(model, lambda model, x: model(x).sum(), (torch.ones(2, 2),))
+    settings = {"activation_policy": "layers", "recompute_every_nth_block": every}
+    tag_activations.function(joint, TagActivationsOptions(), PassContext(**settings))
+    tags = ((forward_block_of(n), recompute_policy(n)) for n in joint.graph.nodes)
+    tagged = {block for block, policy in tags if block and policy is not None}
+    LayersAC(LayersAC.Config(layers=every)).apply(model)
+    wrapped = [i for i, block in enumerate(model.layers) if isinstance(block, CheckpointWrapper)]
+    chosen = every_nth(layers, every)
+    assert wrapped == chosen == sorted(int(block.split(".")[1]) for block in tagged)
+    assert (layers, every) != (32, 3) or (len(chosen), chosen[0]) == (10, 2)
+
+
+def test_a_file_chooses_every_nth_block(tmp_path):
+    path = tmp_path / "layers.toml"
+    section = '[activation_checkpoint]\ntype = "layers"\n'
+    for text, every in ((section, 2), (f"{section}layers = 3\n", 3)):
+        path.write_text(f'base = "llama3_debugmodel"\n{text}')
+        config = load_config(["--config", str(path)])
+        expected = {"activation_policy": "layers", "recompute_every_nth_block": every}
+        assert activation_settings(config.activation_checkpoint) == expected
+        path.write_text(config_to_toml(config))
+        assert load_config(["--config", str(path)]).activation_checkpoint.layers == every
 
 
 def test_the_section_names_the_policy():

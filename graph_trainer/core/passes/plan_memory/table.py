@@ -139,6 +139,8 @@ class MemoryTable:
             lines.append(f"keep_unsharded = {_strings(self.parameters)}\n")
         if self.offloaded:
             lines.append(f"offload_inputs_of = {_strings(in_ranges(self.offloaded))}\n")
+        if not self.rows:
+            lines.append("activation = []  # the model has no numbered blocks\n")
         for row in self.rows:
             lines += [
                 "[[activation]]",
@@ -163,7 +165,7 @@ class MemoryTable:
         """
         entries = table.get("activation")
         _refuse_unknown(table, ("activation", "keep_unsharded", _OFFLOADED), where)
-        if not isinstance(entries, list) or not entries:
+        if not isinstance(entries, list):
             raise ConfigError(
                 f"{where}: activation is {entries!r}; a table of what to keep has [[activation]] "
                 'entries: take the file that a run with activation_checkpoint.type = "budget" wrote'

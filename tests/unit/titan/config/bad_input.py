@@ -68,6 +68,12 @@ KEYS_AND_TYPES = (
         "Add optimizer.param_groups[0].optimizer_name",
         "[[optimizer.param_groups]]\npattern = '.*'",
     ),
+    Bad(
+        'activation_checkpoint.path = "x.toml": unknown key',
+        'It belongs to type = "file"',
+        '[activation_checkpoint]\ntype = "budget"\npath = "x.toml"',
+    ),
+    Bad("dataloader.sources = 3", 'It belongs to type = "huggingface_interleaved"'),
     Bad('training.unset = "steps"', 'unset = ["key"]'),
     Bad('training.unset = ["steps"]', "set training.steps instead"),
     Bad('debug.unset = ["sed"]', "Did you mean debug.seed?"),
@@ -185,12 +191,14 @@ IN_FILES = (
     Bad("validator.steps = 0", "must be positive or -1"),
     Bad("compile.max_graphs = 0", "1 or more"),
     Bad(
-        'activation_checkpoint.type = "budget": it fills a memory limit, and',
+        'activation_checkpoint.type = "budget": it fills a memory limit, and '
+        "compile.memory_limit_gib is unset",
         "Set the GiB that a step may need",
         '[activation_checkpoint]\ntype = "budget"',
     ),
     Bad(
-        'parallelism.fsdp_reshard_after_forward = "auto": it fills a memory limit',
+        'parallelism.fsdp_reshard_after_forward = "auto": it fills a memory limit, and '
+        "compile.memory_limit_gib is 0, which is no limit",
         "Set the GiB that a step may need",
         '[parallelism]\nfsdp_reshard_after_forward = "auto"\n[compile]\nmemory_limit_gib = 0.0',
     ),
@@ -213,6 +221,16 @@ IN_FILES = (
         'activation_checkpoint.path = "": names no table',
         "Name the file that a run or a plan",
         '[activation_checkpoint]\ntype = "file"',
+    ),
+    Bad(
+        "bad.toml: activation_checkpoint.path no/such.toml: there is no such file",
+        "Check the path",
+        '[activation_checkpoint]\ntype = "file"\npath = "no/such.toml"',
+    ),
+    Bad(
+        "bad.toml: compile.hardware h1000: there is no such profile",
+        "did you mean 'h100-sxm'?",
+        '[compile]\nhardware = "h1000"',
     ),
     Bad("compile.memory_limit_gib = -1.0", "Set the GiB that a step may need"),
     Bad("compile.memory_limit_gib = nan", "or unset it for what the device has"),
@@ -294,9 +312,37 @@ ON_THE_COMMAND_LINE = (
         ["--tensor_parallel_degree", "2"],
     ),
     Bad(
-        "--training.steps: invalid literal for int() with base 10: 'ten'",
-        HELP,
+        'training.steps = "ten": expected an integer',
+        "Write training.steps = 1",
         ["--training.steps", "ten"],
+    ),
+    Bad(
+        f'training.steps = "{"9" * 40}',
+        "Write training.steps = 1",
+        ["--training.steps=" + "9" * 5000],
+    ),
+    Bad(
+        'compile.memory_limit_gib = "": expected a number',
+        "or --compile.memory_limit_gib None for no value",
+        ["--compile.memory_limit_gib", ""],
+    ),
+    Bad('debug.seed = "x": expected an integer', "Write debug.seed = 1", ["--debug.seed=x"]),
+    Bad('optimizer.lr = "-1": unknown key', "Did you mean", ["--optimizer.lr", "-1"]),
+    Bad(
+        "command line: activation_checkpoint.path no/such.toml: there is no such file",
+        "Check the path",
+        ["--activation_checkpoint.type", "file", "--activation_checkpoint.path", "no/such.toml"],
+    ),
+    Bad(
+        "command line: compile.hardware h1000: there is no such profile",
+        "did you mean 'h100-sxm'?",
+        ["--compile.hardware", "h1000"],
+    ),
+    Bad(
+        'command line: activation_checkpoint.type = "budget": it fills a memory limit, and '
+        "compile.memory_limit_gib is 0, which is no limit",
+        "Set the GiB that a step may need",
+        ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "0"],
     ),
     Bad("Missing value for argument '--training.steps'", HELP, ["--training.steps"]),
     Bad(

@@ -154,6 +154,21 @@ def test_the_table_repeats_the_plan_and_can_be_edited(stack):
     assert planned(stack, None, "file", memory_table=nothing)[1] == least
 
 
+def test_the_table_of_a_model_without_blocks_is_read_back():
+    def without_blocks():
+        model = torch.nn.Sequential()
+        model.add_module("a", torch.nn.Linear(4, 4))
+        return gt.capture(model, lambda model, x: model(x).square().mean(), (torch.ones(2, 4),))
+
+    planned_one, followed = without_blocks(), without_blocks()
+    gt.run_passes(planned_one, gt.PassConfig(activation_policy="budget", memory_limit_gib=1.0))
+    table = planned_one.decisions["plan_memory"]
+    assert table.rows == ()
+    read = MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file")
+    gt.run_passes(followed, gt.PassConfig(activation_policy="file", memory_table=read))
+    assert followed.decisions["plan_memory"] == table and targets(followed) == targets(planned_one)
+
+
 def test_a_later_graph_follows_the_first(stack):
     least, most = peaks(stack)
     joint, *_ = planned(stack, (least + most) // 2)
@@ -215,10 +230,9 @@ ROWS = st.tuples(st.text(), st.text(), st.sets(st.integers(0, 30)))
 @examples(100)
 def test_any_name_survives_its_file(found):
     rows = [Row(m, op, 0, tuple(f"{m}.{n}" for n in sorted(kept))) for m, op, kept in found]
-    if rows:
-        names = tuple(m for m, *_ in found)
-        table = MemoryTable(tuple(rows), names, tuple(f"{m}.1" for m in names))
-        assert MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file") == table
+    names = tuple(m for m, *_ in found)
+    table = MemoryTable(tuple(rows), names, tuple(f"{m}.1" for m in names))
+    assert MemoryTable.from_toml(tomllib.loads(table.to_toml()), "a file") == table
 
 
 def test_names_of_blocks_are_written_as_ranges():
