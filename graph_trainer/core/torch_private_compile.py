@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import unittest.mock
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -93,14 +94,69 @@ def extract_halves(
     return _extract_fwd_bwd_modules(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
 
 
+# What only PyTorch's partitioner reads of AOTAutograd's settings.
+_OF_THE_PARTITIONER = (
+    "activation_",
+    "aggressive_recomputation",
+    "ban_recompute_",
+    "enable_activation_offloading",
+    "max_dist_from_bw",
+    "memory_budget_",
+    "recompute_views",
+    "treat_parameters_as_free_to_save",
+    "visualize_memory_budget_",
+)
+
+
+def settings_of(compiler: str) -> tuple[set[str], set[str], set[str]]:
+    """The settings of Inductor, of AOTAutograd, and those of AOTAutograd that a partitioner of our
+    own leaves without effect."""
+    import torch._functorch.config
+
+    of_inductor = set(torch._inductor.list_options()) if compiler == "inductor" else set()
+    of_autograd = set(torch._functorch.config.get_config_copy())
+    ignored = {name for name in of_autograd if name.startswith(_OF_THE_PARTITIONER)}
+    return of_inductor, of_autograd - ignored, ignored
+
+
+@contextlib.contextmanager
+def _autograd_settings(settings: dict[str, Any]) -> Iterator[None]:
+    """Settings of AOTAutograd, which donates no saved value to backward's results unless asked to.
+
+    Compiled with `donated_buffer=False` alone, backward still refuses `retain_graph` where the
+    setting is True when it runs: it asks whether the list of donated values is empty, not whether
+    there is one.
+    """
+    import torch._functorch.config
+    from torch._functorch._aot_autograd import graph_compile
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch._functorch.config.patch(settings))
+        if not settings.get("donated_buffer", False):
+            none: Any = unittest.mock.patch.object(
+                graph_compile, "collect_bw_donated_buffer_idxs", lambda *graphs: []
+            )
+            stack.enter_context(none)
+        yield
+
+
 def compile_without_compiler(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, compiler: Compiled
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    compiler: Compiled,
+    settings: dict[str, Any] | None = None,
 ) -> Compiled:
-    """AOTAutograd with a partitioner, and one compiler for forward, backward and inference."""
+    """AOTAutograd with a partitioner, and one compiler for forward, backward and inference.
+
+    Args:
+        settings: of torch._functorch.config; None for a graph that is not ours.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
     backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
-    compiled: Compiled = backend(module, inputs)
+    with contextlib.nullcontext() if settings is None else _autograd_settings(settings):
+        compiled: Compiled = backend(module, inputs)
     return compiled
 
 
@@ -110,11 +166,12 @@ def boxed(function: Compiled) -> Compiled:
     return function
 
 
-def compile_with_settings(
+def compile_with_inductor_again(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     settings: dict[str, Any],
-    partition: Partition | None,
+    autograd_settings: dict[str, Any],
+    partition: Partition,
     uuid: bytes,
 ) -> Compiled:
     """Inductor as torch.compile calls it, with settings that hold for this module alone.
@@ -123,37 +180,44 @@ def compile_with_settings(
 
     Args:
         settings: of torch._inductor.config.
-        partition: a partitioner; None for Inductor's.
+        autograd_settings: of torch._functorch.config.
+        partition: a partitioner.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
     import torch._functorch.config
     import torch._inductor.compile_fx
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
-    if partition is not None:
+    class Partitioner(CustomPartitionerFn):
+        def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
+            return partition(gm, joint_inputs, **rest)
 
-        class Partitioner(CustomPartitionerFn):
-            def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
-                assert partition is not None
-                return partition(gm, joint_inputs, **rest)
+        def uuid(self) -> bytes:
+            return uuid
 
-            def uuid(self) -> bytes:
-                return uuid
+        def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
+            return bytes, (uuid,)
 
-            def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
-                return bytes, (uuid,)
-
-        settings = settings | {"custom_partitioner_fn": Partitioner()}
     inductor: Any = torch._inductor.compile_fx
     # AOTAutograd's cache knows a partitioned step by its name alone; Inductor's knows each half
-    key = {} if partition is None else {"enable_autograd_cache": False}
-    with torch._functorch.config.patch(key):
+    autograd_settings = {**autograd_settings, "enable_autograd_cache": False}
+    in_backward_too = torch._functorch.config.patch(autograd_settings)
+    with _autograd_settings(autograd_settings):
         compiled: Compiled = inductor.compile_fx(
             module,
             list(inputs),
-            inner_compile=waits_for_copies_in_place()(inductor.compile_fx_inner),
-            config_patches=settings or None,
+            inner_compile=in_backward_too(waits_for_copies_in_place()(inductor.compile_fx_inner)),
+            config_patches={**settings, "custom_partitioner_fn": Partitioner()},
         )
+    return compiled
+
+
+def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Inductor as torch.compile calls it."""
+    import torch._inductor.compile_fx
+
+    inductor: Any = torch._inductor.compile_fx
+    compiled: Compiled = inductor.compile_fx(module, list(inputs))
     return compiled
 
 

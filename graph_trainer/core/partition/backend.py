@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private_compile import (
     Compiled,
     boxed,
-    compile_with_settings,
+    compile_plainly,
+    compile_with_inductor_again,
     compile_without_compiler,
+    settings_of,
     standard_partition,
 )
 from graph_trainer.core.torch_private_inductor import settings_in_order
@@ -34,8 +36,12 @@ OnPartition = Callable[[fx.GraphModule, fx.GraphModule], None]
 class CompileBackend:
     """What `gt.backend` returns, called by torch.compile with every graph that it finds."""
 
-    def __init__(self, compiler: str, on_partition: OnPartition | None) -> None:
+    def __init__(
+        self, compiler: str, settings: Mapping[str, Any], on_partition: OnPartition | None
+    ) -> None:
+        of_inductor, of_autograd = _checked(compiler, settings)
         self._compiler = compiler
+        self._of_inductor, self._of_autograd = of_inductor, of_autograd
         self._on_partition = on_partition
         self._said = False
 
@@ -48,13 +54,19 @@ class CompileBackend:
                 "gt.backend: this module has no partitioned step, so it is compiled as by plain "
                 "torch.compile: give it gt.partition(joint)"
             )
+        if self._compiler == "eager" and not partitioned:
+            return compile_without_compiler(module, inputs, standard_partition, _run_as_it_is)
         if self._compiler == "eager":
-            partition = self._partition if partitioned else standard_partition
-            return compile_without_compiler(module, inputs, partition, _run_as_it_is)
+            return compile_without_compiler(
+                module, inputs, self._partition, _run_as_it_is, self._of_autograd
+            )
         if not partitioned:
-            return compile_with_settings(module, inputs, {}, None, b"")
+            return compile_plainly(module, inputs)
+        settings = settings_in_order() | self._of_inductor
         source = Path(partition_again.__code__.co_filename).read_bytes()
-        return compile_with_settings(module, inputs, settings_in_order(), self._partition, source)
+        return compile_with_inductor_again(
+            module, inputs, settings, self._of_autograd, self._partition, source
+        )
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
@@ -75,8 +87,36 @@ def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     return boxed(run_nodes(module, graph))
 
 
+def _checked(compiler: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the settings of Inductor and of AOTAutograd."""
+    if not settings:
+        return {}, {}
+    of_inductor, of_autograd, ignored = settings_of(compiler)
+    for name in settings:
+        if name in ignored:
+            raise ConfigError(
+                f"gt.backend(settings={{'{name}': ...}}): PyTorch's partitioner alone reads this "
+                "setting, and gt.backend repeats the cut of gt.partition: give run_passes an "
+                "activation policy instead"
+            )
+        if name not in of_inductor | of_autograd:
+            hint = did_you_mean(name, of_inductor | of_autograd, otherwise=".")
+            raise ConfigError(
+                f"gt.backend('{compiler}', settings={{'{name}': ...}}): there is no such "
+                f"setting{hint} They are those of torch._functorch.config, and with 'inductor' "
+                "those of torch._inductor.config"
+            )
+    return (
+        {name: value for name, value in settings.items() if name in of_inductor},
+        {name: value for name, value in settings.items() if name not in of_inductor},
+    )
+
+
 def backend(
-    compiler: str = "inductor", *, on_partition: OnPartition | None = None
+    compiler: str = "inductor",
+    *,
+    settings: Mapping[str, Any] | None = None,
+    on_partition: OnPartition | None = None,
 ) -> CompileBackend:
     """Make a backend of torch.compile for a partitioned step.
 
@@ -88,10 +128,13 @@ def backend(
 
     Args:
         compiler: "inductor", or "eager", which calls the ops one by one.
+        settings: of torch._inductor.config and torch._functorch.config, by name, over the ones
+            that keep the order of collectives. They hold for the partitioned step, its backward
+            included, however late that is compiled.
         on_partition: called with the forward and the backward graph of each partition.
 
     Raises:
-        ConfigError: an unknown compiler.
+        ConfigError: an unknown compiler or setting, or a setting without effect here.
 
     Example::
 
@@ -104,4 +147,4 @@ def backend(
             f"gt.backend('{compiler}'): there is no such compiler{hint} It must be one of "
             f"{', '.join(_COMPILERS)}"
         )
-    return CompileBackend(compiler, on_partition)
+    return CompileBackend(compiler, settings or {}, on_partition)

@@ -135,6 +135,21 @@ def test_registered_effects_run_as_often_as_in_eager_and_in_its_order(
         assert [name for name, _ in runs_of(lambda: step(x).backward())] == expected
 
 
+@pytest.mark.parametrize("compiler", COMPILERS)
+def test_a_graph_may_be_retained_after_a_backward_that_did_not(compiler):
+    become(0, 1)
+    model, args = net(), batch()
+    step = torch.compile(partitioned(model, args), backend=gt.backend(compiler))
+    step(*args).backward()  # which compiles backward
+    once = {n: g.clone() for n, g in gradients(model).items()}
+    loss = step(*args)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(gradients(model), {n: 3 * g for n, g in once.items()})
+    with pytest.raises(RuntimeError, match="a second time"):
+        loss.backward()
+
+
 POLICIES = (
     {"reshard_after_forward": "always"},
     {"reshard_after_forward": "default"},
@@ -232,6 +247,19 @@ def test_a_compiler_that_does_not_exist_is_refused():
         gt.backend("inducter")
 
 
+@pytest.mark.parametrize(
+    ("compiler", "name", "message"),
+    [
+        ("inductor", "reorder_for_localty", "did you mean 'reorder_for_locality'"),
+        ("eager", "reorder_for_locality", "there is no such setting"),
+        ("inductor", "activation_memory_budget", "PyTorch's partitioner alone reads this setting"),
+    ],
+)
+def test_a_setting_without_effect_is_refused(compiler, name, message):
+    with pytest.raises(gt.ConfigError, match=message):
+        gt.backend(compiler, settings={name: 1})
+
+
 # --- Inductor -------------------------------------------------------------------------------------
 
 
@@ -239,6 +267,7 @@ def test_a_compiler_that_does_not_exist_is_refused():
 def settings_seen(monkeypatch):
     """Inductor's settings whenever it compiles a graph, which is then run as it is."""
     import torch._inductor.compile_fx as inductor
+    from torch._functorch import config as autograd_config
     from torch._inductor import config
 
     seen = []
@@ -248,7 +277,8 @@ def settings_seen(monkeypatch):
 
     def compile_nothing(module, inputs, **how):
         is_backward = bool(how.get("is_backward"))
-        seen.append((is_backward, config.reorder_for_locality, config.custom_partitioner_fn))
+        given = (config.reorder_for_compute_comm_overlap, autograd_config.debug_assert)
+        seen.append((is_backward, config.reorder_for_locality, config.custom_partitioner_fn, given))
 
         def run(values):
             given = list(values)
@@ -275,7 +305,7 @@ def test_settings_hold_for_the_step_and_its_backward_and_for_nothing_else(settin
         return found
 
     before = compile_something_else()
-    assert before and all(locality and fn is None for _, locality, fn in before)
+    assert before and all(locality and fn is None for _, locality, fn, _ in before)
     step, args = decoder(reshard_after_forward="always")
     seen = Seen()
     with config.patch(force_non_lazy_backward_lowering=False):
@@ -283,7 +313,21 @@ def test_settings_hold_for_the_step_and_its_backward_and_for_nothing_else(settin
         assert [is_backward for is_backward, *_ in settings_seen] == [False]
         loss.backward()
     assert [is_backward for is_backward, *_ in settings_seen] == [False, True]
-    assert all(not locality and fn is not None for _, locality, fn in settings_seen)
+    assert all(not locality and fn is not None for _, locality, fn, _ in settings_seen)
     assert seen.counts()[:2] == counts_of(step)[:2]
     settings_seen.clear()
     assert compile_something_else() == before
+
+
+def test_settings_of_a_users_hold_in_both_halves_and_nowhere_else(settings_seen):
+    from torch._functorch import config
+
+    step, args = decoder()
+    given = {"reorder_for_compute_comm_overlap": True, "debug_assert": True}
+    with config.patch(force_non_lazy_backward_lowering=False):
+        loss = torch.compile(step, backend=gt.backend(settings=given))(*args)
+        torch.compile(nn.Linear(4, 4))(torch.randn(2, 4)).sum().backward()
+        loss.backward()
+    found = [(is_backward, given) for is_backward, *_, given in settings_seen]
+    plain = (False, False)
+    assert found == [(False, (True, True)), (False, plain), (True, plain), (True, (True, True))]
