@@ -11,7 +11,7 @@ from torch import fx
 
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
 from graph_trainer.core.partition.again import partition_again
-from graph_trainer.core.partition.step import is_partitioned_step
+from graph_trainer.core.partition.step import partitioned_step_of
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private_compile import (
@@ -46,8 +46,22 @@ class CompileBackend:
         self._said = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile a graph of torch.compile's."""
-        partitioned = any(is_partitioned_step(node.target) for node in module.graph.nodes)
+        """Compile a graph of torch.compile's. Whenever it runs the steps in it check their model,
+        which torch.compile's guards do not know."""
+        found = (partitioned_step_of(node.target) for node in module.graph.nodes)
+        steps = [step for step in found if step is not None]
+        compiled = self._compile(module, inputs, partitioned=bool(steps))
+
+        def checked(*values: Any) -> Any:
+            for step in steps:
+                step.check_model()
+            return compiled(*values)
+
+        return checked if steps else compiled
+
+    def _compile(
+        self, module: fx.GraphModule, inputs: Sequence[Any], *, partitioned: bool
+    ) -> Compiled:
         if not partitioned and not self._said:
             self._said = True
             logger.warning(

@@ -73,6 +73,8 @@ class PartitionedStep(nn.Module):
         self._differentiable = [names.index(name) for name in gradients]
         self._num_saved = len(self.halves.saved())
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
+        self._places = self._binding.places(model)
+        self._batch = _plain_batch(joint)
         self.call_on_tensors = self._traceable()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,7 +91,10 @@ class PartitionedStep(nn.Module):
                 backward (gloo; see `collective_failure`).
         """
         if torch.compiler.is_compiling():
-            return self.returned(self.call_on_tensors(*self.checked_tensors(args, kwargs)))
+            tensors = self._tensors_in_graph(args, kwargs)
+            if tensors is None:
+                tensors = self.checked_tensors(args, kwargs)
+            return self.returned(self.call_on_tensors(*tensors))
         self._check_ranks()
         values = self._binding.values(self.model, args, kwargs)
         if torch.is_grad_enabled() and self._gradients:
@@ -120,6 +125,33 @@ class PartitionedStep(nn.Module):
             check_order_across_ranks(self.halves.backward)
             self._compare_ranks = False
 
+    def _tensors_in_graph(self, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
+        """Return the tensors of a call as torch.compile can read them, None for a batch that needs
+        a look from outside of its graph. `gt.backend` has the model checked at each run."""
+        if self._batch is None or len(args) != self._batch[0] or sorted(kwargs) != self._batch[1]:
+            return None
+        batch = [*args, *(kwargs[name] for name in self._batch[1])]
+        for value, (shape, stride, dtype, device) in zip(batch, self._batch[2], strict=True):
+            if not isinstance(value, torch.Tensor) or value.requires_grad:
+                return None
+            found = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+            if found != (shape, stride, dtype, device):
+                return None
+        state = []
+        for path, kind, last in self._places:
+            module = self.model
+            for name in path:
+                module = module._modules[name]  # type: ignore[assignment]
+            state.append(getattr(module, kind)[last])
+        return [*state, *batch]
+
+    def check_model(self) -> None:
+        """Refuse a model whose tensors, modes or hooks are not those of the capture, and ranks that
+        issue other collectives."""
+        self._check_ranks()
+        self._binding.model_values(self.model)
+        self._trained()
+
     @torch.compiler.disable
     def checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         """Return the tensors of a call, checked; torch.compile does not look inside."""
@@ -139,7 +171,7 @@ class PartitionedStep(nn.Module):
             run = tuple(map(_interpreted, (self.halves.forward, self.halves.backward)))
             return _Function.apply(self, run, values, *(tensors[place] for place in places))
 
-        partitioned_step.is_partitioned_step = True  # type: ignore[attr-defined]
+        partitioned_step.partitioned_step = self  # type: ignore[attr-defined]
         torch.compiler.allow_in_graph(partitioned_step)
         return partitioned_step
 
@@ -221,9 +253,25 @@ def _interpreted(half: JointGraph) -> BoxedFunction:
     return run
 
 
-def is_partitioned_step(target: object) -> bool:
-    """Tell whether a node of torch.compile's graph calls a partitioned step."""
-    return getattr(target, "is_partitioned_step", False) is True
+def partitioned_step_of(target: object) -> PartitionedStep | None:
+    """Return the partitioned step that a node of torch.compile's graph calls, if it calls one."""
+    return getattr(target, "partitioned_step", None)
+
+
+_PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
+
+
+def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
+    """Return number, names and layouts of the arguments of a call, None if one is no tensor."""
+    specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
+    args, kwargs = joint.batch.rebuild(specs)
+    if len(args) + len(kwargs) != len(specs) or any(s.layout.subclass for s in specs):
+        return None
+    ordered = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    if [id(spec) for spec in ordered] != [id(spec) for spec in specs]:
+        return None  # one is a nest of tensors, or a constant
+    layouts = [(tuple(n.shape), n.stride, n.dtype, n.device) for n in (s.layout for s in specs)]
+    return len(args), sorted(kwargs), layouts
 
 
 def _without_saved(forward: JointGraph) -> JointGraph:

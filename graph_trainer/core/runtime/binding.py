@@ -43,6 +43,13 @@ class Binding:
             CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
                 the capture.
         """
+        values = self.model_values(model)
+        values += self._batch_values(args, kwargs)
+        refuse_shared_memory(self._joint.signature.inputs, values)
+        return values
+
+    def model_values(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return the values of `values` that do not come from the batch, checked like these."""
         values = [
             part
             for spec, tensor in zip(self._state_inputs, self.state(model), strict=True)
@@ -50,8 +57,6 @@ class Binding:
         ]
         if self._joint.settings is not None:
             self._joint.settings.check(model, self._device_types)
-        values += self._batch_values(args, kwargs)
-        refuse_shared_memory(self._joint.signature.inputs, values)
         return values
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -75,6 +80,10 @@ class Binding:
                 return self._values_at(self._places, model)
         self._places = self._find_places(model)
         return self._values_at(self._places, model)
+
+    def places(self, model: nn.Module) -> list[_Place]:
+        """Return where a model has each parameter and buffer of the graph."""
+        return [names[0] for names in self._find_places(model)]
 
     def _find_places(self, model: nn.Module) -> list[list[_Place]]:
         found: dict[str, _Place] = {}

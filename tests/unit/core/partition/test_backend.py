@@ -13,7 +13,7 @@ from graph_trainer.core.graph.annotations import Role, role_of, set_offload
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.testing import become, mean_square
-from tests.unit.core.capture.steps import batch
+from tests.unit.core.capture.steps import batch, squares
 from tests.unit.core.graph.test_registered_effects import Blocks, runs_of
 from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
 from tests.unit.graphs import GATHER, Decoder
@@ -63,7 +63,8 @@ def test_bits_are_eagers_with_an_eager_compiler(name):
     torch.manual_seed(0)
     model, other = build(), build()
     other.load_state_dict(model.state_dict())
-    step = torch.compile(partitioned(model, args, loss_fn), backend=gt.backend("eager"))
+    step = partitioned(model, args, loss_fn)
+    step = torch.compile(step, backend=gt.backend("eager"), fullgraph=True)
     for number in range(3):
         found = []
         for each, call in ((model, step), (other, lambda *a: loss_fn(other, *a))):
@@ -163,7 +164,8 @@ POLICIES = (
 def test_the_second_compilation_decides_as_the_first(config):
     step, args = decoder(**config)
     seen = Seen()
-    torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
+    compiler = gt.backend("eager", on_partition=seen)
+    torch.compile(step, backend=compiler, fullgraph=True)(*args).backward()
     assert seen.counts() == counts_of(step)
     order = [[n.target for n in g.graph.nodes if "c10d" in str(n.target)] for g in seen.graphs[0]]
     halves = (step.halves.forward, step.halves.backward)
@@ -215,6 +217,73 @@ def test_without_gradients_nothing_is_partitioned():
         loss = compiled(*args)
         assert not loss.requires_grad
     assert seen.graphs == []
+
+
+def test_a_step_is_in_one_graph_with_the_ops_around_it():
+    become(0, 1)
+    model, args = net(), batch()
+    seen = Seen()
+    compiler = gt.backend("eager", on_partition=seen)
+    step = partitioned(model, args)
+
+    def function(x, y):
+        return (step(x * 1.5, y) * 2).sin()
+
+    def eager(x, y):
+        return (squares(model, x * 1.5, y) * 2).sin()
+
+    found = []
+    for call in (torch.compile(function, backend=compiler, fullgraph=True), eager):
+        model.zero_grad()
+        loss = call(*args)
+        loss.backward()
+        found.append((loss.detach(), gradients(model)))
+    torch.testing.assert_close(*found, rtol=0, atol=0)
+    assert len(seen.graphs) == 1
+
+
+def evaluated(model):
+    model.eval()
+
+
+def hooked(model):
+    model[0].register_forward_hook(lambda *given: None)
+
+
+def hooked_parameter(model):
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+
+
+def frozen(model):
+    model[0].weight.requires_grad_(False)
+
+
+def replaced(model):
+    model[0].weight = nn.Parameter(torch.randn(8, 4).t().contiguous().t())
+
+
+def tied(model):
+    model[0].bias = model[1].bias
+
+
+@pytest.mark.parametrize(
+    "change",
+    [evaluated, hooked, hooked_parameter, frozen, replaced, tied],
+    ids=lambda c: c.__name__,
+)
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_model_that_changed_is_refused_in_a_later_call(change, fullgraph):
+    become(0, 1)
+    model, args = net(), batch()
+    step = partitioned(model, args)
+    compiled = torch.compile(step, backend=gt.backend("eager"), fullgraph=fullgraph)
+    compiled(*args).backward()
+    change(model)
+    with pytest.raises(gt.CaptureError) as wanted:
+        step(*args)
+    with pytest.raises(gt.CaptureError) as found:
+        compiled(*args)
+    assert str(found.value) == str(wanted.value)
 
 
 def test_a_batch_of_another_shape_is_refused_as_without_torch_compile():
