@@ -7,6 +7,7 @@ The samples are those of PyTorch's OpInfo and ModuleInfo databases, which belong
 torch. Each becomes a model: the tensors that require a gradient are its parameters, the others the
 batch. Two steps, each with values of its own, are taken eagerly and captured, after the default
 passes and with the eager backend. Loss, gradients, buffers and batch must have equal bits.
+Under the variants of `LAYOUTS` tensors are laid out otherwise, with views before and behind.
 
     equal       the captured steps are bit for bit eager's
     rounding    they are near, and the report of the passes says "equal up to rounding"
@@ -47,7 +48,16 @@ from graph_trainer.core.bisect.replay import gradients_of, named_results
 from graph_trainer.core.bisect.tensor_diff import Results, compare
 from graph_trainer.errors import CaptureError
 
-VARIANTS = ("float32", "bfloat16", "checkpointed", "non-contiguous")
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
+    "permuted": lambda t: t.movedim(-1, 0).contiguous().movedim(0, -1),
+    "inner": lambda t: t.mT.contiguous().mT,
+    "channels-last": lambda t: t.movedim(1, -1).contiguous().movedim(-1, 1),
+    "sliced": lambda t: torch.cat([t, t])[:: 2 if t.shape[0] else 1],
+    "expanded": lambda t: t[:1].expand(t.shape),
+}
+"""What is done to every tensor of a sample of two dimensions or more before it is given."""
+VARIANTS = ("float32", "bfloat16", "checkpointed", "non-contiguous", *LAYOUTS)
 OUTCOMES = ("equal", "rounding", "refused", "DIFFERENT", "RAW", "CRASHED")
 BAD = OUTCOMES[3:]
 CHUNK = 200
@@ -148,9 +158,7 @@ def work(chunk: Sequence[tuple[str, str, int]], limit: int | None, passes: Seque
             row = {"variant": variant, "name": name, "sample": number}
             print(json.dumps(row | {"outcome": "begun"}), flush=True)
             faulthandler.dump_traceback_later(SECONDS_A_SAMPLE, exit=True)
-            outcome, detail = outcome_of(
-                first, second, gt.PassConfig(passes=passes), checkpointed=variant == "checkpointed"
-            )
+            outcome, detail = outcome_of(first, second, gt.PassConfig(passes=passes), variant)
             faulthandler.cancel_dump_traceback_later()
             print(json.dumps(row | {"outcome": outcome, "detail": detail}), flush=True)
 
@@ -224,8 +232,9 @@ def _alike(first: Sample, second: Sample) -> bool:
 class Sampled(nn.Module):
     """A sample as a model: what requires a gradient is a parameter, other tensors the batch."""
 
-    def __init__(self, sample: Sample) -> None:
+    def __init__(self, sample: Sample, variant: str) -> None:
         super().__init__()
+        self.layout = LAYOUTS.get(variant)
         self.function, args, kwargs, self.process = sample
         self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
         self.trained: dict[int, str] = {}
@@ -263,9 +272,24 @@ class Sampled(nn.Module):
             leaves[place] = getattr(self, name)
         for place, tensor in zip(self.given, batch, strict=True):
             leaves[place] = tensor
+        if self.layout is not None:
+            # the gradient of a view is one too, of what the operator's backward gives
+            leaves = [
+                self.layout(each.reshape(-1).view(each.shape)) if _has_layout(each) else each
+                for each in leaves
+            ]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)
         results = pytree.tree_leaves(self.process(self.function(*args, **kwargs)))
-        return [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        results = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
+        if self.layout is not None:
+            viewed = [(r.mT, r.movedim(1, -1)) for r in results if _has_layout(r)]
+            results += [view for views in viewed for view in views]
+        return results
+
+
+def _has_layout(value: Any) -> bool:
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return dense and not value.is_nested and value.dim() > 1
 
 
 class NoGradientError(Exception):
@@ -285,12 +309,12 @@ def loss_of(results: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def outcome_of(
-    first: Sample, second: Sample, passes: gt.PassConfig, *, checkpointed: bool
+    first: Sample, second: Sample, passes: gt.PassConfig, variant: str
 ) -> tuple[str, str]:
     """Take two steps eagerly and captured; return the outcome and what there is to say of it."""
 
     def loss_fn(model: nn.Module, *batch: torch.Tensor) -> torch.Tensor:
-        if checkpointed:
+        if variant == "checkpointed":
             return loss_of(checkpoint(model, *batch, use_reentrant=False))
         return loss_of(model(*batch))
 
@@ -313,7 +337,7 @@ def outcome_of(
             yield results
 
     try:
-        model = Sampled(first)
+        model = Sampled(first, variant)
         wanted, again = (list(two_steps(copy.deepcopy(model), eager)) for _ in range(2))
     except Exception as error:
         return "eager fails", f"{type(error).__name__}: {error}"[:200]

@@ -26,6 +26,9 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
 
+# Inside, real tensors reach their kernels, whatever modes are active. torch 2.11 to 2.15.
+from torch.utils._mode_utils import no_dispatch as no_dispatch
+
 # The subclass protocol by which DTensor and friends say what they wrap. Documented for
 # subclass authors, private in name. torch 2.11 to 2.15.
 # The mode by which random ops on sharded parameters are drawn whole.

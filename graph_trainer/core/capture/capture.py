@@ -23,6 +23,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.module_settings import ModuleSettings
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
+from graph_trainer.core.capture.real_strides import fakes_as_real
 from graph_trainer.core.capture.returned import Returned, scalar_loss
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
@@ -68,7 +69,8 @@ def capture(
         gradient of every parameter that requires one and that the loss reaches (none without
         `backward`). Gradients of batch tensors are not returned.
 
-    Runs on fake tensors: no tensor storage is allocated, no kernel and no collective runs. A
+    Runs on fake tensors: no tensor storage is allocated and no collective runs, nor a kernel, but
+    for a few elements where the strides of its result are not certain (`real_strides`). A
     model that asks whether its tensors are fake and then computes otherwise (transformers
     does where it would look into a mask) is captured as it computes with fake ones.
 
@@ -105,9 +107,9 @@ def capture_step(
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
     for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
-        refuse_batch_with_gradient(spec, tensor)
+        refuse_batch_with_gradient(spec, tensor, backward)
 
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = fakes_as_real()
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
     # may pass two tensors.
     real = [part.detach() for t in (*state.tensors, *batch_tensors) for part in unwrap(t)[0]]

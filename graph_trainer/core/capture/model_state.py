@@ -96,8 +96,12 @@ def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState
             )
 
 
-def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor) -> None:
+def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor, backward: bool) -> None:
     """Refuse a tensor of the batch whose gradient eager would carry further than a step does.
+
+    Args:
+        spec, tensor: the input and its value.
+        backward: whether the step computes gradients.
 
     Raises:
         CaptureError: with the argument of the batch.
@@ -111,6 +115,12 @@ def refuse_batch_with_gradient(spec: Input, tensor: torch.Tensor) -> None:
         raise CaptureError(
             f"'{spec.name}' of the batch was computed with gradients, which would not be carried "
             "further back: compute it in loss_fn and capture again, or detach it"
+        )
+    if backward and tensor.requires_grad:
+        raise CaptureError(
+            f"'{spec.name}' of the batch requires a gradient, and a step returns those of "
+            "parameters only: pass it detached, and where loss_fn itself needs its gradient, write "
+            "x = x.detach().requires_grad_() there; to train it, make it a parameter of the model"
         )
 
 

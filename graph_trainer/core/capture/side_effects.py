@@ -75,11 +75,6 @@ class SideEffects(TorchDispatchMode):
                 "oneDNN's LSTM hands its backward a workspace that fake tensors do not have: run "
                 "capture and steps within torch.backends.mkldnn.flags(enabled=False)"
             )
-        if op is torch.ops.aten.max_unpool2d.default and _is_channels_last(args[0]):
-            raise CaptureError(
-                f"max_unpool2d{user_line()} is given a tensor in channels_last, for which fake "
-                "tensors have other strides than its CPU kernel gives: call .contiguous() first"
-            )
         if not may_write(op):
             return
         for tensor in pytree.tree_leaves(written_values(op._schema, args, kwargs)):
@@ -90,11 +85,6 @@ class SideEffects(TorchDispatchMode):
                     "the batch: it would be written once, now, and never by a later step. "
                     "Register it as a buffer of the model"
                 )
-
-
-def _is_channels_last(tensor: torch.Tensor) -> bool:
-    last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
-    return last and not tensor.is_contiguous() and tensor.device.type == "cpu"
 
 
 class Assignments(TorchFunctionMode):

@@ -134,7 +134,7 @@ class Binding:
         values: list[torch.Tensor] = []
         tensors = self._joint.batch.take(args, kwargs)
         for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
-            refuse_batch_with_gradient(spec, tensor)
+            refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
             values += _parts(spec, tensor)
         return values
 

@@ -1,5 +1,6 @@
 """gt.capture: the graph computes what eager does, bitwise."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -202,15 +203,24 @@ def test_a_model_with_nothing_to_train():
     check_against_eager(net().requires_grad_(False), squares, *batch())
 
 
-def test_a_batch_tensor_that_requires_a_gradient():
-    """For a penalty on the input's gradient; it is no output of the step."""
-
+def test_a_penalty_on_the_gradient_of_the_input():
     def penalty(model, x):
-        loss = model(x).tanh().sum()
-        (g,) = torch.autograd.grad(loss, x, create_graph=True)
+        x = x.detach().requires_grad_()
+        (g,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
         return g.square().sum()
 
-    check_against_eager(net(), penalty, torch.randn(3, 4, requires_grad=True))
+    check_against_eager(net(), penalty, torch.randn(3, 4))
+
+
+def test_a_batch_tensor_that_requires_a_gradient_is_refused_at_capture_and_later():
+    x, y = batch()
+    message = r"'args\[0\]' of the batch requires a gradient"
+    step = gt.compile(gt.capture(net(), squares, (x, y)))
+    for call in (lambda x: gt.capture(net(), squares, (x, y)), lambda x: step(net(), x, y)):
+        with pytest.raises(gt.CaptureError, match=message):
+            call(x.clone().requires_grad_())
+    joint = check_against_eager(net(), squares, x.clone().requires_grad_(), y, backward=False)
+    assert not list(joint.gradients())
 
 
 # --- sharded ------------------------------------------------------------------------------------

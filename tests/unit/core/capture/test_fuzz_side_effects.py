@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from torch import nn
@@ -61,7 +65,51 @@ WRAPPERS = [
 ]  # fmt: skip
 
 
-EACH = st.tuples(st.sampled_from(3 * SEEN + REFUSED), st.sampled_from(WRAPPERS))
+OPERATORS = [
+    lambda y: F.batch_norm(y, None, None, training=True),
+    lambda y: F.layer_norm(y, y.shape[-1:]),
+    lambda y: F.layer_norm(y, y.shape[-2:], y[0].detach()),
+    lambda y: F.group_norm(y, 1),
+    lambda y: F.log_softmax(y, -1),
+    lambda y: F.log_softmax(y, 0),
+    lambda y: F.rrelu(y, training=True),
+    lambda y: F.dropout(y, 0.3),
+    lambda y: F.mse_loss(y, y.detach().contiguous().sin(), reduction="none"),
+    lambda y: y * y[:1].expand_as(y),
+    lambda y: torch.cat([y, y])[::2],
+    lambda y: F.prelu(y, y.detach().mean()),
+    F.logsigmoid, F.hardswish, F.elu, F.softplus, F.hardtanh, F.gelu, torch.sin,
+]  # fmt: skip
+BEHIND = [
+    torch.flatten,
+    lambda y: y.mT.flatten(),
+    lambda y: y.movedim(0, -1).reshape(-1),
+    lambda y: y.movedim(-1, 0).contiguous().view(-1),
+    lambda y: y.flatten(1).t().flatten(),
+    lambda y: y.transpose(0, 1).flatten(1).flatten(),
+]
+ORDERS = list(itertools.permutations(range(3)))
+
+
+@dataclass
+class Permuted:
+    """A layer, and an operator on permuted tensors with views before and behind."""
+
+    before: tuple[int, ...]
+    order: tuple[int, ...]
+    operator: Callable[[torch.Tensor], torch.Tensor]
+    behind: Callable[[torch.Tensor], torch.Tensor]
+
+    def __call__(self, layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        y = torch.stack([layer(x), x]).permute(self.before).contiguous().permute(self.order)
+        return self.behind(self.operator(y)).view(2, 3, 4).sum(0)
+
+
+ORDER = st.sampled_from(ORDERS)
+PERMUTED = st.builds(Permuted, ORDER, ORDER, st.sampled_from(OPERATORS), st.sampled_from(BEHIND))
+EACH = st.tuples(
+    st.sampled_from(3 * SEEN + REFUSED), st.one_of(st.sampled_from(WRAPPERS), PERMUTED)
+)
 
 
 class Layer(side_effects.Model):

@@ -137,7 +137,7 @@ class Drops(nn.Module):
 
 
 def test_random_ops_and_what_is_written_are_kept():
-    joint = captured(Drops(), torch.randn(2, 4, requires_grad=True))
+    joint = captured(Drops(), torch.randn(2, 4))
     tag_activations(joint, context=PassContext(activation_policy="full"))
     rematerialize(joint)
     random = [n for n in joint.graph.nodes if is_random(n)]
@@ -194,7 +194,7 @@ def test_a_parameter_that_only_recomputation_reads_is_gathered_again():
         def forward(self, x):
             return self.layers(x)
 
-    joint = captured(Model(), torch.randn(2, 4, requires_grad=True))
+    joint = captured(Model(), torch.randn(2, 4))
     plain = ("bucket_collectives", "schedule_overlap")
     gt.run_passes(joint, gt.PassConfig(reshard_after_forward="always", activation_policy="full",
                                        disable_passes=plain))  # fmt: skip

@@ -1,0 +1,156 @@
+"""Fake tensors with the strides of real ones: some fake kernels lay their results out otherwise.
+
+What a trace decides by strides (a reshape that is a view or a copy, `contiguous()`, the layout of
+a gradient) is then what eager decides. The layout of a kernel's result depends on the order of
+its inputs' strides, and not on how large they are: a run on a few elements shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graph_trainer.core.capture.side_effects import user_line
+from graph_trainer.core.torch_private import FakeTensorMode, no_dispatch, pytree
+from graph_trainer.errors import CaptureError
+
+# Beside what torch tags as pointwise. On CPU, torch 2.13: the layouts of `benchmarks.sweep` find
+# them, among the operators of PyTorch's own samples and their backwards.
+_UNLIKE = {
+    "_batch_norm_with_update", "_log_softmax_backward_data", "_native_batch_norm_legit",
+    "_prelu_kernel_backward", "batch_norm_backward", "binary_cross_entropy",
+    "binary_cross_entropy_backward", "channel_shuffle", "elu_backward", "glu_backward",
+    "hardswish_backward", "hardtanh_backward", "huber_loss_backward", "leaky_relu_backward",
+    "log_sigmoid_backward", "log_sigmoid_forward", "max_unpool2d", "mse_loss_backward",
+    "native_batch_norm", "native_batch_norm_backward",
+    "native_layer_norm_backward", "reflection_pad2d_backward", "reflection_pad3d",
+    "reflection_pad3d_backward", "replication_pad2d_backward", "replication_pad3d",
+    "replication_pad3d_backward", "rrelu_with_noise", "rrelu_with_noise_backward",
+    "smooth_l1_loss_backward", "softplus_backward",
+}  # fmt: skip
+
+_FEW = 4096
+"""Up to so many elements nothing is made smaller."""
+
+_GAP = 4
+"""Sizes that differ by less keep their difference, as those before and after a padding do."""
+
+_HERE = {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}
+
+
+def fakes_as_real() -> FakeTensorMode:
+    """Return a mode of fake tensors in which results have the strides that real kernels give them.
+
+    Tensors on a device that is not here (meta, or a GPU that is planned for) keep the fakes'. An op
+    whose real kernel does not run on a few elements raises a CaptureError.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    # no subclass: higher-order ops know FakeTensorMode itself alone
+    mode.dispatch = _Dispatch(mode)  # type: ignore[method-assign]
+    return mode
+
+
+class _Dispatch:
+    """Runs an op on fake tensors, as FakeTensorMode does, and corrects strides."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._fake = mode.dispatch
+        self._unlike: dict[Any, bool] = {}
+        self._strides: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+
+    def __call__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = self._fake(func, types, args, kwargs)
+        if func not in self._unlike:
+            self._unlike[func] = _may_be_unlike(func)
+        if not self._unlike[func]:
+            return result
+        given = pytree.tree_leaves((args, kwargs))
+        tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if all(t.is_contiguous() for t in tensors) or any(
+            t.device.type not in _HERE for t in tensors
+        ):
+            return result
+        layouts = (
+            (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else each
+            for each in given
+        )
+        key = (func, *layouts)
+        leaves, tree = pytree.tree_flatten(result)
+        if key not in self._strides:
+            self._strides[key] = _real_strides(func, args, kwargs, leaves)
+        for place, strides in enumerate(self._strides[key]):
+            fake = leaves[place]
+            if isinstance(fake, torch.Tensor) and _differ(fake, strides):
+                with self._mode:
+                    leaves[place] = torch.empty_strided(
+                        fake.shape, strides, dtype=fake.dtype, device=fake.device
+                    )
+        return pytree.tree_unflatten(leaves, tree)
+
+
+def _may_be_unlike(op: Any) -> bool:
+    """Tell whether fake and real results of an op may differ in strides. Views and ops that write
+    in place have none of their own."""
+    if any(result.alias_info is not None for result in op._schema.returns):
+        return False
+    return op._opname in _UNLIKE or torch.Tag.pointwise in op.tags
+
+
+def _real_strides(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+) -> list[tuple[int, ...]]:
+    """Run the real kernel of an op on a few elements; return the strides that each result has."""
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    small: dict[int, int] = {}
+    before = 0
+    gap = _GAP if sum(tensor.numel() for tensor in given) > _FEW else _FEW
+    for size in sorted({size for tensor in given for size in tensor.shape}):
+        small[size] = small.get(before, 0) + min(size - before, gap)
+        before = size
+
+    def shrunk(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            shape = tuple(small[size] for size in value.shape)
+            strides = _scaled(value.shape, value.stride(), shape)
+            few = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
+            return few.fill_(1)
+        if isinstance(value, (list, tuple)):  # of sizes, or of small numbers
+            return [small.get(v, v) if type(v) is int else shrunk(v) for v in value]
+        return None if isinstance(value, torch.Generator) else value
+
+    try:
+        with no_dispatch(), torch.no_grad(), torch.random.fork_rng(devices=()):
+            few = [shrunk(value) for value in args]
+            found = op(*few, **{name: shrunk(value) for name, value in kwargs.items()})
+    except Exception as error:
+        layouts = ", ".join(f"{tuple(t.shape)} with strides {t.stride()}" for t in given)
+        raise CaptureError(
+            f"{op}{user_line()} is given tensors of {layouts}, and the strides of its result are "
+            f"unknown, since its kernel does not run on a few elements ({error}): call "
+            ".contiguous() on them first"
+        ) from error
+    return [
+        _scaled(real.shape, real.stride(), fake.shape) if isinstance(fake, torch.Tensor) else ()
+        for real, fake in zip(pytree.tree_leaves(found), results, strict=True)
+    ]
+
+
+def _scaled(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
+    """Return strides in the same order for another shape: dense where these are."""
+    scaled = [0] * len(shape)
+    dense = scaled_dense = 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (strides[dim], shape[dim])):
+        if strides[dim]:
+            scaled[dim] = scaled_dense * (1 if strides[dim] <= dense else 2)
+            dense = strides[dim] * max(shape[dim], 1)
+            scaled_dense = scaled[dim] * max(other[dim], 1)
+    return tuple(scaled)
+
+
+def _differ(tensor: torch.Tensor, strides: Sequence[int]) -> bool:
+    dimensions = zip(tensor.shape, tensor.stride(), strides, strict=True)
+    return tensor.numel() > 0 and any(size > 1 and a != b for size, a, b in dimensions)

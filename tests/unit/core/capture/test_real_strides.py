@@ -1,0 +1,148 @@
+"""A graph does not depend on strides that fake kernels have and real ones have not."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import graph_trainer as gt
+from graph_trainer.core.capture.real_strides import fakes_as_real
+from tests.unit.core.capture.steps import check_against_eager, check_step
+
+
+class Between(nn.Module):
+    """An operator between two changes of layout, and views behind it."""
+
+    def __init__(self, operator, into, out_of):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.operator, self.into, self.out_of = operator, into, out_of
+
+    def forward(self, x):
+        return self.last(self.out_of(self.operator(self.into(self.first(x)))))
+
+
+OPERATORS = {
+    "batch norm": lambda: nn.BatchNorm1d(6),
+    "layer norm": lambda: nn.LayerNorm(4),
+    "layer norm of two": lambda: nn.LayerNorm((6, 4)),
+    "log softmax": lambda: nn.LogSoftmax(-1),
+    "softmax": lambda: nn.Softmax(1),
+    "log sigmoid": nn.LogSigmoid,
+    "rrelu": nn.RReLU,
+    "batch norm without statistics": lambda: nn.BatchNorm1d(6, track_running_stats=False),
+    "batch norm of rows": lambda: nn.BatchNorm1d(4),
+    "group norm": lambda: nn.GroupNorm(2, 6),
+    "prelu": lambda: nn.PReLU(6),
+    "glu": lambda: nn.GLU(1),
+    "convolution": lambda: nn.Conv1d(6, 6, 1),
+}
+LAYOUTS = {
+    "transposed": (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2)),
+    "flat": (lambda x: x.transpose(1, 2), lambda x: x.flatten(1).unflatten(1, (-1, 6))),
+    "view": (lambda x: x.transpose(1, 2), lambda x: x.reshape(-1).view(x.shape[0], -1, 6)),
+    "rolled": (lambda x: x.permute(2, 1, 0).permute(2, 0, 1).mT, lambda x: x.mT),
+    "sliced": (lambda x: torch.cat([x, x], 1)[:, ::2].mT, lambda x: x.mT.reshape(-1, 6)),
+    "expanded": (lambda x: x[:1].expand(3, 4, 6).mT, lambda x: x.mT.flatten(0, 1)),
+}
+
+
+def loss_fn(model, x):
+    return (model(x) * torch.linspace(-1, 1, 6)).sum()
+
+
+def check(model, x, *, plain=True):
+    for passes in (None, gt.PassConfig())[0 if plain else 1 :]:
+        joint = gt.capture(model, loss_fn, (x,))
+        if passes is not None:
+            gt.run_passes(joint, passes)
+        check_step(gt.compile(joint), model, loss_fn, x)
+
+
+@pytest.mark.parametrize("operator", list(OPERATORS.values())[:7], ids=list(OPERATORS)[:7])
+def test_an_operator_between_two_transposes_is_bitwise_eager(operator):
+    check(Between(operator(), *LAYOUTS["transposed"]), torch.randn(3, 4, 6), plain=False)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+def test_an_operator_between_two_layouts_is_bitwise_eager(operator, layout):
+    for training in (True, False):
+        try:
+            model = Between(operator(), *layout).train(training)
+            loss_fn(model, torch.randn(3, 4, 6))
+        except RuntimeError:  # a shape that the operator does not take
+            continue
+        check(model, torch.randn(3, 4, 6))
+
+
+class PointNet(nn.Module):
+    """Features of points in the layout of convolutions, turned by a matrix of their own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(3, 6), nn.BatchNorm1d(6)
+        self.turn, self.turn_norm = nn.Conv1d(6, 36, 1), nn.BatchNorm1d(36)
+        self.last, self.last_norm = nn.Conv1d(6, 6, 1), nn.BatchNorm1d(6)
+
+    def forward(self, points):
+        x = self.norm(self.first(points).transpose(1, 2)).relu()
+        turn = self.turn_norm(self.turn(x)).amax(-1).view(-1, 6, 6)
+        x = torch.bmm(x.transpose(1, 2), turn).transpose(1, 2)
+        return self.last_norm(self.last(x)).transpose(1, 2).log_softmax(1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_point_net_is_bitwise_eager(training):
+    batches = [(torch.randn(3, 5, 3),) for _ in range(2)]
+    gt.check_capture(PointNet().train(training), loss_fn, batches)
+
+
+@pytest.mark.parametrize("sizes", [(3, 5, 7), (64, 48, 65), (1, 900, 12), (70, 1, 80)])
+def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes):
+    """Among them kernels with several inputs of other layouts, and with padding."""
+
+    def norms(x, y):
+        channels = torch.ones(x.shape[1])
+        normed = torch.native_batch_norm(x, channels, None, None, None, True, 0.1, 1e-5)
+        back = torch.ops.aten.native_layer_norm_backward(
+            y, x, [x.shape[-1]], *torch.native_layer_norm(x, [x.shape[-1]], None, None, 1e-5)[1:],
+            None, None, [True, False, False],
+        )[0]  # fmt: skip
+        return normed, back, F.logsigmoid(x), F.mse_loss(x, y, reduction="none"), x * y, x.xlogy(y)
+
+    x = torch.rand(sizes)
+    laid_out = [x.permute(order).contiguous() for order in itertools.permutations(range(3))]
+    back = [
+        torch.argsort(torch.tensor(order)).tolist() for order in itertools.permutations(range(3))
+    ]
+    given = [y.permute(order) for y, order in zip(laid_out, back, strict=True)]
+    given += [torch.cat([x, x], 1)[:, ::2], x[:, :1].expand(sizes)]
+    mode = fakes_as_real()
+    for pair in itertools.product(given[:4], given):
+        fakes = [mode.from_tensor(each) for each in pair]
+        with mode:
+            found = [t.stride() for t in pytree.tree_leaves(norms(*fakes))]
+        for real, strides in zip(pytree.tree_leaves(norms(*pair)), found, strict=True):
+            dims = zip(real.shape, real.stride(), strides, strict=True)
+            assert all(size == 1 or a == b for size, a, b in dims), (pair[0].stride(), strides)
+
+
+def test_an_operator_whose_kernel_does_not_run_on_a_few_elements_is_refused():
+    model = nn.Linear(6, 6)
+
+    def loss_fn(model, x):  # 100 rows of padding: more than the sizes differ by when made smaller
+        return F.pad(model(x).transpose(0, 1)[None], (100, 100), mode="replicate").sum()
+
+    def of_planes(model, x):
+        return F.pad(model(x).mT, (150, 0, 0, 0), mode="replicate").sum()
+
+    check_against_eager(model, loss_fn, torch.randn(120, 6))
+    with pytest.raises(gt.CaptureError, match="strides of its result are unknown.*contiguous"):
+        gt.capture(model, of_planes, (torch.randn(4, 3, 200, 6),))
