@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import pickle
 import resource
 import shutil
 import subprocess
+import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -227,6 +229,54 @@ def test_a_writer_can_go_to_the_process_that_saves_asynchronously(tmp_path: Path
     writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
     dcp.save({"weight": torch.ones(8)}, storage_writer=pickle.loads(pickle.dumps(writer)))
     assert damage(tmp_path / "step-2") == [] and sums_of(tmp_path / "step-2") is not None
+
+
+def killed_in_save(folder: Path, at: int) -> tuple[int, int]:
+    """Save step 2 over an older one and then step 4 in a process that ends at one of its accesses
+    to files there, counted from 1: its exit status, and how many accesses it saw."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        seen = 0
+
+        def hook(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal seen
+            is_file = event in ("open", "os.rename", "os.mkdir", "os.rmdir", "os.remove")
+            if is_file and str(folder) in str(arguments[0]):
+                seen += 1
+                if seen == at:
+                    os._exit(9)
+
+        sys.addaudithook(hook)
+        for step in (2, 4):
+            save(folder, step, value=3.0)
+        os.write(write, bytes([seen]))
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    os.close(write)
+    with os.fdopen(read, "rb") as pipe:
+        return os.waitstatus_to_exitcode(status), ord(pipe.read(1) or b"\0")
+
+
+def test_a_kill_at_ten_moments_of_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    save(whole, 2)
+    status, accesses = killed_in_save(whole, 0)
+    assert status == 0 and accesses >= 10
+    moments = sorted({1 + i * (accesses - 1) // 9 for i in range(10)})
+    assert len(moments) == 10
+    for at in moments:
+        folder = tmp_path / f"killed-{at}"
+        save(folder, 2)
+        assert killed_in_save(folder, at)[0] == 9
+        clean(folder)
+        found = {path.name: weight(path) for path in folder.iterdir()}
+        assert "step-2" in found and found.keys() <= {"step-2", "step-4"}, (at, [*found])
+        for name, value in found.items():
+            assert damage(folder / name) == []
+            assert len(value.unique()) == 1 and value[0] in (
+                (1.0, 3.0) if name == "step-2" else (3.0,)
+            )
 
 
 def test_a_checkpoint_replaces_an_earlier_one_of_its_step(tmp_path: Path) -> None:
