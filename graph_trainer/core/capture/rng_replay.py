@@ -256,11 +256,13 @@ def _own_generator(
 
 
 def _described(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Describe a call: op, shapes and dtypes of tensors, other arguments."""
+    """Describe a call: op, shapes, dtypes and layouts of tensors, other arguments."""
 
     def text(value: Any) -> str:
         if isinstance(value, torch.Tensor):
-            return f"{tuple(value.shape)} {value.dtype}"
+            # kernels draw in the order of memory
+            strides = "" if value.is_contiguous() else f" strides {value.stride()}"
+            return f"{tuple(value.shape)} {value.dtype}{strides}"
         return "default generator" if isinstance(value, torch.Generator) else repr(value)
 
     given = [*map(text, args), *(f"{name}={text(value)}" for name, value in kwargs.items())]

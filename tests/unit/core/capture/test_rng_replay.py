@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
+from tests.unit.core.capture import side_effects
 from tests.unit.core.capture.steps import check_against_eager, check_step, mean
 
 
@@ -129,3 +130,14 @@ def test_checkpointed_blocks_draw_the_same_numbers_again(dropout):
     joint = check_against_eager(Recomputed(dropout), mean, torch.randn(3, 4))
     no_mark_is_left(joint)
     assert not joint.graph.find_nodes(op="get_attr"), "parameters are inputs of the graph"
+
+
+def test_a_mask_that_is_drawn_again_for_another_layout_is_refused():
+    """Kernels draw in the order of memory: a transposed gradient drops other elements."""
+
+    def dropped(model, x):
+        y = side_effects.dropout_of_a_gradient(model, model(x))
+        return (y.t() * torch.ones(4, 3)).sum()
+
+    with pytest.raises(gt.CaptureError, match=r"strides \(1, 3\)"):
+        gt.capture(nn.Linear(4, 4), dropped, (torch.randn(3, 4),))
