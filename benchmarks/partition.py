@@ -4,9 +4,10 @@
     python -m benchmarks.partition --config debugmodel --layers 2 --fsdp 2 --tp 2 --sequence 64
 
 One process is rank 0 of as many fake ranks, and the model is on meta: AOTAutograd traces and
-partitions, and no kernel is compiled. "first" is `gt.partition`, "again" what AOTAutograd makes of
-it with `gt.backend`, "min-cut" what it makes with PyTorch's own partitioner. "plain" neither merges
-nor moves collectives. Peaks are those of the graphs, beside parameters and batch.
+partitions, and no kernel is compiled. "first" is `gt.partition`; "tags" and "min_cut" are what
+`gt.ExportedStep` makes of it; "again" is `torch.compile` with `gt.backend`, "untagged" the same with
+PyTorch's partitioner and no tags. "plain" neither merges nor moves collectives. Peaks are measured
+on each pair of graphs, beside parameters and batch.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ setup()  # before any torchtitan import
 import graph_trainer as gt  # noqa: E402
 from graph_trainer.core.analysis.lifetimes import bytes_kept  # noqa: E402
 from graph_trainer.core.partition import backend as compile_backend  # noqa: E402
-from graph_trainer.core.partition.again import partition_again  # noqa: E402
+from graph_trainer.core.partition.export import peaks_of  # noqa: E402
 from graph_trainer.planner.fake_rank import FakeRank  # noqa: E402
 
 GIB = 1024**3
@@ -49,7 +50,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--activations", default="none", help="activation_checkpoint.type")
     parser.add_argument("--variants", nargs="+", default=["plain", "default"])
-    parser.add_argument("--min-cut", action="store_true", help="PyTorch's partitioner as well")
+    parser.add_argument("--reshard", default="always", help="fsdp_reshard_after_forward")
+    parser.add_argument("--partitions", nargs="+", default=["tags", "min_cut"])
     return parser.parse_args()
 
 
@@ -61,14 +63,14 @@ def main() -> None:
     print(
         f"Llama 3 {arguments.config}, {arguments.layers} layers, {ranks} fake ranks "
         f"({arguments.fsdp} x {arguments.tp}), local batch {arguments.batch}, sequence "
-        f"{arguments.sequence}"
+        f"{arguments.sequence}, reshard {arguments.reshard}, activations {arguments.activations}"
     )
     print(
         f"{'passes':<9}{'partition':<10}{'gathers fwd':>12}{'bwd':>6}{'saved GiB':>11}"
         f"{'peak fwd':>10}{'bwd':>8}{'nodes':>9}{'seconds':>9}"
     )
     for row in rows:
-        peaks = [f"{peak / GIB:.2f}" if peak else "" for peak in row["peaks"]]
+        peaks = [f"{peak / GIB:.2f}" for peak in row["peaks"]]
         print(
             f"{row['passes']:<9}{row['partition']:<10}{row['forward_gathers']:>12}"
             f"{row['backward_gathers']:>6}{row['saved_bytes'] / GIB:>11.3f}{peaks[0]:>10}"
@@ -81,7 +83,7 @@ def measure(arguments: argparse.Namespace, variant: str) -> list[dict[str, Any]]
     """Partition, then compile twice."""
     rank = fake_rank(arguments)
     joint = rank.capture()
-    passes = passes_of_variant(variant, "always", load_hardware("h100-sxm"))
+    passes = passes_of_variant(variant, arguments.reshard, load_hardware("h100-sxm"))
     policy = rank.pass_config().activation_policy
     gt.run_passes(joint, replace(passes, activation_policy=policy))
     start = time.perf_counter()
@@ -92,13 +94,11 @@ def measure(arguments: argparse.Namespace, variant: str) -> list[dict[str, Any]]
     )
     seconds = time.perf_counter() - start
     rows = [{"partition": "first", **first, "peaks": halves.peak_bytes(), "seconds": seconds}]
-    partitions = {"again": partition_again} | (
-        {"min-cut": standard_partition} if arguments.min_cut else {}
-    )
     args, kwargs = rank.batch()
-    for name, partition in partitions.items():
+    for name in arguments.partitions:
         start = time.perf_counter()
-        rows.append({"partition": name, **compiled(step, partition, args, kwargs)})
+        compile_again = exported if name in ("tags", "min_cut") else compiled
+        rows.append({"partition": name, **compile_again(step, name, args, kwargs)})
         rows[-1]["seconds"] = time.perf_counter() - start
     return [{"passes": variant, **row} for row in rows]
 
@@ -124,24 +124,37 @@ def fake_rank(arguments: argparse.Namespace) -> FakeRank:
     return FakeRank(config, ranks)
 
 
-def compiled(step: Any, partition: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Compile with a partitioner, run forward and backward, and describe what was partitioned."""
+def exported(step: Any, partition: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Partition AOTAutograd's joint graph of the step, and describe the two graphs."""
     seen: list[dict[str, Any]] = []
+    with gt.ExportedStep(step, *args, **kwargs) as joint:
+        joint.refresh()
+        joint.remove_unused_waits()
+        joint.compile(partition=partition, on_partition=lambda *g: seen.append(second(*g)))
+    return seen[0]
 
-    def see(forward: fx.GraphModule, backward: fx.GraphModule) -> None:
-        taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
-        returned = forward.graph.output_node().all_input_nodes
-        kept = bytes_kept(forward.graph, [n for n in returned if n.name in taken])
-        seen.append({**describe(forward, backward, kept), "peaks": (0, 0)})
 
+def compiled(step: Any, partition: str, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Compile with `torch.compile`, run forward, and describe what was partitioned."""
+    seen: list[dict[str, Any]] = []
+    backend = gt.backend("eager", on_partition=lambda *graphs: seen.append(second(*graphs)))
     before = compile_backend.partition_again
-    compile_backend.partition_again = partition
+    if partition == "untagged":
+        compile_backend.partition_again = standard_partition
     try:
         torch.compiler.reset()
-        torch.compile(step, backend=gt.backend("eager", on_partition=see))(*args, **kwargs)
+        torch.compile(step, backend=backend)(*args, **kwargs)
     finally:
         compile_backend.partition_again = before
     return seen[0]
+
+
+def second(forward: fx.GraphModule, backward: fx.GraphModule) -> dict[str, Any]:
+    """Describe the two graphs of a second partition."""
+    taken = {n.name for n in backward.graph.find_nodes(op="placeholder")}
+    returned = forward.graph.output_node().all_input_nodes
+    kept = bytes_kept(forward.graph, [n for n in returned if n.name in taken])
+    return {**describe(forward, backward, kept), "peaks": peaks_of(forward, backward)}
 
 
 def describe(forward: fx.GraphModule, backward: fx.GraphModule, saved: int) -> dict[str, Any]:

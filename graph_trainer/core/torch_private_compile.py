@@ -27,6 +27,17 @@ def standard_partition(
     return min_cut_rematerialization_partition(joint, inputs, **rest)
 
 
+def min_cut_of_tags(
+    joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The min-cut partitioner without its merging of equal nodes, which would make one gather of a
+    parameter's gather in forward and its repetition in backward."""
+    import torch._functorch.config
+
+    with torch._functorch.config.patch(cse=False):
+        return standard_partition(joint, inputs, **rest)
+
+
 def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
     """What forward and backward of AOTAutograd's joint graph return."""
     from torch._functorch.partitioners import _extract_fwd_bwd_outputs
@@ -245,6 +256,26 @@ def descriptor_of(node: fx.Node) -> Any:
     return node.meta.get("desc")
 
 
+def argument_of(node: fx.Node) -> int | None:
+    """Which of the function's arguments an input is, or is a part of; None for another input."""
+    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+
+    descriptor = _whole(descriptor_of(node))
+    return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
+
+
+def gradient_of(descriptor: Any) -> int | None:
+    """Of which of the function's arguments an output is the gradient; None for another output."""
+    argument = getattr(_whole(descriptor), "grad_of", None)
+    return getattr(argument, "idx", None)
+
+
+def _whole(descriptor: Any) -> Any:
+    while hasattr(descriptor, "base"):  # of a plain tensor in a subclass
+        descriptor = descriptor.base
+    return descriptor
+
+
 def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) -> list[Any]:
     """Let AOTAutograd's flat arguments be the values of the placeholders.
 
@@ -263,13 +294,12 @@ def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) ->
 
 
 def compile_joint(
-    joint: ExportedJoint, partition: Partition, compiler: Compiled | None
+    joint: ExportedJoint, partition: Partition, forward: Compiled, backward: Compiled
 ) -> Compiled:
-    """Partition and compile an exported joint graph, as a function of its tensors."""
+    """Partition an exported joint graph and compile each half, as a function of its tensors."""
     from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
-    how: dict[str, Any] = (
-        {} if compiler is None else {"fw_compiler": compiler, "bw_compiler": compiler}
+    compiled: Compiled = aot_compile_joint_with_descriptors(
+        joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
     )
-    compiled: Compiled = aot_compile_joint_with_descriptors(joint, partition_fn=partition, **how)
     return compiled

@@ -56,9 +56,10 @@ def settings_in_order() -> dict[str, Any]:
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, examples: list[torch.Tensor]
+    module: fx.GraphModule, examples: list[torch.Tensor], half: str = ""
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Inductor on a graph that has its backward already, as a function of a boxed list.
+    """Inductor on a graph that has its backward already, or is "forward" or "backward", as a
+    function of a boxed list.
 
     torch._inductor.compile is the documented way in for an FX graph; the settings are private
     names of its configuration. AOTAutograd would act on recompute tags once more, which
@@ -67,10 +68,19 @@ def compile_with_inductor(
     import torch._functorch.config as functorch_config
     import torch._inductor
     import torch._inductor.config as inductor_config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+
+    def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
+        # to Inductor a graph that is given alone is one without gradients
+        how |= {"is_inference": False, "is_backward": half == "backward"}
+        return compile_fx_inner(graph_module, inputs, **how)
 
     once = functorch_config.patch(remat_using_tags_for_fwd_loss_bwd_graph=False)
     with inductor_config.patch(settings_in_order()), once, waits_for_copies_in_place():
-        compiled = torch._inductor.compile(module, list(examples))
+        if not half:
+            compiled = torch._inductor.compile(module, list(examples))
+        else:
+            compiled = compile_fx(module, list(examples), inner_compile=inner)
 
     def run(boxed: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         values = tuple(boxed)

@@ -100,6 +100,7 @@ class GraphTrainer(Trainer):
             passes=replace(passes, device_memory=self._memory, host_memory=self._memory.on_host),
             backend=compile_config.backend,
             partitioned=compile_config.mode == "partitioned",
+            partition=compile_config.partition,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
             on_report=self._reported,

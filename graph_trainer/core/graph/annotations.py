@@ -54,12 +54,14 @@ _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
 _LOSS_GRADIENT = "loss_gradient"
 _PARTITION_SAVED = "partition_saved"
+_CARRIED = "partition_recompute"
 _BUCKET = "bucket"
 _OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
 
-# Far from the small numbers that user checkpointing counts up from, so that an FSDP tag
-# never looks like the border between two of the user's checkpoint regions.
-FSDP_AC_GRAPH_ID = 1 << 40
+# PyTorch's partitioner saves a node between two checkpoint regions: one to be recomputed whose
+# reader is too and has the larger number. A gathered parameter is read by nodes of every region, so
+# that its number is above those of users, which count up from 0, and of `tag_activations`.
+FSDP_AC_GRAPH_ID = 1 << 42
 
 _STRENGTH = (
     *("MUST_RECOMPUTE", "MUST_CPU_OFFLOAD", "MUST_SAVE"),
@@ -266,6 +268,22 @@ def clear_recompute_policy(node: fx.Node) -> None:
     """Remove the recompute tag of a node."""
     node.meta.pop(_RECOMPUTE, None)
     node.meta.pop(_AC_GRAPH_ID, None)
+
+
+def carry_recompute_policy(source: fx.Node, target: fx.Node) -> None:
+    """Write down the tag of `source` on `target` for a later trace: fx keeps it, and
+    `restore_recompute_policy` makes a tag of it again."""
+    policy = recompute_policy(source)
+    if policy is not None:
+        annotate_node(target, {_CARRIED: f"{policy.name} {source.meta.get(_AC_GRAPH_ID, 0)}"})
+
+
+def restore_recompute_policy(node: fx.Node) -> None:
+    """Tag a node as `carry_recompute_policy` has written down."""
+    carried = _custom(node, _CARRIED)
+    if carried is not None:
+        policy, region = carried.split()
+        set_recompute_policy(node, CheckpointPolicy[policy], ac_graph_id=int(region))
 
 
 def offload_tag(node: fx.Node) -> bool:

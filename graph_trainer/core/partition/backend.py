@@ -69,10 +69,10 @@ class CompileBackend:
                 "torch.compile: give it gt.partition(joint)"
             )
         if self._compiler == "eager" and not partitioned:
-            return compile_without_compiler(module, inputs, standard_partition, _run_as_it_is)
+            return compile_without_compiler(module, inputs, standard_partition, run_as_it_is)
         if self._compiler == "eager":
             return compile_without_compiler(
-                module, inputs, self._partition, _run_as_it_is, self._of_autograd
+                module, inputs, self._partition, run_as_it_is, self._of_autograd
             )
         if not partitioned:
             return compile_plainly(module, inputs)
@@ -91,7 +91,8 @@ class CompileBackend:
         return forward, backward
 
 
-def _run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+    """Run a graph of AOTAutograd's op by op."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     # AOTAutograd refuses an op whose result is its input and whose schema does not say so; of a

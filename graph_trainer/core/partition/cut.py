@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
 from graph_trainer.core.capture.subclasses import unwrap
@@ -18,11 +20,13 @@ from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
     annotation,
+    carry_recompute_policy,
     copy_annotations,
     infer_value,
     loss_gradient_of,
     mark_saved,
     phase_of,
+    recompute_policy,
     set_input_name,
     value_of,
 )
@@ -38,6 +42,7 @@ from graph_trainer.core.graph.joint_graph import (
 from graph_trainer.core.graph.ops import (
     Storage,
     is_getitem,
+    is_random,
     is_wait,
     storage_roots,
     storages_in,
@@ -74,20 +79,31 @@ class Halves:
     def peak_bytes(self) -> tuple[int, int]:
         """Return the most bytes alive at once in forward and in backward, beside inputs of forward
         and scratch memory. A saved value is alive until its last reader. Linear in nodes."""
-        forward, made = lifetimes(self.forward), lifetimes(self.backward).live_bytes
-        results = value_storages(self.forward.graph)
         taken = self.backward.placeholders()[len(self.inputs_read) :]
-        saved = {
-            n: list(storages_in(results[s])) for n, s in zip(taken, self.saved(), strict=False)
-        }
-        roots = storage_roots(self.backward.graph)
-        last: dict[Storage, int] = {}
-        for place, node in enumerate(self.backward.graph.nodes):
-            for source in node.all_input_nodes:
-                last |= dict.fromkeys(saved.get(roots[source][0], ()), place)
-        spans = ((0, place, forward.size.get(s, 0)) for s, place in last.items())
-        kept = live_bytes(len(made), spans)
-        return forward.peak_bytes, max(map(operator.add, kept, made))
+        saved = dict(zip(taken, self.saved(), strict=False))
+        return peak_bytes(self.forward, self.backward, saved)
+
+
+def peak_bytes(
+    forward: JointGraph, backward: JointGraph, saved: Mapping[fx.Node, fx.Node]
+) -> tuple[int, int]:
+    """Return the peaks of two graphs as `Halves.peak_bytes` does.
+
+    Args:
+        saved: by placeholder of backward, the node of forward whose result it takes.
+    """
+    first, made = lifetimes(forward), lifetimes(backward).live_bytes
+    results = value_storages(forward.graph)
+    roots = storage_roots(backward.graph)
+    last: dict[Storage, int] = {}
+    for place, node in enumerate(backward.graph.nodes):
+        for source in node.all_input_nodes:
+            taken = saved.get(roots[source][0])
+            if taken is not None:
+                last |= dict.fromkeys(storages_in(results[taken]), place)
+    spans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
+    kept = live_bytes(len(made), spans)
+    return first.peak_bytes, max(map(operator.add, kept, made))
 
 
 def cut(joint: JointGraph) -> Halves:
@@ -230,6 +246,8 @@ def _forward_half(
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     saved: _Saved = {}
+    # what `rematerialize` has acted on is not saved; tags that it has not are for a later partition
+    unacted = any(_to_be_recomputed(node) for node in reads.saved)
     readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for (value, reader), writer in reads.cloned.items():
         readers[writer][value].append(reader)
@@ -243,20 +261,28 @@ def _forward_half(
             made[node] = graph.node_copy(node, made.__getitem__)
             if node in forward:
                 copy_annotations(node, made[node])
+                kept = recompute_policy(node) is CheckpointPolicy.MUST_SAVE
+                if kept or (unacted and _to_be_recomputed(node)):
+                    carry_recompute_policy(node, made[node])
             if phase_of(node) is Phase.BACKWARD:
                 annotate_node(made[node], annotation(phase=Phase.LOSS))
         if node in forward and node in reads.saved:
             saved[node, None] = made[node]
     outputs = _outputs(joint, gradients=False)
-    kept = list(dict.fromkeys(saved.values()))
-    for node in kept:
+    returned = list(dict.fromkeys(saved.values()))
+    for node in returned:
         mark_saved(node.all_input_nodes[0] if is_getitem(node) else node)
-    graph.output((*(made[n] for _, nodes in outputs for n in nodes), *kept))
+    graph.output((*(made[n] for _, nodes in outputs for n in nodes), *returned))
     specs = [spec for spec, _ in outputs]
-    specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in kept]
+    specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in returned]
     takes = (s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT)
     signature = Signature(tuple(takes), tuple(specs), backward=False)
     return _half(joint, graph, signature), saved
+
+
+def _to_be_recomputed(node: fx.Node) -> bool:
+    source = node.all_input_nodes[0] if is_getitem(node) else node
+    return recompute_policy(source) is CheckpointPolicy.MUST_RECOMPUTE and not is_random(source)
 
 
 def _backward_half(

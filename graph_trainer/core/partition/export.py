@@ -1,31 +1,78 @@
 """A partitioned step as AOTAutograd's joint graph, rewritten and tagged before it is compiled.
 
 The order of the steps matters and is enforced: rewrites of structure, descriptors refreshed, unused
-waits removed, tags, compile.
+waits removed, tags, compile. The graph has the phases, modules and roles of the step's, and those
+of its tags that `rematerialize` has not acted on: passes run on it as they are.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
+import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.capture.subclasses import Layout, unwrap
+from graph_trainer.core.graph.annotations import (
+    Phase,
+    Role,
+    annotate_node,
+    annotation,
+    copy_annotations,
+    has_phase,
+    is_backward,
+    is_marked_saved,
+    recompute_policy,
+    restore_recompute_policy,
+    role_of,
+    set_input_name,
+    set_recompute_policy,
+    value_of,
+)
+from graph_trainer.core.graph.joint_graph import (
+    Input,
+    InputKind,
+    JointGraph,
+    Output,
+    OutputKind,
+    Signature,
+)
+from graph_trainer.core.graph.ops import has_effect, is_getitem
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
+from graph_trainer.core.partition.cut import peak_bytes
 from graph_trainer.core.partition.step import PartitionedStep
+from graph_trainer.core.passes.pipeline import PassConfig, run_tags
+from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.torch_private_compile import (
     Compiled,
     ExportedJoint,
+    argument_of,
+    boxed,
     compile_joint,
     descriptor_of,
     export_joint,
+    gradient_of,
+    is_symbolic,
+    min_cut_of_tags,
+    must_be_in_forward,
+    place_in,
     set_flat_arguments,
-    standard_partition,
+    traced_in_forward,
 )
 from graph_trainer.errors import PassError
+
+_PARTITIONS = {"tags": partition_again, "min_cut": min_cut_of_tags}
+
+_NOTHING = unwrap(torch.empty(0, device="meta"))[1]
+"""Of what is no tensor: a gradient that AOTAutograd does not compute, an opaque value."""
 
 
 class ExportStage(IntEnum):
@@ -52,9 +99,9 @@ class ExportedStep:
             exported.rewrite(my_rewrite)
             exported.refresh()
             exported.remove_unused_waits()
-            exported.tag(my_tags)
+            exported.tag(gt.PassConfig(reshard_after_forward="always"))
             step = exported.compile(partition="min_cut")
-        step(tokens, labels).backward()
+        step(tokens, labels).backward()  # outside of the context, in which tensors are fake
     """
 
     def __init__(self, step: PartitionedStep, *args: Any, **kwargs: Any) -> None:
@@ -63,34 +110,45 @@ class ExportedStep:
         self._stack = contextlib.ExitStack()
         self._stage = ExportStage.EXPORTED
         self._joint: ExportedJoint | None = None
+        self._graph: JointGraph | None = None
 
     def __enter__(self) -> ExportedStep:
         tensors = self._step.checked_tensors(*self._batch)
-        self._joint = export_joint(self._stack, self._step.call_on_tensors, tensors)
+        with contextlib.ExitStack() as stack:
+            self._joint = export_joint(stack, self._step.call_on_tensors, tensors)
+            self._graph = _as_joint_graph(self._joint.graph_module, self._step.joint)
+            self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._joint = None
+        self._joint = self._graph = None
         self._stack.close()
 
     @property
-    def graph_module(self) -> fx.GraphModule:
-        """AOTAutograd's joint graph, with the annotations of the two graphs.
+    def joint(self) -> JointGraph:
+        """AOTAutograd's joint graph, with the annotations of the two graphs and the names of their
+        parameters. Its outputs may be None: gradients that are not computed.
 
         Raises:
             PassError: outside of the context.
         """
-        if self._joint is None:
+        if self._graph is None:
             raise PassError(
                 "an exported step has a graph only within its context: `with ExportedStep(...) as "
                 "exported:`"
             )
-        return self._joint.graph_module
+        return self._graph
 
-    def rewrite(self, function: Callable[[fx.GraphModule], None]) -> None:
-        """Let a function change the structure of the graph. May be called several times."""
+    @property
+    def graph_module(self) -> fx.GraphModule:
+        """The module of `joint`."""
+        return self.joint.graph_module
+
+    def rewrite(self, function: Callable[[JointGraph], None]) -> None:
+        """Let a function, or a pass, change the structure of the graph. May be called several
+        times."""
         self._enter(ExportStage.REWRITE)
-        function(self.graph_module)
+        function(self.joint)
 
     def refresh(self) -> None:
         """Bring the flat list of arguments in line with the graph, and check it and the outputs
@@ -141,44 +199,89 @@ class ExportedStep:
             if not node.users and not has_effect(node):
                 graph.erase_node(node)
 
-    def tag(self, function: Callable[[fx.GraphModule], None]) -> None:
-        """Let a function write tags: `set_recompute_policy` on a node.
+    def tag(self, tags: PassConfig | Callable[[JointGraph], None]) -> None:
+        """Write tags: by the passes of stage TAG that a config names, with its settings, or by a
+        function that calls `set_recompute_policy` on nodes. May be called several times.
 
         Raises:
-            PassError: it changes the structure, which tags come after.
+            PassError: the function changes the structure, which tags come after; the config asks
+                for a plan of memory.
         """
         self._enter(ExportStage.TAG)
+        if isinstance(tags, PassConfig):
+            run_tags(self.joint, tags)
+            return
         before = str(self.graph_module.graph)
-        function(self.graph_module)
+        tags(self.joint)
         if str(self.graph_module.graph) != before:
             raise PassError(
                 "a function given to tag() changes the structure of the exported graph: give it to "
                 "rewrite(), which comes first"
             )
 
-    def compile(self, *, partition: str = "tags", compiler: Compiled | None = None) -> Compiled:
+    def compile(
+        self,
+        *,
+        partition: str = "tags",
+        compiler: str | Compiled = "eager",
+        on_partition: OnPartition | None = None,
+        compare_ranks: bool = True,
+    ) -> Compiled:
         """Partition and compile.
 
         Args:
-            partition: "tags" repeats the cut of the step; "min_cut" asks PyTorch's partitioner,
-                which reads the recompute tags.
-            compiler: `compiler(graph_module, inputs)` of each half; None runs them op by op.
+            partition: "tags" repeats the cut of the step, but for what is tagged since; "min_cut"
+                lets PyTorch's partitioner decide about all that has no tag. What the cut gathers or
+                computes again in backward it then does again, and what it keeps of a parameter's
+                gather it keeps.
+            compiler: the name of one of `backends.registry`, or `compiler(graph_module, inputs)` of
+                each half.
+            on_partition: called with the forward and the backward graph.
+            compare_ranks: whether the first call compares the collectives of all ranks.
 
         Returns:
             the step: a function of a batch, for `backward()` on what it returns.
+
+        Raises:
+            PassError: an unknown partition, or steps out of order.
+            ConfigError: an unknown compiler.
         """
-        partitions = {"tags": partition_again, "min_cut": standard_partition}
-        if partition not in partitions:
+        if partition not in _PARTITIONS:
             raise PassError(
-                f"partition is {partition!r}; it must be one of {', '.join(partitions)}"
+                f"partition is {partition!r}; it must be one of {', '.join(_PARTITIONS)}"
             )
         self._enter(ExportStage.COMPILE)
+        if partition == "min_cut":
+            _tag_as_cut(self.graph_module.graph)
         self.graph_module.recompile()
-        assert self._joint is not None
-        compiled = compile_joint(self._joint, partitions[partition], compiler)
-        step = self._step
+        step, unchecked = self._step, list[JointGraph]()
+
+        def part(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+            halves = _PARTITIONS[partition](*args, **rest)
+            if on_partition is not None:
+                on_partition(*halves)
+            return halves
+
+        def compile_half(kind: OutputKind, module: fx.GraphModule, inputs: Any) -> Compiled:
+            half = half_of(module, kind)
+            if compare_ranks:
+                unchecked.append(half)
+            if callable(compiler):
+                return compiler(module, inputs)
+            if compiler == "eager":
+                run = run_as_it_is(module, inputs)
+            else:
+                run = find_backend(compiler).compile(half)
+            return boxed(lambda values: step.run(run, half, values))
+
+        forward, backward = (
+            partial(compile_half, k) for k in (OutputKind.SAVED, OutputKind.GRADIENT)
+        )
+        compiled = compile_joint(self._joint, part, forward, backward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            while unchecked:
+                check_order_across_ranks(unchecked.pop(0))
             return step.returned(compiled(*step.checked_tensors(args, kwargs)))
 
         return call
@@ -203,3 +306,86 @@ class ExportedStep:
                 f"{', '.join(s.name for s in ExportStage)}"
             )
         self._stage = stage
+
+
+def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:
+    """Return AOTAutograd's joint graph of a step with what passes read: names of inputs, a phase of
+    every node, the tags that were carried."""
+    inputs: list[Input] = []
+    last = None
+    for node in module.graph.find_nodes(op="placeholder"):
+        place = argument_of(node)
+        if place is None:
+            inputs.append(Input(InputKind.OUTPUT_GRADIENT, node.name, _layout(node)))
+        elif place != last:
+            inputs.append(traced.signature.inputs[place])
+        if place is not None:
+            set_input_name(node, traced.signature.inputs[place].name)
+        last = place
+    for node in module.graph.nodes:
+        if is_getitem(node):
+            copy_annotations(node.all_input_nodes[0], node)
+        elif node.op == "call_function" and not has_phase(node):
+            forward = traced_in_forward(node) or must_be_in_forward(node)
+            phase = Phase.FORWARD if forward else Phase.BACKWARD
+            annotate_node(node, annotation(phase=phase))
+        restore_recompute_policy(node)
+    output = module.graph.output_node()
+    values = output.args[0]
+    assert isinstance(values, (tuple, list))
+    outputs = []
+    for value, descriptor in zip(values, output.meta["desc"], strict=True):
+        place = gradient_of(descriptor)
+        kind = OutputKind.OUTPUT if place is None else OutputKind.GRADIENT
+        name = str(descriptor) if place is None else traced.signature.inputs[place].name
+        outputs.append(Output(kind, name, _layout(value)))
+    signature = Signature(tuple(inputs), tuple(outputs), traced.signature.parameters_without_grad)
+    return replace(
+        traced, graph_module=module, signature=signature, history=[], decisions={}, remarks=[]
+    )
+
+
+def _layout(node: Any) -> Layout:
+    value = value_of(node) if isinstance(node, fx.Node) else None
+    return unwrap(value)[1] if isinstance(value, torch.Tensor) else _NOTHING
+
+
+def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
+    """Return one of the two graphs that a partitioner makes as a JointGraph, which analyses and
+    backends take. Its inputs have no names.
+
+    Args:
+        kind: what it returns: SAVED for forward, GRADIENT for backward.
+    """
+    nodes = module.graph.find_nodes(op="placeholder")
+    inputs = [Input(InputKind.SAVED, node.name, _layout(node)) for node in nodes]
+    values = module.graph.output_node().args[0]
+    assert isinstance(values, (tuple, list))
+    outputs = [Output(kind, str(value), _layout(value)) for value in values]
+    return JointGraph(module, Signature(tuple(inputs), tuple(outputs)))
+
+
+def peaks_of(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, int]:
+    """Measure the peaks of the two graphs that a partitioner made, as `Halves.peak_bytes` does."""
+    made = {n.name: n for n in forward.graph.nodes if n.op == "call_function"}
+    taken = backward.graph.find_nodes(op="placeholder")
+    saved = {n: made[n.name] for n in taken if n.name in made}
+    halves = half_of(forward, OutputKind.SAVED), half_of(backward, OutputKind.GRADIENT)
+    return peak_bytes(*halves, saved)
+
+
+def _tag_as_cut(graph: fx.Graph) -> None:
+    """Tell PyTorch's partitioner what the cut has decided and no tag says: what runs in backward,
+    repeated gathers and recomputation included, and what is saved of a parameter's gather."""
+    for node in graph.nodes:
+        source = node.all_input_nodes[0] if is_getitem(node) else node
+        if node.op != "call_function" or is_symbolic(node):
+            continue
+        if is_backward(node):
+            place_in(node, "backward")
+        elif (
+            is_marked_saved(source)
+            and role_of(source) is Role.UNSHARD
+            and recompute_policy(node) is None
+        ):
+            set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)

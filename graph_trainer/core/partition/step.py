@@ -102,7 +102,7 @@ class PartitionedStep(nn.Module):
             return self.returned(_Function.apply(self, run, values, *self._trained()))
         if self._run_loss is None:
             self._run_loss = self._compile(_without_saved(self.halves.forward))
-        return self.returned(self._outputs(self._run(self._run_loss, self.halves.forward, values)))
+        return self.returned(self._outputs(self.run(self._run_loss, self.halves.forward, values)))
 
     def _trained(self) -> list[torch.Tensor]:
         """Return the parameters that get a gradient, in the order of the gradients."""
@@ -183,9 +183,10 @@ class PartitionedStep(nn.Module):
         """Return the loss, or what the model returns."""
         return outputs[0] if self.joint.outputs is None else self.joint.outputs.rebuild(outputs)
 
-    def _run(
+    def run(
         self, run: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
+        """Run a compiled graph of this step, naming the collective that fails."""
         try:
             with self._binding.without_autocast():
                 return run(values)
@@ -208,7 +209,7 @@ class _Function(torch.autograd.Function):
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         given = [values[place] for place in step.halves.inputs_read]
-        results = step._run(run[0], step.halves.forward, values)
+        results = step.run(run[0], step.halves.forward, values)
         outputs = step._outputs(results)
         count = len(results) - step._num_saved
         ctx.step, ctx.run = step, run[1]
@@ -227,7 +228,7 @@ class _Function(torch.autograd.Function):
         for place in step._differentiable:
             values += _parts_of_gradient(specs[place], gradients[place])
         clear_saved_tensors(ctx)  # the graph frees each after its last reader
-        results = step._run(ctx.run, step.halves.backward, values)
+        results = step.run(ctx.run, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
 

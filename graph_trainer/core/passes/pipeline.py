@@ -175,6 +175,25 @@ def pass_by_pass(
     joint.graph_module.recompile()
 
 
+def run_tags(joint: JointGraph, config: PassConfig) -> None:
+    """Run the passes of stage TAG alone, on a graph that another partitioner will read.
+
+    Raises:
+        PassError: as `run_passes`; the config asks for a plan of memory, which needs the passes up
+            to rematerialization.
+    """
+    if config.activation_policy == "budget" or config.reshard_after_forward == "auto":
+        raise PassError(
+            'activation_policy "budget" and reshard_after_forward "auto" need the passes up to '
+            "rematerialization, which do not run on an exported step: give them to run_passes, "
+            "before gt.partition"
+        )
+    settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
+    for step in _prepare(joint, config, PassContext(**settings))[0]:
+        if step.graph_pass.stage is Stage.TAG:
+            step.run(joint)
+
+
 def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
     """Return `config` as it was carried out on another graph of the same step.
 

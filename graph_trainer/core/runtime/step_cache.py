@@ -26,7 +26,8 @@ from graph_trainer.core.ordering.exchange import (
     check_same_collectives,
     gather_or_fail,
 )
-from graph_trainer.core.partition.step import PartitionedStep, partition
+from graph_trainer.core.partition.export import ExportedStep
+from graph_trainer.core.partition.step import partition
 from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
 from graph_trainer.core.passes.report import Report
@@ -44,8 +45,8 @@ OnEvent = Callable[[str], None]
 class _Partitioned:
     """Calls a partitioned step and its backward, where a `Step` is called."""
 
-    def __init__(self, step: PartitionedStep) -> None:
-        self.joint = step.joint
+    def __init__(self, joint: JointGraph, step: Callable[..., torch.Tensor]) -> None:
+        self.joint = joint
         self._step = step
 
     def __call__(
@@ -82,6 +83,8 @@ class TrainStep:
     partitioned: bool = False
     """Whether forward and backward run as two graphs: see `partition`. Gradients are then added to
     `.grad` by autograd, and none are returned."""
+    partition: str = "tags"
+    """How forward and backward are parted: see `ExportedStep.compile`."""
     passes: PassConfig = PassConfig()
     """Which passes run, and how."""
     backend: str = "eager"
@@ -173,7 +176,7 @@ class TrainStep:
         with _errors_sent("compile", send_compiled if together else None):
             step: _CompiledStep
             if self.partitioned and self.backward:
-                step = _Partitioned(partition(joint, model, self.backend, compare_ranks=together))
+                step = self._partitioned(joint, model, args, kwargs, together)
             else:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
@@ -187,6 +190,21 @@ class TrainStep:
         )
         self.on_report(joint, report)
         return step
+
+    def _partitioned(
+        self, joint: JointGraph, model: nn.Module, args: Any, kwargs: Any, together: bool
+    ) -> _Partitioned:
+        if self.partition == "tags" and self.backend != "inductor":
+            run = partition(joint, model, self.backend, compare_ranks=together)
+            return _Partitioned(joint, run)
+        step = partition(joint, model, compare_ranks=False)
+        with ExportedStep(step, *args, **kwargs) as exported:
+            exported.refresh()
+            exported.remove_unused_waits()
+            compiled = exported.compile(
+                partition=self.partition, compiler=self.backend, compare_ranks=together
+            )
+        return _Partitioned(joint, compiled)
 
 
 @contextlib.contextmanager

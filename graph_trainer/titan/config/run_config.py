@@ -57,6 +57,13 @@ class GraphCompileConfig(CompileConfig):
     "eager" runs the same sharded model in torchtitan's own loop, without a capture.
     """
 
+    partition: Literal["tags", "min_cut"] = "tags"
+    """
+    What is saved for backward in mode "partitioned", and only there. "tags": what the passes have
+    decided, and all else that backward reads. "min_cut": PyTorch's partitioner decides about what
+    no pass has decided; what backward gathers or computes again stays so.
+    """
+
     backend: BackendName = "eager"
     """
     What runs the captured graph: "eager" calls its operators one by one, bitwise equal

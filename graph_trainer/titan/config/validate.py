@@ -197,6 +197,13 @@ class _Checks:
                 read()
             except ConfigError as error:
                 raise ConfigError(f"{self.where.of(named_by)}: {error}") from error
+        self.require(
+            compile_config.partition == "tags" or compile_config.mode == "partitioned",
+            "compile.partition",
+            f'it parts forward and backward, and compile.mode is "{compile_config.mode}"',
+            'Set compile.mode = "partitioned" too, or leave compile.partition out.',
+            "compile.mode",
+        )
 
     def values(self) -> None:
         """Check single values, and those of one section that depend on each other."""

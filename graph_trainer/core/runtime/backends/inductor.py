@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graph_trainer.core.graph.annotations import value_of
-from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.torch_private_inductor import compile_with_inductor
 
@@ -17,13 +17,20 @@ def compile_graph(joint: JointGraph) -> BoxedFunction:
     effect. Raises what Inductor raises where it cannot compile an op.
     """
     examples = [value_of(node) for node in joint.placeholders()]
-    run_compiled = compile_with_inductor(joint.graph_module, examples)
+    run_compiled = compile_with_inductor(joint.graph_module, examples, _half(joint))
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         with torch.no_grad():
             return tuple(run_compiled(values))
 
     return run
+
+
+def _half(joint: JointGraph) -> str:
+    kinds = {output.kind for output in joint.signature.outputs}
+    if kinds == {OutputKind.GRADIENT}:
+        return "backward"
+    return "forward" if OutputKind.SAVED in kinds else ""
 
 
 INDUCTOR = Backend(

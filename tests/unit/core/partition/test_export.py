@@ -8,6 +8,7 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import set_recompute_policy
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch, squares
+from tests.unit.core.partition.test_backend import Seen, counts_of, decoder
 from tests.unit.core.partition.test_step import gradients, net, partitioned
 from tests.unit.graphs import aten
 
@@ -21,6 +22,22 @@ def step():
 def through(exported):
     exported.refresh()
     exported.remove_unused_waits()
+
+
+RESHARD = ("always", "default", "never")
+
+
+@pytest.mark.parametrize("activations", ["none", "selective", "full"])
+@pytest.mark.parametrize("reshard", RESHARD)
+def test_what_is_gathered_again_stays_gathered_again(reshard, activations):
+    """The passes have decided; neither partition decides otherwise, merged gathers included."""
+    step, args = decoder(reshard_after_forward=reshard, activation_policy=activations)
+    for partition in ("tags", "min_cut"):
+        seen = Seen()
+        with gt.ExportedStep(step, *args) as exported:
+            through(exported)
+            exported.compile(partition=partition, on_partition=seen)
+        assert seen.counts()[:2] == counts_of(step)[:2], partition
 
 
 @pytest.mark.parametrize("partition", ["tags", "min_cut"])

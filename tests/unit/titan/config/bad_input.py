@@ -208,6 +208,11 @@ IN_FILES = (
         '[activation_checkpoint]\ntype = "budget"\n[compile]\nmode = "eager"',
     ),
     Bad(
+        'compile.partition = "min_cut": it parts forward and backward, and compile.mode is',
+        'Set compile.mode = "partitioned" too',
+        '[compile]\npartition = "min_cut"',
+    ),
+    Bad(
         "compile.allow_offload = true: there is no budget that could choose it",
         'Set activation_checkpoint.type = "budget" too',
         "[compile]\nallow_offload = true",
