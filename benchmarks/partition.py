@@ -5,9 +5,9 @@
 
 One process is rank 0 of as many fake ranks, and the model is on meta: AOTAutograd traces and
 partitions, and no kernel is compiled. "first" is `gt.partition`; "tags" and "min_cut" are what
-`gt.ExportedStep` makes of it; "again" is `torch.compile` with `gt.backend`, "untagged" the same with
-PyTorch's partitioner and no tags. "plain" neither merges nor moves collectives. Peaks are measured
-on each pair of graphs, beside parameters and batch.
+`gt.ExportedStep` makes of it; "again" is `torch.compile` with `gt.backend`, "untagged" the same
+with PyTorch's partitioner and no tags. "plain" neither merges nor moves collectives. Peaks are
+measured on each pair of graphs, beside parameters and batch.
 """
 
 from __future__ import annotations

@@ -13,11 +13,15 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.core.partition import export
+from graph_trainer.core.partition.again import partition_again
 from graph_trainer.core.runtime import step_cache
+from graph_trainer.core.torch_private_compile import min_cut_of_tags
 from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 
 ALWAYS: Flags = {"parallelism.fsdp_reshard_after_forward": "always"}
+MIN_CUT: Flags = {"compile.partition": "min_cut"}
 
 
 def gathers(graph: fx.Graph) -> int:
@@ -56,5 +60,36 @@ def run(folder: Path, _: str) -> dict[str, Any]:
         "again": again,
     }
     for each in (eager, *runs.values()):
+        each.close()
+    return result
+
+
+def min_cut(folder: Path, reshard: str) -> dict[str, Any]:
+    """Train eagerly, and in two graphs that PyTorch's partitioner made of AOTAutograd's; count the
+    gathers of these, and of those that our cut of the same graph gives."""
+    flags = FSDP4_TP2 | FP32 | {"parallelism.fsdp_reshard_after_forward": reshard}
+    eager = Recorded(flags | EAGER, folder).run()
+    found: dict[str, tuple[int, ...]] = {}
+
+    def both(joint: fx.GraphModule, inputs: Any, **rest: Any) -> Any:
+        graph = fx.Graph()
+        output = graph.output(graph.graph_copy(joint.graph, {}))
+        output.meta.update(joint.graph.output_node().meta)
+        copied = fx.GraphModule(joint, graph)
+        for name, partition, module in (
+            ("tags", partition_again, copied),
+            ("min_cut", min_cut_of_tags, joint),
+        ):
+            halves = partition(module, inputs, **rest)
+            found[name] = tuple(gathers(half.graph) for half in halves)
+        return halves
+
+    with mock.patch.dict(export._PARTITIONS, min_cut=both):
+        trained = Recorded(flags | PARTITIONED | MIN_CUT, folder).run()
+    model = trained.trainer.model_parts[0]
+    halves = gt.partition(trained.joint(), model, compare_ranks=False).halves
+    found["first"] = tuple(gathers(half.graph) for half in (halves.forward, halves.backward))
+    result = {"differing": differing(eager, trained), "gathers": found}
+    for each in (eager, trained):
         each.close()
     return result

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tests.integration.launches import Job, Launches
 from tests.integration.matrix import GRADIENTS
 
 JOB = Job(8, "partition_cases:run:")
 
 
+def min_cut(reshard: str) -> Job:
+    return Job(8, f"partition_cases:min_cut:{reshard}")
+
+
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [JOB]
+    return [min_cut(params["reshard"]) if "reshard" in params else JOB]
 
 
 def test_all_ways_to_run_the_step_give_the_eager_models_bits(launches: Launches) -> None:
@@ -25,3 +31,13 @@ def test_the_second_compilation_gathers_and_saves_what_the_first_does(launches: 
         (first,) = result["first"]
         assert result["again"] == [first]
         assert min(first) > 0
+
+
+@pytest.mark.parametrize("reshard", ["always", "default", "never"])
+def test_pytorchs_partitioner_keeps_eagers_bits_and_what_is_resharded(
+    launches: Launches, reshard: str
+) -> None:
+    for result in launches(min_cut(reshard)):
+        assert result["differing"] == []
+        found = result["gathers"]
+        assert found["min_cut"] == found["tags"] == found["first"]

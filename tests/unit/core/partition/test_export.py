@@ -1,16 +1,24 @@
 """ExportedStep: AOTAutograd's joint graph, changed and compiled in one order only."""
 
+import operator
+
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import set_recompute_policy
-from graph_trainer.testing import become
+from graph_trainer.core.partition import export as room
+from graph_trainer.core.partition.export import peaks_of
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
+from graph_trainer.core.passes.pipeline import run_tags
+from graph_trainer.testing import become, mean_square
 from tests.unit.core.capture.steps import batch, squares
-from tests.unit.core.partition.test_backend import Seen, counts_of, decoder
+from tests.unit.core.partition.test_backend import POLICIES, Seen, counts_of, decoder
 from tests.unit.core.partition.test_step import gradients, net, partitioned
-from tests.unit.graphs import aten
+from tests.unit.graphs import Decoder, aten
 
 
 @pytest.fixture
@@ -24,20 +32,73 @@ def through(exported):
     exported.remove_unused_waits()
 
 
-RESHARD = ("always", "default", "never")
-
-
-@pytest.mark.parametrize("activations", ["none", "selective", "full"])
-@pytest.mark.parametrize("reshard", RESHARD)
-def test_what_is_gathered_again_stays_gathered_again(reshard, activations):
+@pytest.mark.parametrize("config", POLICIES)
+def test_what_is_gathered_again_stays_gathered_again(config):
     """The passes have decided; neither partition decides otherwise, merged gathers included."""
-    step, args = decoder(reshard_after_forward=reshard, activation_policy=activations)
+    step, args = decoder(**config)
     for partition in ("tags", "min_cut"):
         seen = Seen()
         with gt.ExportedStep(step, *args) as exported:
             through(exported)
             exported.compile(partition=partition, on_partition=seen)
         assert seen.counts()[:2] == counts_of(step)[:2], partition
+        peaks = peaks_of(*seen.graphs[0])
+        if partition == "tags":
+            assert peaks == step.halves.peak_bytes()
+        else:
+            assert all(map(operator.le, peaks, step.halves.peak_bytes()))
+
+
+def plain_decoder():
+    """A decoder on one of four fake ranks, its step as captured, and a batch."""
+    torch.manual_seed(0)
+    become(0, 4)
+    model = gt.simple_fsdp(Decoder(layers=3), init_device_mesh("cpu", (4,)))
+    args = (torch.zeros(2, 3, dtype=torch.int64),)
+    return model, gt.capture(model, mean_square, args), args
+
+
+NOT_MERGED = {"bucket_collectives": BucketCollectivesOptions(strategy="none")}
+
+
+@pytest.mark.parametrize("partition", ["tags", "min_cut"])
+@pytest.mark.parametrize("where", ["exported", "joint"])
+def test_passes_tag_the_exported_graph_or_the_one_before(partition, where):
+    """Whole chains are gathered again, although the recomputation of another region reads them."""
+    config = gt.PassConfig(
+        reshard_after_forward="always", activation_policy="full", options=NOT_MERGED
+    )
+    model, joint, args = plain_decoder()
+    if where == "joint":
+        deduplicate_unshards(joint)
+        run_tags(joint, config)
+    seen = Seen()
+    with gt.ExportedStep(gt.partition(joint, model, compare_ranks=False), *args) as exported:
+        if where == "exported":
+            exported.rewrite(deduplicate_unshards)
+        through(exported)
+        if where == "exported":
+            exported.tag(config)
+        exported.compile(partition=partition, on_partition=seen)
+    model, passed, _ = plain_decoder()
+    gt.run_passes(passed, config)
+    wanted = counts_of(gt.partition(passed, model, compare_ranks=False))
+    assert seen.counts()[:2] == wanted[:2]
+    assert seen.counts()[2] <= wanted[2]
+
+
+def test_a_plan_of_memory_is_refused(step):
+    with gt.ExportedStep(step, *batch()) as exported:
+        through(exported)
+        with pytest.raises(gt.PassError, match="need the passes up to rematerialization"):
+            exported.tag(gt.PassConfig(activation_policy="budget", memory_limit_gib=1.0))
+
+
+def test_a_failed_export_leaves_no_context_behind(step, monkeypatch):
+    monkeypatch.setattr(room, "_as_joint_graph", None)
+    with pytest.raises(TypeError), gt.ExportedStep(step, *batch()):
+        pass
+    assert type(torch.ones(1) + 1) is torch.Tensor
 
 
 @pytest.mark.parametrize("partition", ["tags", "min_cut"])
