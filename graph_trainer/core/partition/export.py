@@ -312,16 +312,15 @@ def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:
     """Return AOTAutograd's joint graph of a step with what passes read: names of inputs, a phase of
     every node, the tags that were carried."""
     inputs: list[Input] = []
-    last = None
     for node in module.graph.find_nodes(op="placeholder"):
         place = argument_of(node)
         if place is None:
             inputs.append(Input(InputKind.OUTPUT_GRADIENT, node.name, _layout(node)))
-        elif place != last:
-            inputs.append(traced.signature.inputs[place])
-        if place is not None:
-            set_input_name(node, traced.signature.inputs[place].name)
-        last = place
+        elif isinstance(value_of(node), torch.Tensor):
+            inputs.append(replace(traced.signature.inputs[place], layout=_layout(node)))
+            set_input_name(node, inputs[-1].name)
+        else:  # a DTensor's mesh, which AOTAutograd passes beside its tensor
+            inputs.append(Input(InputKind.BATCH, node.name, _NOTHING))
     for node in module.graph.nodes:
         if is_getitem(node):
             copy_annotations(node.all_input_nodes[0], node)
