@@ -1,6 +1,8 @@
 """Which activations backward has, by policy, and what that does to memory and numbers."""
 
+import re
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import graph_trainer as gt
 from benchmarks.llama_stack import SIZES, LlamaStack
+from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
     is_backward,
@@ -114,6 +117,33 @@ def test_the_models_own_tags_win_and_its_checkpoints_are_not_doubled():
         return sum(n.target is aten.relu.default for n in joint.graph.nodes)
 
     assert recomputed("none") == recomputed("full") == recomputed("selective") == 4
+
+
+def test_the_first_residual_is_worth_what_the_docs_say(monkeypatch):
+    """Its bytes and no more: what would be kept in its place is kept beside it."""
+
+    def bytes_of(joint):
+        read = {n for node in joint.graph.nodes if is_backward(node)
+                for n in node.all_input_nodes if not is_backward(n)}  # fmt: skip
+        parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
+        return bytes_kept(joint.graph, sorted(read - parameters))
+
+    size = SIZES["tiny"]
+    with_it = bytes_of(with_policy(stack(), "selective"))
+    monkeypatch.setattr(f"{tag_activations.function.__module__}._is_residual", lambda *_: False)
+    without = bytes_of(with_policy(stack(), "selective"))
+    assert with_it - without == size.layers * TOKENS.numel() * size.dim * 4  # float32
+    page = (Path(__file__).parents[4] / "docs/training.md").read_text()
+    mib, tokens, gib, layers = (
+        int(number.replace(",", ""))
+        for number in re.search(
+            r"residual is (\d+) MiB a block and sequence of ([\d,]+)\s+tokens in bfloat16: "
+            r"(\d+) GiB in the (\d+)",
+            page,
+        ).groups()
+    )
+    assert mib << 20 == tokens * SIZES["8b"].dim * 2
+    assert gib << 30 == layers * mib << 20
 
 
 class Drops(nn.Module):
