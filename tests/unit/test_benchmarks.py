@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -127,6 +128,22 @@ def test_communication_of_ours_and_the_peers_passes_on_one_graph():
             assert parallel == pytest.approx(row["exposed_seconds"]["tensor_parallel"])
     for part in ("bytes over bandwidth", "of FSDP's exposed ms"):
         assert any(part in line for line in table)
+
+
+@pytest.mark.timeout(900)
+def test_size_merges_separate_projections_as_far_as_the_page_says():
+    page = " ".join((ROOT / "benchmarks/README.md").read_text().split())
+    told = re.search(
+        r"goes from (\d+) to (\d+) gathers, (\d+) to (\d+) gathers again, "
+        r"(\d+) to (\d+) reductions in bfloat16",
+        page,
+    )
+    flags = ["--cases", "8b:16:8:1", "--unfused-qkv", "--reduce-dtype", "bfloat16"]
+    flags += ["--variants", "plain", "size", "--policies", "always"]
+    _, (result,) = benchmark("benchmarks.communication", *flags, timeout=800)
+    kinds = ("gathers", "gathers_again", "reductions")
+    found = [row[kind] for kind in kinds for row in result["rows"]]
+    assert found == [int(number) for number in told.groups()]
 
 
 def test_the_default_list_hides_what_fsdp_sends_at_next_to_no_memory():
