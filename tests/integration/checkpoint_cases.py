@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+import graph_trainer as gt
+from graph_trainer.titan.checkpoint_files import PublishingWriter
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
 from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import Recorded, differing
@@ -79,6 +85,53 @@ def resumed_from_plain_torchtitan(folder: Path, _: str) -> list[float]:
     losses = recorded.global_losses()
     recorded.close()
     return losses
+
+
+class Tied(nn.Module):
+    """Embedding and head of one weight, whose 13 rows no mesh divides evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, 5)
+        self.head = nn.Linear(5, 13, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens).tanh())
+
+
+def tied_across_meshes(folder: Path, _: str) -> dict[str, Any]:
+    """Losses of four steps on fsdp 4, and of the last two again on hsdp 2 x 2 from a checkpoint."""
+    tokens = torch.arange(26).view(2, 13) % 13
+    device = "cuda" if torch.accelerator.is_available() else "cpu"
+
+    def loss_fn(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten() * 3 % 13)
+
+    def made(seed: int, *sizes: int) -> nn.Module:
+        torch.manual_seed(seed)
+        mode = "hybrid_shard" if len(sizes) > 1 else "fully_shard"
+        return gt.simple_fsdp(Tied().to(device), init_device_mesh(device, sizes), mode=mode)
+
+    def losses(model: nn.Module) -> list[float]:
+        step = gt.compile(gt.capture(model, loss_fn, (tokens.to(device),)))
+        found = []
+        for _ in range(2):
+            loss, gradients = step(model, tokens.to(device))
+            found.append(loss.item())
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter -= 0.1 * gradients[name]
+        return found
+
+    whole, other, step = made(7, 4), made(99, 2, 2), folder / "tied" / "step-2"
+    before = losses(whole)
+    writer = PublishingWriter(step.with_name("writing-2"), publish_as=step)
+    dcp.save(whole.state_dict(), storage_writer=writer)
+    state = other.state_dict()
+    dcp.load(state, storage_reader=reader_of(str(step)), planner=DataLoadPlanner())
+    other.load_state_dict(state)
+    return {"before": before, "after": losses(whole), "other": losses(other)}
 
 
 def resumed(flags: Flags, folder: Path) -> Recorded:

@@ -14,6 +14,7 @@ SAVED = Job(4, "checkpoint_cases:saved:")
 ONE_RANK = Job(1, "checkpoint_cases:resumed_on_one_rank:", after=(SAVED,), phase=2)
 PLAIN_SAVES = Job(1, "save", phase=0, script=PLAIN)
 FROM_PLAIN = Job(4, "checkpoint_cases:resumed_from_plain_torchtitan:", after=(PLAIN_SAVES,))
+TIED = Job(4, "checkpoint_cases:tied_across_meshes:")
 PLAIN_LOADS = Job(1, "load", after=(SAVED,), phase=2, script=PLAIN)
 
 
@@ -62,3 +63,10 @@ def test_we_go_on_from_plain_torchtitans_checkpoint(launches: Launches, job: Job
     assert plain["imported"] == []
     for losses in launches(job):
         assert losses == near(plain["losses"][2:])
+
+
+@pytest.mark.parametrize("job", [TIED])
+def test_tied_weights_go_on_on_another_mesh(launches: Launches, job: Job) -> None:
+    for rank in launches(job):
+        assert rank["other"] == near(rank["after"])
+        assert rank["after"][0] < rank["before"][0]
