@@ -76,6 +76,10 @@ class PartitionedStep(nn.Module):
         self._places = self._binding.places(model)
         self._batch = _plain_batch(joint)
         self.call_on_tensors = self._traceable()
+        # Not as a decorator: that would import torch._dynamo along with this package, which makes
+        # TORCHINDUCTOR_CACHE_DIR before the command line can refuse it.
+        self.checked_tensors = torch.compiler.disable(self._check_tensors)
+        """Returns the tensors of a call, checked; torch.compile does not look inside."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward graph on a batch.
@@ -152,9 +156,7 @@ class PartitionedStep(nn.Module):
         self._binding.model_values(self.model)
         self._trained()
 
-    @torch.compiler.disable
-    def checked_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """Return the tensors of a call, checked; torch.compile does not look inside."""
+    def _check_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         self._check_ranks()
         self._binding.values(self.model, args, kwargs)
         self._trained()
