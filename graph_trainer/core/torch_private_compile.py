@@ -299,7 +299,8 @@ def compile_joint(
     """Partition an exported joint graph and compile each half, as a function of its tensors."""
     from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
 
-    compiled: Compiled = aot_compile_joint_with_descriptors(
-        joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
-    )
+    with _autograd_settings({}):
+        compiled: Compiled = aot_compile_joint_with_descriptors(
+            joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
+        )
     return compiled
