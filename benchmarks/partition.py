@@ -62,7 +62,7 @@ def main() -> None:
     ranks = arguments.fsdp * arguments.tp
     print(
         f"Llama 3 {arguments.config}, {arguments.layers} layers, {ranks} fake ranks "
-        f"({arguments.fsdp} x {arguments.tp}), local batch {arguments.batch}, sequence "
+        f"({arguments.fsdp} x {arguments.tp}),\nlocal batch {arguments.batch}, sequence "
         f"{arguments.sequence}, reshard {arguments.reshard}, activations {arguments.activations}"
     )
     print(
