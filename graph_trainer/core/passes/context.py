@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -39,14 +39,6 @@ def one_rank(number: int) -> int:
 def fingerprint(decision: object) -> int:
     """Return a 56-bit hash of what a rank has decided, to be compared among ranks."""
     return int.from_bytes(hashlib.sha256(repr(decision).encode()).digest()[:7], "big")
-
-
-_PART_OF = {
-    "recompute_matmuls_of": "selective",
-    "recompute_every_nth_block": "layers",
-    "memory_table": "file",
-}
-"""By setting that only one activation policy reads, that policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,14 +106,6 @@ class RunSettings:
                 f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
                 'more. To recompute nothing set activation_policy = "none"'
             )
-        for each in fields(RunSettings):
-            policy = _PART_OF.get(each.name, self.activation_policy)
-            if policy != self.activation_policy and getattr(self, each.name) != each.default:
-                raise PassError(
-                    f'{each.name} has no effect: activation_policy is "{self.activation_policy}", '
-                    f'and "{policy}" alone reads it. Set activation_policy to "{policy}", or leave '
-                    f"{each.name} out"
-                )
         if self.activation_policy == "file":
             self._check_table()
 

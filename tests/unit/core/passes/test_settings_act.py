@@ -239,21 +239,3 @@ def test_without_any_one_pass_a_value_is_refused_or_acts_as_before(setting, valu
             assert of_another or f"the pass {name} is in" in str(error)
         else:
             assert effect(made) == effect(whole) or value is None, name
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "policy"),
-    [
-        ("recompute_matmuls_of", ("wq",), "selective"),
-        ("recompute_every_nth_block", 3, "layers"),
-        ("memory_table", object(), "file"),
-    ],
-)
-@pytest.mark.parametrize("other", ["none", "full", "budget"])
-def test_a_setting_of_another_policy_is_refused(setting, value, policy, other):
-    with pytest.raises(gt.PassError, match=f'{setting} has no effect.*"{other}".*"{policy}" alone'):
-        gt.PassConfig(activation_policy=other, **{setting: value})
-    if policy != "file":  # which also wants a table that is one
-        assert (
-            getattr(gt.PassConfig(activation_policy=policy, **{setting: value}), setting) == value
-        )
