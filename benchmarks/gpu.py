@@ -100,9 +100,7 @@ def measure_all(arguments: argparse.Namespace, device: torch.device) -> dict[str
         gt.run_passes(graph, gt.PassConfig(reshard_after_forward="always"))
         step = gt.compile(graph, backend=backend)
         kind = find_backend(backend)
-        other = OtherMemory(
-            fused=kind.fuses_ops, in_regions=kind.compiles_regions, device=device.type
-        )
+        other = OtherMemory(fused=kind.fuses_ops, in_regions=kind.compiles_regions)
         found = simulate(graph, hardware, other)
         predicted[f"joint, {backend}"] = {
             "predicted_seconds": found.timeline.step_seconds,

@@ -88,14 +88,13 @@ def _planned(flags: tuple[str, ...], ranks: int, hardware: str) -> tuple[Plan, P
         OtherMemory(optimizer_bytes=state, fused=True),
         TORCHTITAN,
     )
-    needs = simulation.reserved_bytes()
-    return plan, replace(plan, simulation=simulation, reserved_bytes=needs)
+    return plan, replace(plan, simulation=simulation, need=simulation.need())
 
 
 def compare(run: Published) -> dict[str, Any]:
     """What was published, what is predicted, and their ratios."""
     plan = predict(run)
-    memory = plan.reserved_bytes / GIB
+    memory = plan.need.allocated / GIB
     return {
         "run": run.name,
         "source": run.source,

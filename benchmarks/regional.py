@@ -99,7 +99,7 @@ def captured(wanted: dict[str, Any]) -> tuple[Any, tuple[torch.Tensor, ...], Any
         return loss(model, *given[:3], positions=given[3])
 
     joint = gt.capture(model, of_batch, batch)
-    gt.run_passes(joint, passes_of(prepared.config, prepared.parallel_dims, "cpu"))
+    gt.run_passes(joint, passes_of(prepared.config, prepared.parallel_dims))
     return model, batch, joint
 
 
@@ -149,6 +149,7 @@ def steps(wanted: dict[str, Any]) -> dict[str, Any]:
     from graph_trainer.core.analysis.lifetimes import live_bytes
     from graph_trainer.core.graph.annotations import tensor_of
     from graph_trainer.core.graph.ops import is_collective, is_wait
+    from graph_trainer.core.simulation.hardware import load_hardware
     from graph_trainer.core.simulation.simulate import OtherMemory, predicted_memory
 
     model, batch, joint = captured(wanted)
@@ -163,7 +164,8 @@ def steps(wanted: dict[str, Any]) -> dict[str, Any]:
         step(model, *batch)
         with Issued() as issued:
             step(model, *batch)
-        memory = predicted_memory(joint, OtherMemory(fused=True, in_regions=name == "regional"))
+        other = OtherMemory(fused=True, in_regions=name == "regional")
+        memory = predicted_memory(joint, load_hardware("cpu"), other)
         spans = ((s.born, s.last, s.bytes) for s in memory.storages)
         rows[name] = {
             "order": issued.calls == in_graph,

@@ -47,7 +47,7 @@ def examine(argv: Sequence[str]) -> Verdict:
                 loss_of_batch(trainer.loss_fn),
                 args,
                 kwargs,
-                passes=passes_of(config, trainer.parallel_dims, trainer.device.type),
+                passes=passes_of(config, trainer.parallel_dims),
                 on_event=logger.info if dist.get_rank() == 0 else lambda line: None,
             )
         )

@@ -229,7 +229,7 @@ def _compare(
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say)
     reasons = dict.fromkeys(row.error for row in rows if row.error)
-    table = comparison_table(rows, hardware.usable_bytes)
+    table = comparison_table(rows, hardware.memory_bytes)
     _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
     if flags.json:
         document = {

@@ -10,7 +10,6 @@ from typing import Any
 from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
-from graph_trainer.core.units import GIB
 from graph_trainer.errors import GraphTrainerError
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.plan import Advice, LoadConfig, Plan, make_plan
@@ -45,17 +44,17 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
             new_peak, new_speed = estimate(load(flags), plan)
         except GraphTrainerError:  # this config excludes the change
             continue
-        needs = int(plan.reserved_bytes * new_peak / peak)
-        if needs < (1 - _LEAST) * plan.reserved_bytes:
+        grown = (new_peak / peak - 1) * plan.need.allocated
+        needs = plan.need.total + int(grown)
+        if needs < (1 - _LEAST) * plan.need.total:
             tokens = plan.tokens_per_second_per_gpu * new_speed / speed
-            found.append(Advice(flags, needs, tokens, needs <= plan.hardware.usable_bytes))
-    return sorted(found, key=lambda a: a.reserved_bytes)
+            found.append(Advice(flags, needs, tokens, needs <= plan.allowed_bytes))
+    return sorted(found, key=lambda a: a.needed_bytes)
 
 
 def _with_a_lower_limit(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
-    """Plan the run within what the allocator's gaps leave of the device."""
-    limit = 0.98 * plan.hardware.usable_bytes * plan.peak_bytes / plan.reserved_bytes
-    flags = ("--compile.memory_limit_gib", f"{limit / GIB:.4g}")
+    """Plan the run within what the device has."""
+    flags = ("--compile.memory_limit_gib", f"{plan.hardware.memory_gib:g}")
     on_progress(f"trying {' '.join(flags)}")
     try:
         found = make_plan(
@@ -63,10 +62,10 @@ def _with_a_lower_limit(plan: Plan, load: LoadConfig, on_progress: OnProgress) -
         )
     except GraphTrainerError:  # nothing can be done within it
         return []
-    if found.reserved_bytes >= plan.reserved_bytes:  # a table that no limit changes
+    if found.need.total >= plan.need.total:  # a table that no limit changes
         return []
     tokens = found.tokens_per_second_per_gpu
-    return [Advice(flags, found.reserved_bytes, tokens, found.fits)]
+    return [Advice(flags, found.need.total, tokens, found.fits)]
 
 
 # with fewer layers the ends of a step take up too much of what a schedule may spend

@@ -15,7 +15,7 @@ from graph_trainer.planner.console import OnProgress, plain_table
 from graph_trainer.planner.plan import LoadConfig, Plan
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
-SCHEMA = "graph_trainer.plan.comparison/1"
+SCHEMA = "graph_trainer.plan.comparison/2"
 """Of the JSON document: bytes and seconds."""
 
 Settings = Mapping[str, tuple[str, ...]]
@@ -29,7 +29,7 @@ class Compared:
     config: dict[str, str]
     """The value of every setting."""
     fits: bool = False
-    reserved_bytes: int = 0
+    needed_bytes: int = 0
     peak_bytes: int = 0
     step_seconds: float = 0.0
     exposed_seconds: float = 0.0
@@ -125,7 +125,7 @@ def _row(
     return Compared(
         config=values,
         fits=made.fits,
-        reserved_bytes=made.reserved_bytes,
+        needed_bytes=made.need.total,
         peak_bytes=made.peak_bytes,
         step_seconds=made.step_seconds,
         exposed_seconds=made.microbatches * made.rows[-1].exposed,
@@ -134,10 +134,10 @@ def _row(
     )
 
 
-def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
+def comparison_table(rows: Sequence[Compared], memory_bytes: int) -> Table:
     """Make a table with a row for each combination, which says whether it fits."""
-    unit, size = unit_of(max(row.reserved_bytes for row in rows))
-    table = plain_table(f"All combinations; fits: needs at most {usable_bytes / size:,.1f} {unit}")
+    unit, size = unit_of(max(row.needed_bytes for row in rows))
+    table = plain_table(f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}")
     table.add_column("fits", no_wrap=True)
     for key in rows[0].config:
         table.add_column(key.replace(".", ".\n"), overflow="fold")
@@ -151,7 +151,7 @@ def comparison_table(rows: Sequence[Compared], usable_bytes: int) -> Table:
         table.add_row(
             "yes" if row.fits else "NO",
             *values,
-            f"{row.reserved_bytes / size:,.2f}",
+            f"{row.needed_bytes / size:,.2f}",
             f"{row.step_seconds * 1e3:,.1f}",
             f"{row.exposed_seconds * 1e3:,.1f}",
             f"{row.tokens_per_second_per_gpu:,.0f}",

@@ -75,7 +75,7 @@ class FakeRank:
 
     def pass_config(self) -> PassConfig:
         """Return the passes that training runs."""
-        return passes_of(self.config, self.parallel_dims, self.device)
+        return passes_of(self.config, self.parallel_dims)
 
     def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Make the arguments of a batch as the data loader and the trainer do, on meta.

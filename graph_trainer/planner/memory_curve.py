@@ -42,7 +42,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[CurvePoint]:
         reshard = "default" if auto else passes.reshard_after_forward
         fixed = replace(passes, activation_policy=policy, reshard_after_forward=reshard)
         points.append(_point(plan, joint, fixed))
-    least, most = (chosen(point.peak_bytes for point in points) for chosen in (min, max))
+    least, most = (chosen(point.needed_bytes for point in points) for chosen in (min, max))
     for limit in _limits(least, most):
         on_progress(f"a limit of {gib(limit)} GiB")
         limited = replace(
@@ -73,6 +73,6 @@ def _point(plan: Plan, joint: JointGraph, passes: PassConfig) -> CurvePoint:
         passes.activation_policy,
         int(limit * GIB) if limit else None,
         found.memory.peak_bytes,
-        found.reserved_bytes(),
+        found.need().total,
         plan.microbatches * found.timeline.step_seconds + plan.outside_seconds,
     )

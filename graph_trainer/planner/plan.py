@@ -24,7 +24,8 @@ from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
-from graph_trainer.core.simulation.simulate import Simulation, simulate
+from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
+from graph_trainer.core.units import GIB
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
@@ -41,7 +42,7 @@ class Advice:
 
     flags: tuple[str, ...]
     """The change as on the command line."""
-    reserved_bytes: int
+    needed_bytes: int
     tokens_per_second_per_gpu: float
     fits: bool
 
@@ -54,8 +55,9 @@ class CurvePoint:
     limit_bytes: int | None
     """None for a fixed policy."""
     peak_bytes: int
-    reserved_bytes: int
-    """The bytes that the allocator takes from the device, gaps included."""
+    """The most bytes alive at once."""
+    needed_bytes: int
+    """The bytes that a device must have, which the limit bounds."""
     step_seconds: float
     """Of a whole train step, clipping and optimizer included."""
 
@@ -80,8 +82,8 @@ class Plan:
     """Model FLOPs, as torchtitan counts them."""
     outside_seconds: float
     """Clipping and optimizer, after the graph."""
-    reserved_bytes: int
-    """The bytes that the allocator takes from the device, gaps included."""
+    need: Need
+    """What this rank needs of its device."""
     rows: list[LedgerRow]
     """The first is the graph as captured, the last the graph that runs."""
     simulation: Simulation
@@ -130,13 +132,24 @@ class Plan:
         return self.simulation.memory.peak_bytes
 
     @property
+    def limit_bytes(self) -> int | None:
+        """compile.memory_limit_gib; None where no limit is given."""
+        limit = self.config.compile.memory_limit_gib
+        return int(limit * GIB) if limit else None
+
+    @property
+    def allowed_bytes(self) -> int:
+        """What a step may need: the device's memory, or the limit where that is less."""
+        return min(self.hardware.memory_bytes, self.limit_bytes or self.hardware.memory_bytes)
+
+    @property
     def headroom_bytes(self) -> int:
-        """The usable bytes that the allocator leaves; negative where the step does not fit."""
-        return self.hardware.usable_bytes - self.reserved_bytes
+        """What the step leaves of what it may need; negative where it does not fit."""
+        return self.allowed_bytes - self.need.total
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits on the hardware."""
+        """Whether the step fits on the hardware and within the limit."""
         return self.headroom_bytes >= 0
 
 
@@ -204,7 +217,7 @@ def make_plan(
         ranks_per_batch=world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
         outside_seconds=outside_seconds(trained_bytes(joint), other.optimizer_bytes, hardware),
-        reserved_bytes=simulation.reserved_bytes(),
+        need=simulation.need(),
         rows=[row for row, _ in simulated],
         simulation=simulation,
     )

@@ -86,6 +86,8 @@ def comparison(plan: SavedPlan, rank: int, now: Measured) -> list[Row]:
             "CUDA allocator's maximum", no_maximum),
         row("reserved memory", "bytes", predicted.reserved_bytes, now.reserved_bytes,
             "CUDA allocator's maximum", no_maximum),
+        row("needed of the device", "bytes", predicted.needed_bytes, now.needed_bytes,
+            "taken of the GPU, by all programs", no_maximum),
         row("parameters", "bytes", predicted.parameter_bytes, now.parameter_bytes, "summed"),
         row("optimizer state", "bytes", predicted.optimizer_bytes, now.optimizer_bytes, "summed"),
         row("gradients", "bytes", predicted.gradient_bytes, now.gradient_bytes,
@@ -223,6 +225,8 @@ class PlannedRun(ReportedRun):
             now.peak_bytes = max(peak, now.peak_bytes or 0)
             reserved = torch.cuda.max_memory_reserved(self._device)
             now.reserved_bytes = max(reserved, now.reserved_bytes or 0)
+            free, has = torch.cuda.mem_get_info(self._device)
+            now.needed_bytes = max(has - free, now.needed_bytes or 0)
 
     def finished(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]

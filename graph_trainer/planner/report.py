@@ -25,7 +25,7 @@ from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Plan, versions
 from graph_trainer.titan.config.serialize import config_to_toml
 
-SCHEMA = "graph_trainer.plan/1"
+SCHEMA = "graph_trainer.plan/2"
 """Changes when a key changes its meaning or goes; new keys do not change it."""
 
 LARGEST_SHOWN = 20
@@ -63,7 +63,9 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "ledger": [_row(row) for row in plan.rows],
         "remarks": standing_remarks((row.name, row.remarks) for row in plan.rows if row.remarks),
         "peak": _peak(plan),
-        "reserved_bytes": plan.reserved_bytes,
+        "allocated_bytes": plan.need.allocated,
+        "needed_bytes": plan.need.total,
+        "limit_bytes": plan.limit_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
         "advice": [dataclasses.asdict(each) for each in plan.advice],

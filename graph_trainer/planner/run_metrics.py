@@ -32,6 +32,8 @@ class Measured:
     """The most bytes that the device's allocator had given out at once."""
     reserved_bytes: int | None = None
     """The most bytes that the allocator had taken from the device."""
+    needed_bytes: int | None = None
+    """The most bytes of the device that were taken, by whatever program."""
     made_bytes: int | None = None
     """The most bytes alive at once in tensors that the graph made; see `LiveStorages`."""
     parameter_bytes: int | None = None

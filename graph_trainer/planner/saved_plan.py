@@ -33,7 +33,7 @@ from graph_trainer.titan.config.messages import did_you_mean, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
 
-SCHEMA: Final = "graph_trainer.saved_plan/1"
+SCHEMA: Final = "graph_trainer.saved_plan/2"
 """Changes with every change of the format."""
 
 AGAIN = "Write the plan again with `graph-trainer plan --save`."
@@ -63,6 +63,8 @@ class Predicted(_Model):
     """The most bytes alive at once."""
     reserved_bytes: Count
     """The bytes that the allocator takes from the device, gaps included."""
+    needed_bytes: Count
+    """What the device must have: those and the reserve of the hardware's profile."""
     peak_by_category: dict[str, Count]
     made_bytes: Count
     """The most bytes alive at once of the tensors that the graph makes; inputs do not count."""
@@ -100,7 +102,7 @@ class PlannedClass(_Model):
 class SavedPlan(_Model):
     """A plan as `graph-trainer plan --save` writes it."""
 
-    schema_: Literal["graph_trainer.saved_plan/1"] = Field(alias="schema")
+    schema_: Literal["graph_trainer.saved_plan/2"] = Field(alias="schema")
     versions: dict[str, str]
     """By package."""
     config: str
@@ -281,7 +283,8 @@ def _predicted(plan: Plan) -> Predicted:
     gradients = [t for _, node in simulation.joint.gradients() for t in tensors_of(node)]
     return Predicted(
         peak_bytes=plan.peak_bytes,
-        reserved_bytes=plan.reserved_bytes,
+        reserved_bytes=plan.need.allocated,
+        needed_bytes=plan.need.total,
         peak_by_category={category.value: num for category, num in at_peak.items()},
         made_bytes=lifetimes(simulation.joint).peak_bytes,
         parameter_bytes=at_peak[Category.PARAMETERS],

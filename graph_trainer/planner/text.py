@@ -9,6 +9,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import unit_of
 from graph_trainer.planner.console import plain_table
 from graph_trainer.planner.report import CATEGORIES, ledger_columns
@@ -158,7 +159,7 @@ def _kept_table(rows: list[dict[str, Any]]) -> Table:
 
 def _curve_table(report: dict[str, Any]) -> Table:
     """Make the table of step times over memory, the fewest bytes first."""
-    unit, size = unit_of(max(each["peak_bytes"] for each in report["memory_curve"]))
+    unit, size = unit_of(max(each["needed_bytes"] for each in report["memory_curve"]))
     table = plain_table("Step time over memory: fixed policies, and the best plan within a limit")
     table.add_column("policy")
     for heading in (f"limit {unit}", f"peak {unit}", f"needs {unit}", "step ms"):
@@ -168,7 +169,7 @@ def _curve_table(report: dict[str, Any]) -> Table:
             each["policy"],
             f"{each['limit_bytes'] / size:,.2f}" if each["limit_bytes"] else "",
             f"{each['peak_bytes'] / size:,.2f}",
-            f"{each['reserved_bytes'] / size:,.2f}",
+            f"{each['needed_bytes'] / size:,.2f}",
             f"{each['step_seconds'] * 1e3:,.1f}",
         )
     return table
@@ -178,16 +179,16 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
     """Make the table of changes for a run that does not fit."""
     if not report["advice"]:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
-    unit, size = unit_of(report["reserved_bytes"])
+    unit, size = unit_of(report["needed_bytes"])
     table = plain_table("What would help most, one change at a time, estimated from five layers")
     table.add_column("flags", overflow="fold")
     for heading in (f"needs {unit}", "saves", "tok/s/GPU", "fits"):
         table.add_column(heading, justify="right")
     for each in report["advice"]:
-        saved = (report["reserved_bytes"] - each["reserved_bytes"]) / size
+        saved = (report["needed_bytes"] - each["needed_bytes"]) / size
         table.add_row(
             Text(" ".join(each["flags"])),
-            f"{each['reserved_bytes'] / size:,.1f}",
+            f"{each['needed_bytes'] / size:,.1f}",
             f"{saved:,.1f}",
             f"{each['tokens_per_second_per_gpu']:,.0f}",
             "yes" if each["fits"] else "no",
@@ -197,21 +198,25 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
 
 def verdict(report: dict[str, Any]) -> str:
     """Say whether the run fits and how fast it is."""
-    needed, headroom = report["reserved_bytes"], abs(report["headroom_bytes"])
+    needed, headroom = report["needed_bytes"], abs(report["headroom_bytes"])
     unit, size = unit_of(max(needed, headroom))
 
     def text(num: int) -> str:
         return f"{num / size:,.1f} {unit}"
 
-    usable, needs = text(needed + report["headroom_bytes"]), text(needed)
-    peak = report["peak"]["bytes"]
+    needs, allowed = text(needed), needed + report["headroom_bytes"]
+    peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:
-        needs += f" (peak {peak / size:,.1f}, the rest is the allocator's)"
+        needs += (
+            f" (peak {peak / size:,.1f}, gaps of the allocator {(allocated - peak) / size:,.1f}, "
+            f"reserved for driver and communication {(needed - allocated) / size:,.1f})"
+        )
+    limited = allowed == report["limit_bytes"]
+    bound = f"{text(allowed)} of {KEY if limited else report['hardware']['name']}"
     memory = (
-        f"Fits: needs {needs} of {usable}; {text(headroom)} head-room."
+        f"Fits: needs {needs} of the {bound}; {text(headroom)} head-room."
         if report["fits"]
-        else f"Does not fit: needs {needs}, {text(headroom)} more than the {usable} of "
-        f"{report['hardware']['name']}."
+        else f"Does not fit: needs {needs}, {text(headroom)} more than the {bound}."
     )
     microbatches = report["microbatches"]
     return (

@@ -14,8 +14,7 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.analysis.memory import given_bytes
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.passes.memory_limit import KEY, DeviceMemory
-from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.units import GIB, gib
+from graph_trainer.core.units import gib
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
 
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -32,7 +31,6 @@ class MemoryOfRun:
 
     Args:
         device: what the steps run on.
-        hardware: whose reserve is left free on a GPU.
         parameters: of the model, for their gradients.
         optimizers: whose state may have been restored.
     """
@@ -40,12 +38,10 @@ class MemoryOfRun:
     def __init__(
         self,
         device: torch.device,
-        hardware: Hardware,
         parameters: Iterable[nn.Parameter],
         optimizers: Iterable[torch.optim.Optimizer],
     ) -> None:
         self._device = device
-        self._reserve = int(hardware.memory_reserved_gib * GIB)
         self._parameters = list(parameters)
         self._optimizers = optimizers
         self._found: list[DeviceMemory | None] = []
@@ -89,8 +85,7 @@ class MemoryOfRun:
             # what the allocator keeps is free for this process
             free += torch.cuda.memory_reserved(self._device)
             free -= torch.cuda.memory_allocated(self._device)
-            reserve = f"{gib(self._reserve)} for the driver and NCCL"
-            return free - self._reserve, f"{gib(free)} GiB free on the GPU, less {reserve}"
+            return free, f"{gib(free)} GiB free on the GPU"
         if self._device.type != "cpu":
             raise RuntimeError(f"devices of type '{self._device.type}' are not asked")
         return _share_of_host()

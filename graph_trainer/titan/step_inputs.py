@@ -48,11 +48,8 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: str) -> PassConfig:
+def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims) -> PassConfig:
     """Return the passes that the config asks for, with their options.
-
-    Args:
-        device: what the step runs on, which the memory limit depends on: "cuda" or "cpu".
 
     Raises:
         PassError: a pass that is unknown or out of place.
@@ -63,5 +60,5 @@ def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims, device: s
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         **activation_settings(config.activation_checkpoint),
         pipeline_parallel=parallel_dims.pp_enabled,
-        other_memory=other_memory_of(config, batches, device),
+        other_memory=other_memory_of(config, batches),
     )

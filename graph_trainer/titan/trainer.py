@@ -27,8 +27,6 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.runtime.step_cache import TrainStep
-from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_hardware
-from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
@@ -94,7 +92,7 @@ class GraphTrainer(Trainer):
     def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
         """Make a step that captures itself, with the backend and passes of [compile]."""
         compile_config = self.config.compile
-        passes = passes_of(self.config, self.parallel_dims, self.device.type)
+        passes = passes_of(self.config, self.parallel_dims)
         return TrainStep(
             loss_fn,
             passes=replace(passes, device_memory=self._memory, host_memory=self._memory.on_host),
@@ -127,10 +125,8 @@ class GraphTrainer(Trainer):
                 f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "
                 f"the system may kill it. Unset {KEY} to refuse such a step"
             )
-        named = self.config.compile.hardware
-        hardware = load_hardware(named, HARDWARE_KEY) if named else detect_hardware(self.device)[0]
         parameters = [p for part in self.model_parts for p in part.parameters()]
-        return MemoryOfRun(self.device, hardware, parameters, self.optimizers)
+        return MemoryOfRun(self.device, parameters, self.optimizers)
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         """Run one microbatch and add its gradients to `.grad`, as torchtitan's method does.

@@ -20,14 +20,11 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 _STATES = {"Adam": 2, "AdamW": 2, "DistMuon": 1}
 
 
-def other_memory_of(
-    config: GraphTrainerConfig, data_parallel_degree: int, device: str
-) -> OtherMemoryOf:
+def other_memory_of(config: GraphTrainerConfig, data_parallel_degree: int) -> OtherMemoryOf:
     """Make the function that predicts, from the captured graph, the other memory during a step.
 
     Args:
         data_parallel_degree: how many different batches a step has.
-        device: what the step runs on: "cuda" or "cpu".
     """
     backend = find_backend(config.compile.backend)
     several = microbatches(config, data_parallel_degree) > 1
@@ -39,7 +36,6 @@ def other_memory_of(
             trained_bytes(joint) if several or not joint.signature.backward else 0,
             fused=backend.fuses_ops,
             in_regions=backend.compiles_regions,
-            device=device,
         )
 
     return other_memory

@@ -95,7 +95,7 @@ def run(folder: Path, mesh: str) -> Result:
     flags, policy = MESHES[mesh]
     recorded = Recorded(flags, folder)
     trainer = recorded.trainer
-    config = passes_of(trainer.config, trainer.parallel_dims, "cpu")
+    config = passes_of(trainer.config, trainer.parallel_dims)
     result: Result = {}
     steps: list[Step] = []
 

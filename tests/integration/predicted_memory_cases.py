@@ -98,7 +98,7 @@ class Measured:
         config = self.trainer.config
         config.parallelism.fsdp_reshard_after_forward = policy
         joint = copy_graph(self._captured)
-        gt.run_passes(joint, passes_of(config, self.trainer.parallel_dims, "cpu"))
+        gt.run_passes(joint, passes_of(config, self.trainer.parallel_dims))
         step = gt.compile(joint, compare_ranks=False)
         state = self._state_bytes()
         for attempt in range(4):
@@ -107,7 +107,7 @@ class Measured:
             dist.all_reduce(all_given_back, dist.ReduceOp.MIN)
             if all_given_back:
                 break
-        other = other_memory_of(config, self._data_ranks(), "cpu")(joint)
+        other = other_memory_of(config, self._data_ranks())(joint)
         memory = simulate(joint, load_hardware("cpu"), other).memory
         order = list(joint.graph.nodes)
         return {

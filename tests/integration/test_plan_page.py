@@ -138,9 +138,11 @@ def test_headings_state_the_result(browser, plan):
 
 
 def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
-    usable = plan.hardware.usable_bytes
+    usable = plan.hardware.memory_bytes
     opened.window(1280, 900)
-    opened.open(written(replace(plan, reserved_bytes=2 * usable), tmp_path / "large.html"))
+    opened.open(
+        written(replace(plan, need=plan.need._replace(total=2 * usable)), tmp_path / "large.html")
+    )
     heading = "return [document.querySelector('h1').className, document.title]"
     kind, title = opened.js(heading)
     gib = usable / 2**30

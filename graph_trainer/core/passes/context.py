@@ -84,9 +84,10 @@ class RunSettings:
     machine that is there."""
 
     memory_limit_gib: float | None = None
-    """The most GiB that a step may need on a device, parameters included: an optional pass that
-    breaks the limit is rolled back, and a graph that breaks it without them is refused. None for
-    no limit but what the device has, where `PassConfig.device_memory` tells that; 0 for none."""
+    """The GiB that a device must have at most, parameters, gaps of the allocator and the reserve of
+    the hardware's profile included (`need_of`): an optional pass that breaks the limit is rolled
+    back, and a graph that breaks it without them is refused. None for no limit but what the device
+    has, where `PassConfig.device_memory` tells that; 0 for none."""
 
     other_memory: OtherMemoryOf = lambda joint: NO_OTHER_MEMORY
     """What counts against the limit beside the graph and its inputs, given the graph."""
@@ -161,16 +162,16 @@ class PassContext(RunSettings):
         """Simulate the step with the later passes, on a copy of the graph. Two all-reduces.
 
         Returns:
-            seconds of a step on the slowest rank, peak bytes on the rank that needs most, and
-            whether that peak is within the memory limit.
+            seconds of a step on the slowest rank, the bytes that the rank that needs most needs of
+            its device, and whether they are within the memory limit.
         """
         trial = copy_graph(joint)
         self.run_later_passes(trial)
         found = self.simulate(trial)
         nanoseconds = self.all_reduce_max(round(found.timeline.step_seconds * _PER_SECOND))
-        peak = self.all_reduce_max(found.memory.peak_bytes)
-        fits = not self.memory_limit_gib or peak <= self.memory_limit_gib * GIB
-        return nanoseconds / _PER_SECOND, peak, fits
+        needed = self.all_reduce_max(found.need().total)
+        fits = not self.memory_limit_gib or needed <= self.memory_limit_gib * GIB
+        return nanoseconds / _PER_SECOND, needed, fits
 
 
 def detect_on_all_ranks(joint: JointGraph, all_reduce_max: AllReduceMax) -> Detected:

@@ -10,8 +10,9 @@ from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.report import Report
+from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
@@ -43,12 +44,13 @@ def host_memory_of(hardware: Hardware) -> DeviceMemoryOf:
 
 
 class Budget:
-    """Compares predicted peaks with the limit, with the same result on every rank.
+    """Compares what a step needs of a device with the limit, with the same result on every rank.
 
     A rank with a smaller shard than others may be within the limit where they are not, and all
-    must run the same passes; so the peak of the rank that needs most decides. The limit counts
-    everything on the device: parameters, buffers, batch, what `other_memory` says, and what the
-    graph allocates. One below 0 is a PassError.
+    must run the same passes; so the rank that needs most decides. The limit counts everything that
+    a device must have (`need_of`): parameters, buffers, batch, what `other_memory` says, what the
+    graph allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is
+    a PassError.
 
     Without a limit, what the device has bounds the step and no pass, so that all devices get the
     same graph; a limit of 0 bounds nothing.
@@ -77,27 +79,29 @@ class Budget:
         """Whether there is a limit for which passes are rolled back."""
         return bool(self._limit)
 
-    def memory(self, joint: JointGraph) -> Memory:
+    def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
-        return predicted_memory(joint, self._context.other_memory(joint))
+        return predicted_memory(joint, hardware, self._context.other_memory(joint))
 
-    def peak(self, joint: JointGraph) -> int:
-        """Return the predicted peak, in bytes, of the rank that needs most. The result is kept
-        until `changed` is called."""
+    def needed(self, joint: JointGraph) -> int:
+        """Return the bytes that the rank that needs most needs of its device. The result is kept
+        until `changed` is called. n log n in storages."""
         if self._latest is None:
-            self._latest = self._context.all_reduce_max(self.memory(joint).peak_bytes)
+            hardware = self._context.hardware_for(joint)
+            need = need_of(self.memory(joint, hardware), hardware)
+            self._latest = self._context.all_reduce_max(need.total)
         return self._latest
 
     def changed(self) -> None:
-        """Forget the peak, as the graph has changed."""
+        """Forget what is needed, as the graph has changed."""
         self._latest = None
 
     def is_over(self, joint: JointGraph) -> bool:
         """Return whether the graph as it is now needs more than the limit."""
-        return bool(self._limit) and self.peak(joint) > (self._limit or 0) * GIB
+        return bool(self._limit) and self.needed(joint) > (self._limit or 0) * GIB
 
     def why_rolled_back(self, before: int, after: int) -> str:
-        """Return what the report says of a pass that was rolled back, given peaks in bytes."""
+        """Return what the report says of a pass that was rolled back, given bytes needed."""
         return (
             f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
             f"{gib(after)} GiB, optimizer included; {KEY} is {self._limit:g}"
@@ -109,37 +113,42 @@ class Budget:
 
         Args:
             report: of all passes.
-            raised: by optional pass that was kept, the bytes by which it raised the peak.
+            raised: by optional pass that was kept, the bytes by which it raised what is needed.
 
         Raises:
             MemoryLimitError: it does, on every rank alike, with what the memory is for and what
                 helps.
         """
+        hardware = self._context.hardware_for(joint)
         if self.is_over(joint):
-            needs = f"{gib(self.peak(joint))} GiB at its predicted peak on the rank that needs most"
+            advice = self._advice(joint, hardware, report, raised, f"Raise {KEY}, or set")
             raise MemoryLimitError(
-                f"{KEY} = {self._limit:g}: the step needs {needs}. This rank: "
-                f"{self._advice(joint, report, raised, f'Raise {KEY}, or set')}"
+                f"{KEY} = {self._limit:g}: the step needs {gib(self.needed(joint))} GiB on the "
+                f"rank that needs most. This rank needs {advice}"
             )
-        self._check_host(joint)
+        self._check_host(joint, hardware)
         if self._limit is not None or self._device_memory is unknown:
             return
-        room, need = self._device_memory(joint), self.memory(joint).peak_bytes
+        room, here = self._device_memory(joint), detect_for(joint).hardware
+        if hardware.device != here.device:  # what is free is free here, wherever it will run
+            hardware = here
+        need = need_of(self.memory(joint, hardware), hardware).total
         # a rank that knows nothing has to take part
         lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
-            needs = self._advice(joint, report, raised, f"Take the risk with {KEY} = 0, or set")
+            risk = f"Take the risk with {KEY} = 0, or set"
+            needs = self._advice(joint, hardware, report, raised, risk)
             raise MemoryLimitError(
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {has}; it needs {needs}"
             )
 
-    def _check_host(self, joint: JointGraph) -> None:
+    def _check_host(self, joint: JointGraph, hardware: Hardware) -> None:
         """Refuse copies in host memory that it has no room for, on every rank alike."""
         if self._host_memory is unknown or self._limit == 0:
             return
-        need = self.memory(joint).host_bytes
+        need = self.memory(joint, hardware).host_bytes
         room = self._host_memory(joint) if need else None
         lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
         if lack > 0:
@@ -153,23 +162,36 @@ class Budget:
             )
 
     def _advice(
-        self, joint: JointGraph, report: Report, raised: Mapping[str, int], first: str
+        self,
+        joint: JointGraph,
+        hardware: Hardware,
+        report: Report,
+        raised: Mapping[str, int],
+        first: str,
     ) -> str:
         """Say what this rank needs and for what, what each pass did to it, and what helps."""
-        memory = self.memory(joint)
-        at_peak = memory.peak_by_category()
-        parts = ", ".join(
-            f"{category.value.replace('_', ' ')} {gib(size)}"
-            for category, size in sorted(at_peak.items(), key=lambda entry: -entry[1])
-            if size > memory.peak_bytes / 1000
-        )
+        memory = self.memory(joint, hardware)
         reshards = self._context.reshard_after_forward == "always"
-        found = remedies(at_peak, reshards=reshards, raised=raised)
+        found = remedies(memory.peak_by_category(), reshards=reshards, raised=raised)
         return (
-            f"{gib(memory.peak_bytes)} GiB at its predicted peak, of which {parts}.\n{report}\n"
+            f"{what_is_needed(memory, hardware)}.\n{report}\n"
             f"{first} what would help, with what it frees here at most:\n"
             + "\n".join(f"  {line}" for line in found)
         )
+
+
+def what_is_needed(memory: Memory, hardware: Hardware) -> str:
+    """Say in GiB what a step needs of its device and for what, the most first."""
+    need = need_of(memory, hardware)
+    parts = {c.value.replace("_", " "): size for c, size in memory.peak_by_category().items()}
+    parts["gaps of the allocator"] = need.allocated - need.alive
+    parts["reserved for driver and communication"] = need.total - need.allocated
+    listed = ", ".join(
+        f"{name} {gib(size)}"
+        for name, size in sorted(parts.items(), key=lambda entry: -entry[1])
+        if size > need.total / 1000
+    )
+    return f"{gib(need.total)} GiB at its predicted peak: {listed}"
 
 
 _ENDLESS = 2**62

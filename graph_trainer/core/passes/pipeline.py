@@ -85,8 +85,8 @@ def run_passes(
 
     Args:
         on_pass: called with each pass's name before it runs, for progress.
-        all_reduce_max: all-reduces (max) an int over all ranks, so that all decide alike: peak
-            bytes where there is a memory limit, and what passes ask that decide by sizes or by
+        all_reduce_max: all-reduces (max) an int over all ranks, so that all decide alike: bytes
+            needed where there is a memory limit, and what passes ask that decide by sizes or by
             simulation. None for an exchange with the ranks of the default process group, which
             then all call this; `one_rank` where this rank is alone.
         roll_back: whether the memory limit may roll passes back; if not, a graph beyond the limit
@@ -119,7 +119,7 @@ def pass_by_pass(
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
     Arguments and errors are those of `run_passes`. A pass that is only optional and raises the
-    predicted peak above the memory limit is rolled back before the next pass runs. The code of the
+    need of memory above the limit is rolled back before the next pass runs. The code of the
     graph module is generated once, at the end.
 
     Returns:
@@ -146,12 +146,12 @@ def pass_by_pass(
         if on_pass is not None:
             on_pass(name)
         may_go = roll_back and budget.limits_passes and step.graph_pass.optional
-        start, before = (copy_graph(joint), budget.peak(joint)) if may_go else (None, 0)
+        start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
         seconds, verified, order = run_one(joint, step, numbers, order)
         budget.changed()
         rolled_back = ""
         if start is not None:
-            raised[name] = budget.peak(joint) - before
+            raised[name] = budget.needed(joint) - before
             if raised[name] > 0 and budget.is_over(joint):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)

@@ -90,9 +90,14 @@ class Hardware:
         return size / (self.host_bytes_per_second * self.link_efficiency)
 
     @property
-    def usable_bytes(self) -> int:
-        """Bytes that a training step may allocate."""
-        return int((self.memory_gib - self.memory_reserved_gib) * GIB)
+    def memory_bytes(self) -> int:
+        """Bytes of the device, of which a step needs some and `reserved_bytes`."""
+        return int(self.memory_gib * GIB)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes that the driver, the context and the communication library use."""
+        return int(self.memory_reserved_gib * GIB)
 
 
 def known_hardware() -> dict[str, Path]:

@@ -30,12 +30,22 @@ class OtherMemory(NamedTuple):
     """Whether the backend fuses ops, so that some results are never stored."""
     in_regions: bool = False
     """Whether it fuses only within the regions of `find_regions`."""
-    device: str = "cuda"
-    """ "cpu", where collectives allocate scratch memory; or "cuda"."""
 
 
 NO_OTHER_MEMORY = OtherMemory()
-"""What a run without optimizer and microbatches has on a GPU."""
+"""What a run without optimizer and microbatches has."""
+
+
+class Need(NamedTuple):
+    """What a step needs of a device, in bytes."""
+
+    alive: int
+    """The most bytes alive at once."""
+    allocated: int
+    """What the allocator takes for them, gaps included."""
+    total: int
+    """What the device must have: this is compared with a memory limit, and with the memory that a
+    device has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +60,9 @@ class Simulation:
     costs: dict[fx.Node, Cost]
     timeline: Timeline
 
-    def reserved_bytes(self) -> int:
-        """Return the bytes that the allocator takes from the device: on a GPU the segments of
-        the caching allocator, elsewhere the bytes alive at the peak. n log n in storages."""
-        if self.hardware.device == "cuda":
-            return reserved_bytes(self.memory, self.runtime.pool_of)
-        return self.memory.peak_bytes
+    def need(self) -> Need:
+        """Return what the step needs of its device, as `need_of`."""
+        return need_of(self.memory, self.hardware, self.runtime)
 
 
 def simulate(
@@ -71,13 +78,16 @@ def simulate(
     """
     issued = collectives(joint)
     cost = costs(joint, hardware, runtime.fusion(joint, other.fused, other.in_regions))
-    memory = predicted_memory(joint, other._replace(device=hardware.device), runtime)
+    memory = predicted_memory(joint, hardware, other, runtime)
     timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
 
 
 def predicted_memory(
-    joint: JointGraph, other: OtherMemory, runtime: Runtime = GRAPH_TRAINER
+    joint: JointGraph,
+    hardware: Hardware,
+    other: OtherMemory = NO_OTHER_MEMORY,
+    runtime: Runtime = GRAPH_TRAINER,
 ) -> Memory:
     """Predict the memory of a step, as `simulate` does. Linear in nodes."""
     fusion = runtime.fusion(joint, other.fused, other.in_regions)
@@ -90,6 +100,18 @@ def predicted_memory(
         accumulated_bytes=other.accumulated_bytes,
         not_allocated=fusion.kept_inside,
         kept_until=kept,
-        scratch=scratch_bytes(joint, other.device),
-        host_is_device=other.device == "cpu",
+        scratch=scratch_bytes(joint, hardware.device),
+        host_is_device=hardware.device == "cpu",
     )
+
+
+def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER) -> Need:
+    """Compute what a step needs of a device. n log n in storages.
+
+    On a GPU the segments of the caching allocator, and what its profile reserves for the driver
+    and the communication library; on a CPU, where memory is taken byte by byte, what is alive.
+    """
+    alive = allocated = memory.peak_bytes
+    if hardware.device == "cuda":
+        allocated = reserved_bytes(memory, runtime.pool_of)
+    return Need(alive, allocated, allocated + hardware.reserved_bytes)

@@ -45,7 +45,8 @@ def drawn(plan: Plan) -> dict[str, Any]:
     simulation = plan.simulation
     texts = Texts()
     return {
-        "usable_bytes": plan.hardware.usable_bytes,
+        "memory_bytes": plan.hardware.memory_bytes,
+        "usable_bytes": plan.headroom_bytes + plan.need.alive,
         "step_ns": nanoseconds(simulation.timeline.step_seconds),
         "peak_position": simulation.memory.peak_position,
         "categories": [{"key": c.value, "title": CATEGORIES[c]} for c in Category],

@@ -60,10 +60,10 @@ def write_page(plan: Plan, file: IO[str]) -> None:
 
 def verdict(report: dict[str, Any]) -> str:
     """Say whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
-    needed = format_bytes(report["reserved_bytes"])
-    usable = format_bytes(report["reserved_bytes"] + report["headroom_bytes"])
+    needed = format_bytes(report["needed_bytes"])
+    allowed = format_bytes(report["needed_bytes"] + report["headroom_bytes"])
     number, unit = needed.split()
-    both = f"{number if usable.endswith(unit) else needed} of {usable}"
+    both = f"{number if allowed.endswith(unit) else needed} of {allowed}"
     return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"
 
 

@@ -226,18 +226,18 @@
   function drawCurve() {
     const div = document.getElementById("curve");
     if (!div) return Promise.resolve();
-    const most = Math.max(...plan.memory_curve.map((each) => each.peak_bytes));
+    const most = Math.max(...plan.memory_curve.map((each) => each.needed_bytes));
     const [name, each] = most >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
-    const x = (points) => points.map((point) => point.peak_bytes / each);
+    const x = (points) => points.map((point) => point.needed_bytes / each);
     const y = (points) => points.map((point) => point.step_seconds * 1e3);
-    const planned = plan.memory_curve.filter((point) => point.limit_bytes).sort((a, b) => a.peak_bytes - b.peak_bytes);
+    const planned = plan.memory_curve.filter((point) => point.limit_bytes).sort((a, b) => a.needed_bytes - b.needed_bytes);
     const fixed = plan.memory_curve.filter((point) => !point.limit_bytes);
     const { colour, layout: drawn } = layout((axis, colours) => {
       const marks = { shapes: [], annotations: [] };
-      if (plan.usable_bytes < most) {
-        const at = plan.usable_bytes / each;
+      if (plan.memory_bytes < most) {
+        const at = plan.memory_bytes / each;
         marks.shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: at, x1: at, line: { color: colours.ink, width: 1, dash: "dash" } });
-        marks.annotations.push({ yref: "paper", y: 1, yanchor: "top", x: at, xanchor: "left", xshift: 4, showarrow: false, text: `${size(plan.usable_bytes)} usable` });
+        marks.annotations.push({ yref: "paper", y: 1, yanchor: "top", x: at, xanchor: "left", xshift: 4, showarrow: false, text: `${size(plan.memory_bytes)} of memory` });
       }
       return {
         ...marks,
@@ -251,13 +251,13 @@
       {
         type: "scatter", mode: "lines+markers", name: "budget", x: x(planned), y: y(planned),
         line: { color: colour("ink"), width: 1.5 }, marker: { size: 6, color: colour("ink") },
-        hovertext: planned.map((point) => `limit ${size(point.limit_bytes)}: peak ${size(point.peak_bytes)}, ${time(point.step_seconds * 1e9)}`),
+        hovertext: planned.map((point) => `limit ${size(point.limit_bytes)}: needs ${size(point.needed_bytes)}, ${time(point.step_seconds * 1e9)}`),
         hoverinfo: "text",
       },
       {
         type: "scatter", mode: "markers+text", name: "fixed", x: x(fixed), y: y(fixed), text: fixed.map((point) => point.policy),
         textposition: "top right", marker: { size: 10, symbol: "diamond", color: colour("activations") }, cliponaxis: false,
-        hovertext: fixed.map((point) => `${point.policy}: peak ${size(point.peak_bytes)}, ${time(point.step_seconds * 1e9)}`),
+        hovertext: fixed.map((point) => `${point.policy}: needs ${size(point.needed_bytes)}, ${time(point.step_seconds * 1e9)}`),
         hoverinfo: "text",
       },
     ];

@@ -100,13 +100,13 @@ class GraphCompileConfig(CompileConfig):
 
     memory_limit_gib: float | None = None
     """
-    The most GiB that a step may need on a device as predicted: parameters, buffers, batch,
-    optimizer state, gradients and what the graph allocates, without the gaps that an allocator
-    leaves (`graph-trainer plan` shows them). An optional pass (bucketing, overlap) that needs
-    more is rolled back; a step that needs more without such passes is refused before it runs.
-    Unset for what the device has: free memory less the reserve of the hardware's profile on a
-    GPU, available memory divided by the ranks of the machine on CPU. It refuses steps and rolls
-    no pass back. 0 refuses nothing.
+    The GiB that a device must have at most, as predicted: parameters, buffers, batch, optimizer
+    state, gradients, what the graph allocates, and on a GPU the gaps that the allocator leaves and
+    the reserve of the hardware's profile (`graph-trainer plan` shows both). An optional pass
+    (bucketing, overlap) that needs more is rolled back; a step that needs more without such passes
+    is refused before it runs. Unset for what the device has: free memory on a GPU, available
+    memory divided by the ranks of the machine on CPU. It refuses steps and rolls no pass back.
+    0 refuses nothing.
     """
 
     allow_offload: bool = False

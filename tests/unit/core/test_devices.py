@@ -10,7 +10,7 @@ from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
 from graph_trainer.core.analysis.memory import given_bytes
 from graph_trainer.core.graph.joint_graph import InputKind
 from graph_trainer.core.simulation.detect import detect_hardware
-from graph_trainer.core.simulation.simulate import OtherMemory, simulate
+from graph_trainer.core.simulation.simulate import simulate
 
 BACKENDS = ["eager", "inductor", "regional"]
 
@@ -47,8 +47,7 @@ def test_the_peak_on_a_gpu_is_the_predicted_one():
     model, batch = model_and_batch("cuda")
     joint = gt.capture(model, loss_fn, batch)
     gt.run_passes(joint, gt.PassConfig())
-    other = OtherMemory(device="cuda")
-    found = simulate(joint, detect_hardware(torch.device("cuda")).hardware, other)
+    found = simulate(joint, detect_hardware(torch.device("cuda")).hardware)
     step = gt.compile(joint)
     step(model, *batch)  # libraries allocate their workspaces
     torch.cuda.reset_peak_memory_stats()

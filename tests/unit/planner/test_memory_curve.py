@@ -34,7 +34,8 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     planned = [point for point in points if point.limit_bytes is not None]
     assert fixed == ["none", "selective", "full"] and len(planned) >= 6
     for point in planned:
-        assert point.policy == "budget" and point.peak_bytes <= point.limit_bytes
+        assert point.policy == "budget"
+        assert point.peak_bytes < point.needed_bytes <= point.limit_bytes
     seconds = {point.policy: point.step_seconds for point in points if not point.limit_bytes}
     assert planned[-1].step_seconds <= seconds["none"] < seconds["full"]
     report = plan_report(replace(plan, memory_curve=tuple(points)))
@@ -76,8 +77,7 @@ def test_the_report_has_the_table(plan):
 
 
 def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
-    usable = 0.9 * plan.reserved_bytes / GIB
-    little = replace(plan.hardware, memory_gib=plan.hardware.memory_reserved_gib + usable)
+    little = replace(plan.hardware, memory_gib=0.97 * plan.need.total / GIB)
     tried = []
 
     def load(flags):
@@ -90,9 +90,9 @@ def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
     (advice,) = found
     assert advice.flags == (
         "--compile.memory_limit_gib",
-        f"{0.98 * 0.9 * plan.peak_bytes / GIB:.4g}",
+        f"{little.memory_gib:g}",
     )
-    assert [advice.flags] == tried and advice.reserved_bytes < plan.reserved_bytes
+    assert [advice.flags] == tried and advice.needed_bytes < plan.need.total
 
 
 @pytest.mark.parametrize(

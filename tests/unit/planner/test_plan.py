@@ -83,22 +83,26 @@ def test_more_microbatches_keep_gradients_and_take_as_many_graphs():
     graph = two.simulation.timeline.step_seconds
     assert two.step_seconds == 2 * graph + two.outside_seconds
     # What fits counts the gradients of earlier microbatches.
-    assert two.reserved_bytes >= two.peak_bytes
-    assert two.reserved_bytes - one.reserved_bytes >= trained_bytes(one.simulation.joint) - 2**21
+    assert two.need.allocated >= two.peak_bytes
+    assert two.need.total - one.need.total >= trained_bytes(one.simulation.joint) - 2**21
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor", "regional"])
 @pytest.mark.parametrize("hardware", ["h100-sxm", "cpu"])
-def test_the_memory_limit_is_compared_with_the_peak_that_is_predicted(backend, hardware):
+def test_the_memory_limit_is_compared_with_what_the_verdict_says(backend, hardware):
     plan = planned("--compile.backend", backend, hardware=hardware)
     joint = plan.simulation.joint
-    other = other_memory_of(plan.config, 4, plan.hardware.device)
-    assert Budget(PassContext(other_memory=other)).memory(joint).peak_bytes == plan.peak_bytes
+    other = other_memory_of(plan.config, 4)
+    context = PassContext(other_memory=other, hardware=plan.hardware)
+    assert Budget(context).needed(joint) == plan.need.total
+    reserve = plan.hardware.reserved_bytes
+    assert plan.need.total == plan.need.allocated + reserve
+    assert (plan.need.total == plan.peak_bytes) == (hardware == "cpu")
 
 
 def test_the_limit_of_a_validation_counts_the_gradients_of_the_step_before():
     plan = planned()
-    graph, other = copy.copy(plan.simulation.joint), other_memory_of(plan.config, 4, "cuda")
+    graph, other = copy.copy(plan.simulation.joint), other_memory_of(plan.config, 4)
     assert other(graph).accumulated_bytes == 0
     graph.signature = dataclasses.replace(graph.signature, backward=False)
     assert other(graph).accumulated_bytes == trained_bytes(graph) > 0
@@ -155,7 +159,7 @@ def test_tokens_are_counted_a_gpu():
 def test_the_report_is_the_plan_and_tables_fit():
     plan = planned("--parallelism.tensor_parallel_degree", "2")
     said = json.loads(json.dumps(plan_report(plan)))
-    assert said["schema"] == "graph_trainer.plan/1"
+    assert said["schema"] == "graph_trainer.plan/2"
     assert said["peak"]["bytes"] == sum(said["peak"]["by_category"].values()) == plan.peak_bytes
     assert [row["pass"] for row in said["ledger"]] == [row.name for row in plan.rows]
     counted = sum(
@@ -208,7 +212,7 @@ def test_torchtitan_prefetches_and_needs_more():
     theirs = make_plan(small(), 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
     assert theirs.rows[-1].name == "overlap_fsdp"
     assert theirs.rows[-1].exposed < theirs.rows[-2].exposed
-    assert theirs.reserved_bytes >= ours.reserved_bytes
+    assert theirs.need.total >= ours.need.total
     # it is torchtitan that prefetches, whatever our passes are
     without = small("--compile.disable_passes", "overlap_fsdp")
     again = make_plan(without, 4, load_hardware("h100-sxm"), runtime=TORCHTITAN)
@@ -216,7 +220,7 @@ def test_torchtitan_prefetches_and_needs_more():
 
 
 def too_small(plan: Plan) -> Hardware:
-    room = plan.reserved_bytes / GIB - 0.01
+    room = plan.need.allocated / GIB - 0.01
     return dataclasses.replace(plan.hardware, memory_gib=room, memory_reserved_gib=0.0)
 
 
@@ -231,16 +235,16 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     assert len(tried) == 1 + len(CHANGES)
     # one that needs more is not advice, one that the config excludes is left out
     assert {a.flags for a in found} == set(CHANGES[:2])
-    assert [a.reserved_bytes for a in found] == sorted(a.reserved_bytes for a in found)
+    assert [a.needed_bytes for a in found] == sorted(a.needed_bytes for a in found)
     for each in found:
-        assert each.reserved_bytes < plan.reserved_bytes
-        assert each.fits == (each.reserved_bytes <= hardware.usable_bytes)
+        assert each.needed_bytes < plan.need.total
+        assert each.fits == (each.needed_bytes <= hardware.memory_bytes)
     advised = dataclasses.replace(plan, advice=tuple(found))
     assert " ".join(found[0].flags) in shown(advised)
-    assert plan_report(advised)["advice"][0]["reserved_bytes"] == found[0].reserved_bytes
+    assert plan_report(advised)["advice"][0]["needed_bytes"] == found[0].needed_bytes
     # a change does about what it does by itself
     best = make_plan(small(*found[0].flags), 4, hardware)
-    assert best.reserved_bytes == pytest.approx(found[0].reserved_bytes, rel=0.15)
+    assert best.need.total == pytest.approx(found[0].needed_bytes, rel=0.15)
 
 
 CHANGES = [
@@ -287,8 +291,8 @@ def test_comparison_has_every_combination_those_that_fit_first():
         ]
     )
     assert len(combinations(wanted)) == 4
-    between = planned("--training.local_batch_size", "1").reserved_bytes
-    usable = (between + planned("--training.local_batch_size", "4").reserved_bytes) / 2 / GIB
+    between = planned("--training.local_batch_size", "1").need.allocated
+    usable = (between + planned("--training.local_batch_size", "4").need.allocated) / 2 / GIB
     hardware = dataclasses.replace(
         load_hardware("h100-sxm"), memory_gib=usable, memory_reserved_gib=0.0
     )

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder
 from graph_trainer.titan import device_memory
@@ -38,7 +37,7 @@ def joint():
 
 
 def memory(joint, device=CPU, parameters=(), optimizers=(), hardware="h100-sxm"):
-    return MemoryOfRun(device, load_hardware(hardware), parameters, optimizers)(joint)
+    return MemoryOfRun(device, parameters, optimizers)(joint)
 
 
 def group(root, path="", version=2, **files):
@@ -97,18 +96,17 @@ def test_a_container_may_leave_less(machine, tmp_path):
     assert available_on_cpu() == (0, "in this container")
 
 
-def test_a_gpu_keeps_the_reserve_of_its_profile(machine, joint):
+def test_a_gpu_has_what_is_free_and_what_the_allocator_keeps(machine, joint):
     machine.setattr(torch.cuda, "mem_get_info", lambda device: (40 * GIB, 80 * GIB))
     machine.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     machine.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB)
     found = memory(joint, torch.device("cuda", 0))
-    reserve = load_hardware("h100-sxm").memory_reserved_gib
-    assert found.bytes == (42 - reserve) * GIB + 2 * 2**20
-    assert found.source.startswith("42.00 GiB free on the GPU, less 2.00 for the driver")
+    assert found.bytes == 42 * GIB + 2 * 2**20
+    assert found.source.startswith("42.00 GiB free on the GPU, plus 0.00195")
 
 
 def test_a_run_is_told_once(machine, joint):
-    run = MemoryOfRun(CPU, load_hardware("cpu"), [], [])
+    run = MemoryOfRun(CPU, [], [])
     first = run(joint)
     machine.setattr(psutil, "virtual_memory", lambda: pytest.fail("asked again"))
     assert run(joint) is first
@@ -124,7 +122,7 @@ def test_a_device_that_tells_nothing(machine, joint, device):
     machine.setattr(torch.cuda, "mem_get_info", fails)
     said = []
     machine.setattr(logger, "warning", said.append)
-    run = MemoryOfRun(torch.device(device), load_hardware("cpu"), [], [])
+    run = MemoryOfRun(torch.device(device), [], [])
     assert run(joint) is None and run(joint) is None
     (line,) = said
     assert (
@@ -135,7 +133,7 @@ def test_a_device_that_tells_nothing(machine, joint, device):
 
 def test_host_memory_is_shared_by_the_ranks_and_asked_for_once(machine, joint):
     machine.setenv("LOCAL_WORLD_SIZE", "4")
-    run = MemoryOfRun(torch.device("cuda"), load_hardware("h100-sxm"), [], [])
+    run = MemoryOfRun(torch.device("cuda"), [], [])
     found = run.on_host(joint)
     assert (
         found.bytes == 4 * GIB and "16.00 GiB available on this machine / 4 ranks" in found.source
@@ -149,4 +147,4 @@ def test_host_memory_may_be_unknown(machine, joint):
         raise OSError
 
     machine.setattr(psutil, "virtual_memory", fails)
-    assert MemoryOfRun(CPU, load_hardware("cpu"), [], []).on_host(joint) is None
+    assert MemoryOfRun(CPU, [], []).on_host(joint) is None

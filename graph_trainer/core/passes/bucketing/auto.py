@@ -41,7 +41,7 @@ def best_caps(
         trial = copy_graph(joint)
         merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
         tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial)))
-    best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.peak))
+    best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.needed))
     joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
     joint.remarks += [str(each) for each in tried if each is not best and each.caps]
     return best.caps
@@ -51,7 +51,7 @@ def best_caps(
 class _Tried:
     caps: dict[str, float]
     seconds: float
-    peak: int
+    needed: int
     fits: bool
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class _Tried:
         fits = "" if self.fits else ", more than memory_limit_gib"
         return (
             f"{', '.join(parts)}: {self.seconds * 1e3:.1f} ms a step, "
-            f"peak {self.peak / GIB:.2f} GiB{fits}"
+            f"needs {self.needed / GIB:.2f} GiB{fits}"
         )
 
 

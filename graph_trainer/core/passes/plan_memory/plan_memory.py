@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks, fingerprint
-from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.core.passes.memory_limit import KEY, what_is_needed
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
@@ -29,15 +29,13 @@ from graph_trainer.core.passes.plan_memory.table import (
     tag_inputs,
     tag_parameters,
 )
-from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
-_RESERVE = 0.02
-"""The part of the limit that is left to passes that run later, for what they gather ahead."""
-
-_ROUNDS = 5
-"""How many plans are tried where those passes add more than that."""
+_APART = 0.02
+"""The part by which each plan that may be tried needs more memory than the one before: more than
+the gaps of an allocator differ from one to the next, so that a higher limit finds a larger plan."""
 
 _FEWER = 0.5
 """The part of all bytes that are a choice with which a step is tried too where compute waits."""
@@ -65,8 +63,8 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     kind of block a solver finds the choices that are best at some price of memory (`frontier`);
     all blocks' steps from one choice to the next, large ones in parts, are put in the order of
     seconds saved a byte, which does not depend on the limit. As many are taken, in that order, as
-    the predicted peak allows: so more memory never makes a slower plan. Each peak is predicted from
-    a copy of the graph with the passes up to rematerialization.
+    the limit allows: so more memory never makes a slower plan. What a step then needs of a device,
+    gaps of the allocator included, is simulated on a copy of the graph with all later passes.
 
     Under the policy "file" the tags are those of `context.memory_table`; so they are for a graph of
     a later batch, which follows the first. Tags that are there already win. The table is left in
@@ -109,15 +107,15 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 class _Step(NamedTuple):
     """A simulated step of the slowest rank."""
 
-    peak: int
-    """Bytes."""
+    needed: int
+    """Bytes that a device must have."""
     nanoseconds: int
     waits: int
     """Nanoseconds that compute waits for communication."""
 
 
 class _Planner:
-    """Finds the longest prefix of the steps whose predicted peak is within the limit."""
+    """Finds the longest prefix of the steps with which a step needs no more than the limit."""
 
     def __init__(
         self,
@@ -162,67 +160,64 @@ class _Planner:
                 "the ranks' solvers found unlike plans of memory: install the same scipy on every "
                 'host, or use an activation_checkpoint.type such as "selective" or "full"'
             )
-        self._peaks: dict[int, int] = {}
+        self._hardware = context.hardware_for(joint)
+        self._leasts: dict[int, int] = {}
         self._steps_simulated: dict[int, _Step] = {}
+        least, kept = self._least(0), self._bytes
+        self._places = [0]
+        """The numbers of steps that may be tried, the same for every limit."""
+        for number in range(1, len(kept)):
+            grown = kept[number] - kept[self._places[-1]]
+            before = least + kept[self._places[-1]] - kept[0]
+            if grown >= _APART * before or number == len(kept) - 1:
+                self._places.append(number)
 
     def plan(self, limit_gib: float) -> MemoryTable:
         """Return the table of the plan that is fastest within a limit.
 
         Raises:
-            PassError: nothing is.
+            MemoryLimitError: nothing is within it.
         """
         limit = int(limit_gib * GIB)
-        if self._peak(0) > limit:
+        if self._least(0) > limit:
             raise MemoryLimitError(self._infeasible(limit))
-        target = max(int(limit * (1 - _RESERVE)), self._peak(0))
-        number = self._last_within(target)
-        best: int | None = None
-        for round_ in range(_ROUNDS):
-            peak = self._simulated(number).peak
-            if peak <= limit:
-                best = max(best or 0, number)
-                if round_ == 0 or peak >= limit * (1 - 2 * _RESERVE):
-                    break
-            target += int(limit * (1 - _RESERVE / 2)) - peak
-            if target < self._peak(0):
-                break
-            number = self._last_within(target)
+        within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back
-        number = number if best is None else self._fastest(best)
+        last = self._last_within(limit, self._least) if within is None else within
+        number = self._fastest(last or 0, limit)
         self._joint.remarks.append(self._remark(number, limit))
         return self._table(number)
 
-    def _last_within(self, target: int) -> int:
-        """Return the number of steps whose peak is within a target when that of one more is not.
+    def _last_within(self, limit: int, needed: Callable[[int], int]) -> int | None:
+        """Return the largest number of steps that is within a limit; None where none is.
 
-        Between a number that fits and one that does not, peaks are about linear in what is kept;
-        every fourth guess halves the interval, in case they are not.
+        More may be kept in less memory, where less is then computed again at once. But a byte that
+        is not kept saves a byte at most: so the search comes down from all steps, by what the limit
+        lacks, and passes no number by that is within it. Where the peak does not depend on what is
+        kept that takes long, so every fourth guess halves what is left.
         """
-        low, high = 0, len(self._steps)
-        if self._peak(high) <= target:
-            return high
-        for guess in itertools.count():
-            if high - low <= 1:
-                break
-            peak_low, peak_high = self._peak(low), self._peak(high)
-            share = (target - peak_low) / max(peak_high - peak_low, 1)
-            wanted = self._bytes[low] + share * (self._bytes[high] - self._bytes[low])
-            middle = next(n for n in range(low, high + 1) if self._bytes[n] >= wanted or n == high)
-            if guess % 4 == 3:
-                middle = (low + high) // 2
+        kept = [self._bytes[number] for number in self._places]
+        low, high, wanted = -1, len(kept), kept[-1]
+        for guesses in itertools.count(1):
+            halves = guesses % 4 == 0
+            middle = (low + high) // 2 if halves else bisect.bisect_right(kept, wanted) - 1
             middle = min(max(middle, low + 1), high - 1)
-            if self._peak(middle) <= target:
-                low = middle
+            found = needed(self._places[middle])
+            if found > limit:
+                high, wanted = middle, kept[middle] + limit - found
             else:
-                high = middle
-        return low
+                low = middle
+            if high - low == 1 or low == middle and not halves:
+                break
+        return self._places[low] if low >= 0 else None
 
-    def _peak(self, number: int) -> int:
-        """Predict the peak, in bytes, of the rank that needs most after a number of steps."""
-        if number not in self._peaks:
-            peak = self._memory(number).peak_bytes
-            self._peaks[number] = self._context.all_reduce_max(peak)
-        return self._peaks[number]
+    def _least(self, number: int) -> int:
+        """Return what the rank that needs most needs of its device after a number of steps, in
+        bytes, with the passes alone that any step needs."""
+        if number not in self._leasts:
+            need = need_of(self._memory(number), self._hardware)
+            self._leasts[number] = self._context.all_reduce_max(need.total)
+        return self._leasts[number]
 
     def _simulated(self, number: int) -> _Step:
         """Simulate the step with all passes, on the rank that needs most of each."""
@@ -232,13 +227,13 @@ class _Planner:
             waits = sum(wait.seconds for wait in found.timeline.exposed)
             largest = context.all_reduce_max
             self._steps_simulated[number] = _Step(
-                largest(found.memory.peak_bytes),
+                largest(found.need().total),
                 largest(round(found.timeline.step_seconds * NANOSECONDS)),
                 largest(round(waits * NANOSECONDS)),
             )
         return self._steps_simulated[number]
 
-    def _fastest(self, number: int) -> int:
+    def _fastest(self, number: int, limit: int) -> int:
         """Return a number of steps that is as fast, and fewer where compute waits.
 
         Recomputation that runs while compute would wait for communication costs nothing. The
@@ -249,13 +244,14 @@ class _Planner:
         found = self._simulated(number)
         if fewer >= number or found.waits < _WORTH_TRYING * found.nanoseconds:
             return number
-        return fewer if self._simulated(fewer).nanoseconds <= found.nanoseconds else number
+        tried = self._simulated(fewer)
+        faster = tried.nanoseconds <= found.nanoseconds and tried.needed <= limit
+        return fewer if faster else number
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
-        trial, context = self._trial(number, Stage.COMMUNICATION), self._context
-        device = context.hardware_for(trial).device
-        return predicted_memory(trial, context.other_memory(trial)._replace(device=device))
+        trial = self._trial(number, Stage.COMMUNICATION)
+        return predicted_memory(trial, self._hardware, self._context.other_memory(trial))
 
     def _trial(self, number: int, before: Stage | None) -> JointGraph:
         """Return a copy of the graph after a number of steps and the later passes, all of them or
@@ -297,23 +293,17 @@ class _Planner:
         offloaded = f"the inputs of {away} blocks in host memory, " if away else ""
         return (
             f"kept {gib(kept)} of {gib(most)} GiB that is a choice, {offloaded}"
-            f"the rest made again in {again:.1f} ms; predicted peak "
-            f"{gib(self._simulated(number).peak)} GiB of {gib(limit)}"
+            f"the rest made again in {again:.1f} ms; the step needs "
+            f"{gib(self._simulated(number).needed)} GiB of {gib(limit)}"
         )
 
     def _infeasible(self, limit: int) -> str:
-        memory = self._memory(0)
-        parts = sorted(memory.peak_by_category().items(), key=lambda entry: -entry[1])
-        needs = ", ".join(
-            f"{category.value.replace('_', ' ')} {gib(size)}"
-            for category, size in parts
-            if size > memory.peak_bytes / 1000
-        )
+        needs = what_is_needed(self._memory(0), self._hardware)
         return (
-            f"{KEY} = {gib(limit)}: the step needs {gib(self._peak(0))} GiB at its predicted peak "
-            f"on the rank that needs most even with everything recomputed. This rank: {needs}. Set "
-            f"{KEY} to {self._peak(0) / GIB + 0.005:.2f} or more, a smaller "
-            "training.local_batch_size, or more ranks"
+            f"{KEY} = {gib(limit)}: the step needs {gib(self._least(0))} GiB on the rank that "
+            f"needs most even with everything recomputed. This rank needs {needs}. Set {KEY} to "
+            f"{self._least(0) / GIB + 0.005:.2f} or more, a smaller training.local_batch_size, or "
+            "more ranks"
         )
 
 

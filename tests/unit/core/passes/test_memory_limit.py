@@ -16,7 +16,8 @@ from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.runtime.step_cache import TrainStep
-from graph_trainer.core.simulation.simulate import OtherMemory
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import OtherMemory, need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import assert_same, code, run
 from tests.unit.core.simulation.machines import machine
@@ -52,7 +53,7 @@ def after(
 
 
 def peak(joint):
-    return memory_of(joint).peak_bytes
+    return predicted_memory(joint, load_hardware("cpu")).peak_bytes
 
 
 def described(joint):
@@ -331,6 +332,46 @@ def test_a_copy_does_not_change_with_its_original(plain):
     assert described(joint) == before and joint.history[-1] == "tag_buckets"
     joint.validate()
     assert_same(run(joint), run(plain))
+
+
+def test_on_a_gpu_the_limit_has_the_gaps_and_the_reserve_inside(plain, overlapped):
+    """What is alive may be far below a limit that the device would need more than."""
+    gpu = load_hardware("h100-sxm")
+    need = need_of(predicted_memory(plain, gpu), gpu)
+    assert need.alive < need.allocated < need.total == need.allocated + 2 * GIB
+
+    def run(limit):
+        joint = copy_graph(_captured())
+        config = gt.PassConfig(
+            reshard_after_forward="always",
+            disable_passes=OFF,
+            hardware=gpu,
+            memory_limit_gib=limit / GIB,
+        )
+        return gt.run_passes(joint, config, all_reduce_max=one_rank)
+
+    run(need.total)
+    with pytest.raises(gt.MemoryLimitError) as caught:
+        run(need.total - 1)
+    message = str(caught.value)
+    for words in (
+        f"the step needs {gib(need.total)} GiB on the rank that needs most",
+        f"gaps of the allocator {gib(need.allocated - need.alive)}",
+        "reserved for driver and communication 2.00",
+    ):
+        assert words in message
+
+
+def test_what_a_device_has_is_compared_with_what_it_would_need_itself(low):
+    """A run on CPU, whose passes decide for a GPU: no reserve and no gaps of a GPU."""
+    joint = copy_graph(_captured())
+    config = gt.PassConfig(
+        reshard_after_forward="always",
+        disable_passes=OFF,
+        hardware=load_hardware("h100-sxm"),
+        device_memory=having(low),
+    )
+    gt.run_passes(joint, config, all_reduce_max=one_rank)
 
 
 def test_no_limit_costs_no_exchange():

@@ -56,7 +56,7 @@ def simulated(*program, link_seconds=1.0, device="cuda", **other):
         memory_bytes_per_second=2 * BYTES,
         host_bytes_per_second=BYTES / link_seconds,
     )
-    return simulate(joint, hardware, OtherMemory(device=device, **other))
+    return simulate(joint, hardware, OtherMemory(**other))
 
 
 PLAIN = simulated("x", "c", "c", "c").timeline.step_seconds

@@ -229,7 +229,7 @@ def step_of(program: Program, groups: dict[tuple[int, ...], str]) -> JointGraph:
 def options(**changes: Any) -> tuple[ScheduleOverlapOptions, PassContext]:
     """Options of the pass, and its context on some machine."""
     hardware = machine(**changes.pop("machine", {}))
-    other = OtherMemory(fused=changes.pop("fused", False), device=hardware.device)
+    other = OtherMemory(fused=changes.pop("fused", False))
     context = PassContext(hardware=hardware, other_memory=lambda joint: other)
     return ScheduleOverlapOptions(**changes), context
 
