@@ -36,7 +36,7 @@ def joint():
     return b.joint(b.call(aten.sum.default, b.call(aten.mul.Tensor, weight, x)))
 
 
-def memory(joint, device=CPU, parameters=(), optimizers=(), hardware="h100-sxm"):
+def memory(joint, device=CPU, parameters=(), optimizers=()):
     return MemoryOfRun(device, parameters, optimizers)(joint)
 
 
