@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.cli import bisect_worker as worker
-from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
     module_of,
 )
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.simulate import predicted_memory
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.train import leave, run
@@ -62,7 +63,7 @@ def limited() -> dict[str, Any]:
     joint = gt.capture(model, mean_square, (tokens,))
     extra = hungry(1000)
     gt.run_passes(joint, gt.PassConfig(passes=["default", extra]))
-    mine = memory_of(joint).peak_bytes
+    mine = predicted_memory(joint, load_hardware("cpu")).peak_bytes
     peaks: list[int] = [0, 0]
     dist.all_gather_object(peaks, mine)
 
