@@ -389,6 +389,7 @@ def offloaded(host, limit=None, all_reduce_max=one_rank, block_inputs=True):
         passes=["default"],
         disable_passes=OFF,
         options={"offload_activations": options},
+        hardware=load_hardware("h100-sxm"),
         memory_limit_gib=limit,
         host_memory=host if callable(host) else lambda joint: DeviceMemory(host, "a test's"),
     )
