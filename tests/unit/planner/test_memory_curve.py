@@ -18,7 +18,7 @@ from graph_trainer.planner.report import plan_report
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 
-BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "0.03"]
+BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.1"]
 
 
 @pytest.fixture
