@@ -8,7 +8,7 @@ from rich.console import Console
 
 from graph_trainer.cli import plan as command
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.units import GIB
+from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.advice import advise
 from graph_trainer.planner.agreement import decided_by
@@ -77,7 +77,7 @@ def test_the_report_has_the_table(plan):
 
 
 def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
-    little = replace(plan.hardware, memory_gib=0.97 * plan.need.total / GIB)
+    little = replace(plan.hardware, memory_gib=(plan.need.total - 20 * MIB) / GIB)
     tried = []
 
     def load(flags):

@@ -192,15 +192,16 @@ class _Planner:
         """Return the largest number of steps that is within a limit; None where none is.
 
         More may be kept in less memory, where less is then computed again at once. But a byte that
-        is not kept saves a byte at most: so the search comes down from all steps, by what the limit
-        lacks, and passes no number by that is within it. Where the peak does not depend on what is
-        kept that takes long, so every fourth guess halves what is left.
+        is not kept saves a byte at most, up to a page of the allocator: so the search comes down
+        from all steps, by no more than the limit lacks, and passes no number by that is within it.
+        Where the peak does not depend on what is kept that takes long, so every fourth guess halves
+        what is left.
         """
         kept = [self._bytes[number] for number in self._places]
         low, high, wanted = -1, len(kept), kept[-1]
         for guesses in itertools.count(1):
             halves = guesses % 4 == 0
-            middle = (low + high) // 2 if halves else bisect.bisect_right(kept, wanted) - 1
+            middle = (low + high) // 2 if halves else bisect.bisect_left(kept, wanted)
             middle = min(max(middle, low + 1), high - 1)
             found = needed(self._places[middle])
             if found > limit:
