@@ -23,7 +23,9 @@ BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib"
 
 @pytest.fixture
 def plan():
-    config = load_config(["--training.seq_len", "128", *BUDGET], world_size=4)
+    config = load_config(
+        ["--training.seq_len", "128", "--training.local_batch_size", "8", *BUDGET], world_size=4
+    )
     config.model_spec.model.layers = config.model_spec.model.layers[:3]
     return make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
 
@@ -52,7 +54,9 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
 
 def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
     flags = [*BUDGET, "--parallelism.fsdp_reshard_after_forward", "auto"]
-    config = load_config(["--training.seq_len", "128", *flags], world_size=4)
+    config = load_config(
+        ["--training.seq_len", "128", "--training.local_batch_size", "8", *flags], world_size=4
+    )
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     plan = make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
     points = memory_curve(plan, lambda line: None)
@@ -82,7 +86,10 @@ def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
 
     def load(flags):
         tried.append(flags)
-        config = load_config(["--training.seq_len", "128", *BUDGET, *flags], world_size=4)
+        config = load_config(
+            ["--training.seq_len", "128", "--training.local_batch_size", "8", *BUDGET, *flags],
+            world_size=4,
+        )
         config.model_spec.model.layers = config.model_spec.model.layers[:3]
         return config
 
