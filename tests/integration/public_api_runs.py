@@ -6,6 +6,7 @@ what was communicated.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -14,14 +15,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import fx, nn
+from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role, is_backward
-from graph_trainer.core.graph.ops import is_random
+from graph_trainer.core.graph.ops import is_collective, is_random, is_wait
 from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from tests.integration.issued import count_issued, expected_events
@@ -231,7 +233,52 @@ def refused_where_a_branch_depends_on_the_rank() -> dict[str, Any]:
     return {"error": ""}
 
 
+def compiled_by_inductor() -> dict[str, Any]:
+    """The Llama behind gt.backend("inductor"): its loss, and the order of what each half issues in
+    the first partition and in Inductor's programs."""
+    case, found = CASES["llama"], {}
+    eager = train_eagerly(case)
+    for policy in ("none", "full"):
+        run = Run(sharded(case))
+        joint = gt.capture(run.model, case.loss, next(batches(case)))
+        config = gt.PassConfig(reshard_after_forward="always", activation_policy=policy)
+        gt.run_passes(joint, config)
+        step = gt.partition(joint)
+        # a rank that finds a program in the cache writes none
+        compiler = gt.backend("inductor", settings={"fx_graph_cache": False})
+        compiled = torch.compile(step, backend=compiler, fullgraph=True)
+
+        def train(run: Run = run, compiled: Any = compiled) -> None:
+            for batch in batches(case):
+                loss = compiled(*batch)
+                loss.backward()
+                named = run.model.named_parameters()
+                gradients = {n: p.grad for n, p in named if p.grad is not None}
+                run.model.zero_grad(set_to_none=True)
+                run.record(loss, gradients)
+
+        _, codes = run_and_get_code(train)
+        calls = r"_c10d_functional\.(\w+?)_?\.default\("
+        found[policy] = {
+            "errors": [
+                float((a - b).abs() / b.abs())
+                for a, b in zip(run.losses, eager.losses, strict=True)
+            ],
+            "halves": [
+                [n.target.__name__.split(".")[0] for n in half.graph.nodes if communicates(n)]
+                for half in (step.halves.forward, step.halves.backward)
+            ],
+            "codes": [re.findall(calls, code) for code in codes],
+        }
+    return found
+
+
+def communicates(node: fx.Node) -> bool:
+    return is_collective(node) or is_wait(node)
+
+
 ALONE = {
+    "compiled_by_inductor": compiled_by_inductor,
     "initialised": initialised_as_on_one_rank,
     "rank_dependent": refused_where_a_branch_depends_on_the_rank,
 }
