@@ -31,10 +31,12 @@ def min_cut_of_tags(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The min-cut partitioner without its merging of equal nodes, which would make one gather of a
-    parameter's gather in forward and its repetition in backward."""
+    parameter's gather in forward and its repetition in backward. For a budget, the meshes of
+    DTensors have no size."""
     import torch._functorch.config
 
-    with torch._functorch.config.patch(cse=False):
+    settings = {"cse": False, "unsafe_treat_script_objects_as_zero_size": True}
+    with torch._functorch.config.patch(settings):
         return standard_partition(joint, inputs, **rest)
 
 
@@ -44,6 +46,15 @@ def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any]
 
     forward, backward, *_ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
     return forward, backward
+
+
+def written_inputs(joint: fx.Graph) -> list[fx.Node]:
+    """The placeholders of AOTAutograd's joint graph to which it writes what forward returns."""
+    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
+    described = joint.output_node().meta["desc"]
+    written = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
+    return [n for n in joint.find_nodes(op="placeholder") if descriptor_of(n) in written]
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -110,6 +121,7 @@ _OF_THE_PARTITIONER = (
     "activation_",
     "aggressive_recomputation",
     "ban_recompute_",
+    "cse",
     "enable_activation_offloading",
     "max_dist_from_bw",
     "memory_budget_",
@@ -120,14 +132,14 @@ _OF_THE_PARTITIONER = (
 
 
 def settings_of(compiler: str) -> tuple[set[str], set[str], set[str]]:
-    """The settings of Inductor, of AOTAutograd, and those of AOTAutograd that a partitioner of our
-    own leaves without effect."""
+    """The settings of Inductor, of AOTAutograd, and those of AOTAutograd's that only PyTorch's
+    partitioner reads."""
     import torch._functorch.config
 
     of_inductor = set(torch._inductor.list_options()) if compiler == "inductor" else set()
     of_autograd = set(torch._functorch.config.get_config_copy())
-    ignored = {name for name in of_autograd if name.startswith(_OF_THE_PARTITIONER)}
-    return of_inductor, of_autograd - ignored, ignored
+    of_partitioner = {name for name in of_autograd if name.startswith(_OF_THE_PARTITIONER)}
+    return of_inductor, of_autograd - of_partitioner, of_partitioner
 
 
 @contextlib.contextmanager

@@ -13,10 +13,8 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.partition import export
-from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition.again import PARTITIONS, min_cut_again, partition_again
 from graph_trainer.core.runtime import step_cache
-from graph_trainer.core.torch_private_compile import min_cut_of_tags
 from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 
@@ -78,13 +76,13 @@ def min_cut(folder: Path, reshard: str) -> dict[str, Any]:
         copied = fx.GraphModule(joint, graph)
         for name, partition, module in (
             ("tags", partition_again, copied),
-            ("min_cut", min_cut_of_tags, joint),
+            ("min_cut", min_cut_again, joint),
         ):
             halves = partition(module, inputs, **rest)
             found[name] = tuple(gathers(half.graph) for half in halves)
         return halves
 
-    with mock.patch.dict(export._PARTITIONS, min_cut=both):
+    with mock.patch.dict(PARTITIONS, min_cut=both):
         trained = Recorded(flags | PARTITIONED | MIN_CUT, folder).run()
     model = trained.trainer.model_parts[0]
     halves = gt.partition(trained.joint(), model, compare_ranks=False).halves

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
+from tests.integration.matrix import TOLERANCE
 from tests.integration.public_api_cases import CASES, POLICIES
 
 ALL = [(name, policy) for name, case in CASES.items() for policy in case.policies]
@@ -17,10 +18,6 @@ ALL = [(name, policy) for name, case in CASES.items() for policy in case.policie
 # Sums over ranks and over rows of a batch happen in another order than on one rank: a handful
 # of roundings of 2^-24 each, on sums of a few hundred terms.
 GLOBAL_BATCH_TOLERANCE = 1e-5
-
-
-# Fused kernels round in another order; three steps of training in float32.
-INDUCTOR_TOLERANCE = 1e-4
 
 
 def job(case: str, ranks: int = 4) -> Job:
@@ -113,7 +110,7 @@ def test_inductor_compiles_a_partitioned_step_in_its_order(
     for result in launches(job(case, ranks)):
         for policy in ("none", "full"):
             found = result[policy]
-            assert max(found["errors"]) < INDUCTOR_TOLERANCE
+            assert max(found["errors"]) < TOLERANCE["float32"]
             assert found["codes"] == found["halves"]
             gathers = [half.count("all_gather_into_tensor") for half in found["halves"]]
             assert (min(gathers) > 0) == (ranks > 1)  # one rank gathers nothing

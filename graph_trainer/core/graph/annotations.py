@@ -279,11 +279,12 @@ def carry_recompute_policy(source: fx.Node, target: fx.Node) -> None:
 
 
 def restore_recompute_policy(node: fx.Node) -> None:
-    """Tag a node as `carry_recompute_policy` has written down."""
+    """Tag a node as `carry_recompute_policy` has written down, once: later tags stay."""
     carried = _custom(node, _CARRIED)
     if carried is not None:
         policy, region = carried.split()
         set_recompute_policy(node, CheckpointPolicy[policy], ac_graph_id=int(region))
+        node.meta[_CUSTOM] = {k: v for k, v in node.meta[_CUSTOM].items() if k != _CARRIED}
 
 
 def offload_tag(node: fx.Node) -> bool:

@@ -1,4 +1,5 @@
-"""Partition a partitioned step again, as torch.compile does, with the same result.
+"""Partition a partitioned step again, as torch.compile does: with the same result, or by PyTorch's
+partitioner within what our passes have decided.
 
 AOTAutograd traces the two graphs into one joint graph of its own and partitions that. `cut` has
 marked what it saved, in metadata that this trace keeps; what is marked is saved again.
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -16,11 +18,15 @@ from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
     has_phase,
+    is_backward,
     is_marked_saved,
     merge_tags,
     recompute_policy,
+    restore_recompute_policy,
     role_of,
+    set_recompute_policy,
 )
+from graph_trainer.core.graph.host_copies import waits_for_copy
 from graph_trainer.core.graph.ops import (
     aliased_input,
     has_effect,
@@ -30,16 +36,19 @@ from graph_trainer.core.graph.ops import (
     runs_once,
 )
 from graph_trainer.core.torch_private_compile import (
+    Partition,
     extract_halves,
     flat_outputs,
     is_opaque,
     is_symbolic,
     is_tangent,
+    min_cut_of_tags,
     must_be_in_backward,
     must_be_in_forward,
     place_in,
     standard_partition,
     traced_in_forward,
+    written_inputs,
 )
 
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
@@ -95,6 +104,52 @@ def partition_again(
             kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
             kind.append(node)
     return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
+
+
+def min_cut_again(
+    joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Let PyTorch's partitioner decide about what the cut has not decided and no tag says.
+
+    Decided is what runs in backward, repeated gathers and recomputation included, and that random
+    draws, what forward reads of a buffer that it writes, a kept gather of a parameter and a copy in
+    host memory are saved. Ops around the step are left to PyTorch. Linear in nodes, beside the
+    partitioner.
+    """
+    stale = set(written_inputs(joint.graph))
+    nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
+    for node in nodes:
+        restore_recompute_policy(node)
+    for node in nodes:
+        source = _source(node)
+        reads_stale = not stale.isdisjoint(source.all_input_nodes)
+        if reads_stale and aliased_input(node) in stale:
+            stale.add(node)
+            continue
+        if is_symbolic(node) or not has_phase(source):
+            continue
+        if is_backward(source):
+            place_in(node, "backward")
+            continue
+        if reads_stale and node.target is torch.ops.aten.clone.default:
+            # PyTorch's partitioner lets backward do what it alone reads: let the write read it too
+            _read_instead(node.all_input_nodes[0], node)
+        # recomputation would draw other numbers, or read what forward has written since
+        is_kept = runs_once(source) or reads_stale
+        if is_marked_saved(source) and recompute_policy(node) is None:
+            is_kept |= role_of(source) is Role.UNSHARD or waits_for_copy(source)
+        if is_kept:
+            set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)
+    return min_cut_of_tags(joint, inputs, **rest)
+
+
+def _read_instead(value: fx.Node, clone: fx.Node) -> None:
+    """Let what comes after a clone read the clone."""
+    value.replace_all_uses_with(clone, delete_user_cb=lambda user: clone < user)
+
+
+PARTITIONS: dict[str, Partition] = {"tags": partition_again, "min_cut": min_cut_again}
+"""By the name of `gt.backend(partition=...)` and `ExportedStep.compile(partition=...)`."""
 
 
 def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:

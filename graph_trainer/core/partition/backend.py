@@ -10,7 +10,8 @@ from typing import Any
 from torch import fx
 
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
-from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition import again
+from graph_trainer.core.partition.again import PARTITIONS
 from graph_trainer.core.partition.step import partitioned_step_of
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
@@ -37,10 +38,15 @@ class CompileBackend:
     """What `gt.backend` returns, called by torch.compile with every graph that it finds."""
 
     def __init__(
-        self, compiler: str, settings: Mapping[str, Any], on_partition: OnPartition | None
+        self,
+        compiler: str,
+        partition: str,
+        settings: Mapping[str, Any],
+        on_partition: OnPartition | None,
     ) -> None:
-        of_inductor, of_autograd = _checked(compiler, settings)
+        of_inductor, of_autograd = _checked(compiler, partition, settings)
         self._compiler = compiler
+        self._again = PARTITIONS[partition]
         self._of_inductor, self._of_autograd = of_inductor, of_autograd
         self._on_partition = on_partition
         self._said = False
@@ -77,15 +83,15 @@ class CompileBackend:
         if not partitioned:
             return compile_plainly(module, inputs)
         settings = settings_in_order() | self._of_inductor
-        source = Path(partition_again.__code__.co_filename).read_bytes()
+        uuid = self._again.__name__.encode() + Path(again.__file__).read_bytes()
         return compile_with_inductor_again(
-            module, inputs, settings, self._of_autograd, self._partition, source
+            module, inputs, settings, self._of_autograd, self._partition, uuid
         )
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = partition_again(joint, inputs, **rest)
+        forward, backward = self._again(joint, inputs, **rest)
         if self._on_partition is not None:
             self._on_partition(forward, backward)
         return forward, backward
@@ -102,17 +108,32 @@ def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     return boxed(run_nodes(module, graph))
 
 
-def _checked(compiler: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _checked(
+    compiler: str, partition: str, settings: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of Inductor and of AOTAutograd."""
     if not settings:
         return {}, {}
-    of_inductor, of_autograd, ignored = settings_of(compiler)
-    for name in settings:
-        if name in ignored:
+    of_inductor, of_autograd, of_partitioner = settings_of(compiler)
+    if partition == "min_cut":
+        of_autograd |= of_partitioner - {"cse"}
+    for name, value in settings.items():
+        if name == "cse":
+            raise ConfigError(
+                "gt.backend(settings={'cse': ...}): this setting has no effect, because merging "
+                "equal nodes would undo repeated gathers and recomputation: leave it out"
+            )
+        if name in of_partitioner - of_autograd:
             raise ConfigError(
                 f"gt.backend(settings={{'{name}': ...}}): PyTorch's partitioner alone reads this "
-                "setting, and gt.backend repeats the cut of gt.partition: give run_passes an "
-                "activation policy instead"
+                "setting, and partition='tags' repeats the cut of gt.partition: give "
+                "partition='min_cut', or run_passes an activation policy"
+            )
+        if name == "activation_memory_budget" and not 0 < value <= 1:
+            raise ConfigError(
+                f"gt.backend(settings={{'{name}': {value!r}}}): this part of what is saved without "
+                "a budget must be above 0, where PyTorch's partitioner would save inputs alone and "
+                "draw random numbers twice, and at most 1"
             )
         if name not in of_inductor | of_autograd:
             hint = did_you_mean(name, of_inductor | of_autograd, otherwise=".")
@@ -130,6 +151,7 @@ def _checked(compiler: str, settings: Mapping[str, Any]) -> tuple[dict[str, Any]
 def backend(
     compiler: str = "inductor",
     *,
+    partition: str = "tags",
     settings: Mapping[str, Any] | None = None,
     on_partition: OnPartition | None = None,
 ) -> CompileBackend:
@@ -137,19 +159,23 @@ def backend(
 
     AOTAutograd partitions what torch.compile gives it. This backend repeats the cut of
     `partition`: what that saves is saved, what backward gathers or computes again stays there, and
-    the collectives keep their order. Its settings of Inductor hold for the partitioned step, its
+    the collectives keep their order; with "min_cut" PyTorch's partitioner decides which activations
+    are saved. Its settings of Inductor hold for the partitioned step, its
     backward included, and for no other compilation. A graph without a partitioned step is compiled
     as by plain torch.compile, and a warning says so once.
 
     Args:
         compiler: "inductor", or "eager", which calls the ops one by one.
+        partition: "tags" repeats the cut; "min_cut" lets PyTorch's partitioner decide about what no
+            pass has decided, as in `ExportedStep.compile`.
         settings: of torch._inductor.config and torch._functorch.config, by name, over the ones
             that keep the order of collectives. They hold for the partitioned step, its backward
-            included, however late that is compiled.
+            included, however late that is compiled. Those of activations, such as
+            `activation_memory_budget`, act with "min_cut".
         on_partition: called with the forward and the backward graph of each partition.
 
     Raises:
-        ConfigError: an unknown compiler or setting, or a setting without effect here.
+        ConfigError: an unknown compiler, partition or setting, or a setting without effect here.
 
     Example::
 
@@ -162,4 +188,8 @@ def backend(
             f"gt.backend('{compiler}'): there is no such compiler{hint} It must be one of "
             f"{', '.join(_COMPILERS)}"
         )
-    return CompileBackend(compiler, settings or {}, on_partition)
+    if partition not in PARTITIONS:
+        raise ConfigError(
+            f"gt.backend: partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}"
+        )
+    return CompileBackend(compiler, partition, settings or {}, on_partition)

@@ -16,23 +16,16 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.capture.subclasses import Layout, unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
-    Role,
     annotate_node,
     annotation,
     copy_annotations,
     has_phase,
-    is_backward,
-    is_marked_saved,
-    recompute_policy,
     restore_recompute_policy,
-    role_of,
     set_input_name,
-    set_recompute_policy,
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import (
@@ -45,7 +38,7 @@ from graph_trainer.core.graph.joint_graph import (
 )
 from graph_trainer.core.graph.ops import has_effect, is_getitem
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition.again import PARTITIONS
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
 from graph_trainer.core.partition.cut import peak_bytes
 from graph_trainer.core.partition.step import PartitionedStep
@@ -60,16 +53,11 @@ from graph_trainer.core.torch_private_compile import (
     descriptor_of,
     export_joint,
     gradient_of,
-    is_symbolic,
-    min_cut_of_tags,
     must_be_in_forward,
-    place_in,
     set_flat_arguments,
     traced_in_forward,
 )
 from graph_trainer.errors import PassError
-
-_PARTITIONS = {"tags": partition_again, "min_cut": min_cut_of_tags}
 
 _NOTHING = unwrap(torch.empty(0, device="meta"))[1]
 """Of what is no tensor: a gradient that AOTAutograd does not compute, an opaque value."""
@@ -246,18 +234,16 @@ class ExportedStep:
             PassError: an unknown partition, or steps out of order.
             ConfigError: an unknown compiler.
         """
-        if partition not in _PARTITIONS:
+        if partition not in PARTITIONS:
             raise PassError(
-                f"partition is {partition!r}; it must be one of {', '.join(_PARTITIONS)}"
+                f"partition is {partition!r}; it must be one of {', '.join(PARTITIONS)}"
             )
         self._enter(ExportStage.COMPILE)
-        if partition == "min_cut":
-            _tag_as_cut(self.graph_module.graph)
         self.graph_module.recompile()
         step, unchecked = self._step, list[JointGraph]()
 
         def part(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            halves = _PARTITIONS[partition](*args, **rest)
+            halves = PARTITIONS[partition](*args, **rest)
             if on_partition is not None:
                 on_partition(*halves)
             return halves
@@ -371,20 +357,3 @@ def peaks_of(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, in
     saved = {n: made[n.name] for n in taken if n.name in made}
     halves = half_of(forward, OutputKind.SAVED), half_of(backward, OutputKind.GRADIENT)
     return peak_bytes(*halves, saved)
-
-
-def _tag_as_cut(graph: fx.Graph) -> None:
-    """Tell PyTorch's partitioner what the cut has decided and no tag says: what runs in backward,
-    repeated gathers and recomputation included, and what is saved of a parameter's gather."""
-    for node in graph.nodes:
-        source = node.all_input_nodes[0] if is_getitem(node) else node
-        if node.op != "call_function" or is_symbolic(node):
-            continue
-        if is_backward(node):
-            place_in(node, "backward")
-        elif (
-            is_marked_saved(source)
-            and role_of(source) is Role.UNSHARD
-            and recompute_policy(node) is None
-        ):
-            set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)

@@ -78,7 +78,11 @@ class PartitionedStep(nn.Module):
         self.call_on_tensors = self._traceable()
         # Not as a decorator: that would import torch._dynamo along with this package, which makes
         # TORCHINDUCTOR_CACHE_DIR before the command line can refuse it.
-        self.checked_tensors = torch.compiler.disable(self._check_tensors)
+        self.checked_tensors = torch.compiler.disable(
+            self._check_tensors,
+            reason="fullgraph=True needs a batch of plain tensors with the shapes of the capture, "
+            "no nests, constants or DTensors",
+        )
         """Returns the tensors of a call, checked; torch.compile does not look inside."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -58,13 +58,17 @@ def counts_of(step):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_bits_are_eagers_with_an_eager_compiler(name):
+    assert_bits_are_eagers(name, gt.backend("eager"))
+
+
+def assert_bits_are_eagers(name, compiler):
     become(0, 1)
     build, loss_fn, args = MODELS[name]
     torch.manual_seed(0)
     model, other = build(), build()
     other.load_state_dict(model.state_dict())
     step = partitioned(model, args, loss_fn)
-    step = torch.compile(step, backend=gt.backend("eager"), fullgraph=True)
+    step = torch.compile(step, backend=compiler, fullgraph=True)
     for number in range(3):
         found = []
         for each, call in ((model, step), (other, lambda *a: loss_fn(other, *a))):
@@ -86,6 +90,7 @@ def decoder(**config):
 
 
 COMPILERS = ("eager", pytest.param("inductor", marks=pytest.mark.full))
+PARTITIONS = ("tags", "min_cut")
 
 
 class Asserted(torch.autograd.Function):
@@ -103,14 +108,16 @@ class Asserted(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)
-def test_an_assertion_raises_in_the_half_that_violates_it(compiler):
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_an_assertion_raises_in_the_half_that_violates_it(compiler, partition):
     become(0, 1)
     model, x = nn.Linear(4, 4), torch.ones(3, 4)
 
     def loss_fn(model, x):
         return Asserted.apply(model(x)).mean()
 
-    step = torch.compile(partitioned(model, (x,), loss_fn), backend=gt.backend(compiler))
+    backend = gt.backend(compiler, partition=partition)
+    step = torch.compile(partitioned(model, (x,), loss_fn), backend=backend)
     for call in (lambda x: loss_fn(model, x), step):
         call(x).backward()
         with pytest.raises(RuntimeError, match="a large number"):
@@ -123,15 +130,16 @@ def test_an_assertion_raises_in_the_half_that_violates_it(compiler):
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("policy", ["none", "full"])
+@pytest.mark.parametrize("partition", PARTITIONS)
 def test_registered_effects_run_as_often_as_in_eager_and_in_its_order(
-    policy, checkpointed, compiler
+    partition, policy, checkpointed, compiler
 ):
     become(0, 1)
     torch.manual_seed(0)
     model, x = Blocks(checkpointed), torch.randn(3, 4)
     expected = [name for name, _ in runs_of(lambda: mean_square(model, x).backward())]
     step = partitioned(model, (x,), mean_square, activation_policy=policy)
-    step = torch.compile(step, backend=gt.backend(compiler))
+    step = torch.compile(step, backend=gt.backend(compiler, partition=partition))
     for _ in range(2):
         assert [name for name, _ in runs_of(lambda: step(x).backward())] == expected
 
@@ -196,11 +204,38 @@ def test_what_is_offloaded_stays_in_host_memory_in_both():
     assert seen.counts() == counts_of(step)
 
 
+BUDGET = {"activation_memory_budget": 0.1}
+
+
+@pytest.mark.parametrize("config", POLICIES)
+def test_pytorchs_partitioner_gathers_again_what_the_passes_do(config):
+    step, args = decoder(**config)
+    saved = []
+    for settings in ({}, BUDGET):
+        torch.compiler.reset()
+        seen = Seen()
+        compiler = gt.backend("eager", partition="min_cut", settings=settings, on_partition=seen)
+        torch.compile(step, backend=compiler, fullgraph=True)(*args).backward()
+        *gathered, kept = seen.counts()
+        assert tuple(gathered) == counts_of(step)[:2]
+        saved.append(kept)
+    without, with_budget = saved
+    assert with_budget < without <= counts_of(step)[2]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("settings", [{}, BUDGET])
+def test_bits_are_eagers_with_pytorchs_partitioner_too(name, settings):
+    """Random numbers are drawn once, and a buffer is read before forward writes it."""
+    compiler = gt.backend("eager", partition="min_cut", settings=settings)
+    assert_bits_are_eagers(name, compiler)
+
+
 def test_without_our_partitioner_it_decides_otherwise(monkeypatch):
     from graph_trainer.core.partition import backend as room
     from graph_trainer.core.torch_private_compile import standard_partition
 
-    monkeypatch.setattr(room, "partition_again", standard_partition)
+    monkeypatch.setitem(room.PARTITIONS, "tags", standard_partition)
     step, args = decoder(reshard_after_forward="always")
     seen = Seen()
     torch.compile(step, backend=gt.backend("eager", on_partition=seen))(*args).backward()
@@ -294,6 +329,17 @@ def test_a_batch_of_another_shape_is_refused_as_without_torch_compile():
         step(*batch(5))
 
 
+def test_one_graph_needs_a_batch_of_plain_tensors():
+    become(0, 1)
+    nested = ({"x": torch.ones(2, 4)},)
+    step = partitioned(nn.Linear(4, 4), nested, lambda model, batch: model(batch["x"]).mean())
+    torch.compile(step, backend=gt.backend("eager"))(*nested).backward()
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend=gt.backend("eager"), fullgraph=True)
+    with pytest.raises(RuntimeError, match="fullgraph=True needs a batch of plain tensors"):
+        compiled(*nested)
+
+
 def test_a_module_that_is_not_partitioned_is_compiled_plainly_and_it_says_so_once(
     caplog, monkeypatch
 ):
@@ -317,16 +363,21 @@ def test_a_compiler_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("compiler", "name", "message"),
+    ("compiler", "partition", "setting", "message"),
     [
-        ("inductor", "reorder_for_localty", "did you mean 'reorder_for_locality'"),
-        ("eager", "reorder_for_locality", "there is no such setting"),
-        ("inductor", "activation_memory_budget", "PyTorch's partitioner alone reads this setting"),
+        ("inductor", "tags", {"reorder_for_localty": 1}, "did you mean 'reorder_for_locality'"),
+        ("eager", "tags", {"reorder_for_locality": 1}, "there is no such setting"),
+        ("inductor", "tags", BUDGET, "PyTorch's partitioner alone reads this setting"),
+        ("eager", "tags", {"recompute_views": True}, "give partition='min_cut'"),
+        ("eager", "min_cut", {"cse": True}, "this setting has no effect"),
+        ("eager", "min_cut", {"activation_memory_budget": 0}, "must be above 0"),
+        ("eager", "min_cut", {"activation_memory_budget": 1.5}, "at most 1"),
+        ("eager", "mincut", {}, "partition is 'mincut'; it must be one of tags, min_cut"),
     ],
 )
-def test_a_setting_without_effect_is_refused(compiler, name, message):
+def test_a_setting_without_effect_is_refused(compiler, partition, setting, message):
     with pytest.raises(gt.ConfigError, match=message):
-        gt.backend(compiler, settings={name: 1})
+        gt.backend(compiler, partition=partition, settings=setting)
 
 
 # --- Inductor -------------------------------------------------------------------------------------
@@ -346,7 +397,11 @@ def settings_seen(monkeypatch):
 
     def compile_nothing(module, inputs, **how):
         is_backward = bool(how.get("is_backward"))
-        given = (config.reorder_for_compute_comm_overlap, autograd_config.debug_assert)
+        given = (
+            config.reorder_for_compute_comm_overlap,
+            autograd_config.debug_assert,
+            autograd_config.activation_memory_budget,
+        )
         seen.append((is_backward, config.reorder_for_locality, config.custom_partitioner_fn, given))
 
         def run(values):
@@ -392,11 +447,12 @@ def test_settings_of_a_users_hold_in_both_halves_and_nowhere_else(settings_seen)
     from torch._functorch import config
 
     step, args = decoder()
-    given = {"reorder_for_compute_comm_overlap": True, "debug_assert": True}
+    given = {"reorder_for_compute_comm_overlap": True, "debug_assert": True} | BUDGET
+    compiler = gt.backend(partition="min_cut", settings=given)
     with config.patch(force_non_lazy_backward_lowering=False):
-        loss = torch.compile(step, backend=gt.backend(settings=given))(*args)
+        loss = torch.compile(step, backend=compiler)(*args)
         torch.compile(nn.Linear(4, 4))(torch.randn(2, 4)).sum().backward()
         loss.backward()
     found = [(is_backward, given) for is_backward, *_, given in settings_seen]
-    plain = (False, False)
-    assert found == [(False, (True, True)), (False, plain), (True, plain), (True, (True, True))]
+    plain, ours = (False, False, 1.0), tuple(given.values())
+    assert found == [(False, ours), (False, plain), (True, plain), (True, ours)]
