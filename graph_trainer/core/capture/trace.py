@@ -143,6 +143,7 @@ class StepTrace:
                 f"{type(error).__name__}: {error}{_remedy(error)}"
             ) from error
         _flatten_output(graph_module)
+        _name_assertions(graph_module)
         _clone_constants_returned(graph_module.graph)
         views_out_of_place(graph_module.graph)
         share_repeated_draws(graph_module.graph)
@@ -368,6 +369,17 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
             f"the gradient of '{name}' has placements {gradient.placements} while the parameter "  # type: ignore[attr-defined]
             f"has {placements}; redistribute it in the parameter's backward"
         )
+
+
+def _name_assertions(graph_module: fx.GraphModule) -> None:
+    """Give assertions without a message the one that they raise: later traces of torch keep those
+    with a message, and drop the others as unused."""
+    for module in graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            asserts = torch.ops.aten._assert_async
+            for node in module.graph.find_nodes(op="call_function", target=asserts.default):
+                node.target = asserts.msg
+                node.args = (*node.args, "Expected Tensor with single nonzero value, but got zero")
 
 
 def _clone_constants_returned(graph: fx.Graph) -> None:
