@@ -174,8 +174,20 @@ def _check_bytes(value: Any, name: str) -> None:
             pending += [*each.keys(), *each.values()]
         elif isinstance(each, list | tuple | set | frozenset):
             pending += each
-        elif hasattr(each, "__dict__") and not isinstance(each, type):
-            pending += vars(each).values()
+        if not isinstance(each, type):
+            pending += _attributes(each)
+
+
+def _attributes(value: Any) -> list[Any]:
+    """List what a pickle may have set on a value, a container too: OrderedDict has attributes."""
+    found = [getattr(value, "__dict__", None)]
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else slots
+        found += [getattr(value, name, None) for name in names]
+    if isinstance(value, torch.Tensor):
+        found.append(value._backward_hooks)  # an argument of what builds a tensor
+    return found
 
 
 def _is_record(found: object, module: str) -> bool:

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import os
 import pickle
-from pathlib import Path
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import METADATA, SUMS, PublishingWriter, damage
-from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader, reader_of
+from graph_trainer.titan.checkpoint_reader import (
+    DataLoadPlanner,
+    DataReader,
+    _check_bytes,
+    reader_of,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -167,6 +177,93 @@ torch.save(torch.nn.ReLU(), ARCHIVE)
 )
 def test_bytes_run_nothing_wherever_they_are(tmp_path: Path, value: Any) -> None:
     assert "names posix.system, which may run" in refusal({"x": [value]}, tmp_path / "step-1")
+
+
+def load_value(value: Any) -> Any:
+    """Load what a file may hold and a state is not saved as: it would be taken apart."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    item: Any = SimpleNamespace(storage_index=MetadataIndex("x"), dest_index=MetadataIndex("x"))
+    planner = DataLoadPlanner(flatten_state_dict=False)
+    planner.state_dict = {}
+    planner.load_bytes(item, file)
+    return planner.state_dict["x"]
+
+
+def with_attribute(value: Any) -> Any:
+    value.planted = BY_TEXT
+    return value
+
+
+def with_hooks(value: torch.Tensor) -> torch.Tensor:
+    value._backward_hooks = OrderedDict(planted=BY_TEXT)
+    return value
+
+
+def rebuilt(hooks: Any) -> bytes:
+    """Return a pickle of a tensor with what torch takes as its hooks."""
+
+    class Tensor:
+        def __reduce__(self) -> tuple[Any, ...]:
+            storage = torch.storage.TypedStorage(
+                wrap_storage=torch.ones(1).untyped_storage(), dtype=torch.float32, _internal=True
+            )
+            return torch._utils._rebuild_tensor_v2, (storage, 0, (1,), (1,), False, hooks)
+
+    return pickle.dumps(Tensor())
+
+
+def path_of_bytes() -> PurePosixPath:
+    """Return a path, which has slots, with bytes in each."""
+    path = PurePosixPath("x")
+    for name in ("_raw_paths", "_parts"):  # by the version of Python
+        with contextlib.suppress(AttributeError):
+            setattr(path, name, [BY_TEXT])
+    return path
+
+
+class Slotted:
+    __slots__ = "planted"
+
+
+def of_every_kind() -> Iterator[Any]:
+    """Yield one container of each kind, of a class that may have attributes."""
+    for kind in (dict, OrderedDict, list, tuple, set, frozenset, object):
+        yield type(f"A_{kind.__name__}", (kind,), {})()
+    for kind in (bytes, bytearray):
+        yield type(f"A_{kind.__name__}", (kind,), {})(b"N.")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        with_attribute(OrderedDict(a=1)),
+        pickle.dumps(with_attribute(OrderedDict(a=1))),
+        pickle.dumps([{"x": (with_attribute(OrderedDict()),)}], 0),
+        with_attribute(torch.ones(1)),
+        rebuilt(OrderedDict(planted=BY_TEXT)),
+    ],
+    ids=["archive", "pickle", "nested", "tensor", "hooks"],
+)
+def test_attributes_run_nothing(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"x names posix\.system"):
+        load_value(value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *map(with_attribute, of_every_kind()),
+        with_attribute(Slotted()),
+        path_of_bytes(),
+        with_hooks(torch.ones(1)),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_attributes_of_every_kind_are_read(value: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"x names posix\.system"):
+        _check_bytes([value], "x")
 
 
 @pytest.mark.parametrize(
