@@ -33,6 +33,7 @@ _OF_RECORDS = (
     "pathlib",
     "pathlib._local",
 )
+_TYPES = (bytes, bytearray, set, frozenset, complex)
 # What builds a shape, a layout, a tensor or one of Python's types, and does no more. The last as
 # protocols up to 3 write them, under the names of Python 2 and 3.
 _BUILDERS = {
@@ -41,9 +42,7 @@ _BUILDERS = {
     ("torch.serialization", "_get_layout"),
     ("torch._utils", "_rebuild_tensor_v2"),
     ("_codecs", "encode"),
-    *itertools.product(
-        ("builtins", "__builtin__"), ("bytes", "bytearray", "set", "frozenset", "complex")
-    ),
+    *itertools.product(("builtins", "__builtin__"), (kind.__name__ for kind in _TYPES)),
 }
 _FROM_BYTES = ("torch.storage", "_load_from_bytes")
 
@@ -141,7 +140,9 @@ def _refused(what: str) -> CheckpointError:
 
 def _load_archive(file: io.BytesIO, name: str) -> Any:
     try:
-        return torch.load(file, weights_only=True)
+        # torch allows the other builders by itself
+        with torch.serialization.safe_globals([*_TYPES]):
+            return torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         file.seek(0)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)

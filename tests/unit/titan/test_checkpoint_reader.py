@@ -251,6 +251,15 @@ def test_attributes_run_nothing(value: Any) -> None:
         load_value(value)
 
 
+@pytest.mark.parametrize("value", [b"", bytearray(), {1}, frozenset({1}), 1j])
+def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
+    if isinstance(value, bytes | bytearray):
+        with pytest.raises(CheckpointError, match="x holds bytes that are no pickle of data"):
+            load_value(value)
+    else:
+        assert load_value(value) == value
+
+
 @pytest.mark.parametrize(
     "value",
     [
