@@ -54,14 +54,16 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
         table = tomli.loads(text)
         level: list[Any] = [table]
         for _ in range(_DEEPEST):
-            # As a message would: a hexadecimal number is read at any length, and not written.
-            _ = [str(value) for value in level if isinstance(value, int)]
-            level = [
-                inner
-                for value in level
-                if isinstance(value, dict | list)
-                for inner in (value.values() if isinstance(value, dict) else value)
-            ]
+            inside: list[Any] = []
+            for value in level:
+                if isinstance(value, int):
+                    # as a message would: a hexadecimal number is read at any length, not written
+                    str(value)
+                elif isinstance(value, dict):
+                    inside += value.values()
+                elif isinstance(value, list):
+                    inside += value
+            level = inside
             if not level:
                 return table
         raise RecursionError
