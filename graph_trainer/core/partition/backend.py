@@ -7,14 +7,18 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
+from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
+from graph_trainer.core.graph.joint_graph import InputKind
 from graph_trainer.core.partition import again
 from graph_trainer.core.partition.again import PARTITIONS
-from graph_trainer.core.partition.step import partitioned_step_of
+from graph_trainer.core.partition.step import PartitionedStep, partitioned_step_of
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.torch_private import storage_id
 from graph_trainer.core.torch_private_compile import (
     Compiled,
     boxed,
@@ -54,13 +58,16 @@ class CompileBackend:
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Compile a graph of torch.compile's. Whenever it runs the steps in it check their model,
         which torch.compile's guards do not know."""
-        found = (partitioned_step_of(node.target) for node in module.graph.nodes)
-        steps = [step for step in found if step is not None]
+        steps = [
+            (step, _inputs_of_batch(module.graph, node, step))
+            for node in module.graph.nodes
+            if (step := partitioned_step_of(node.target)) is not None
+        ]
         compiled = self._compile(module, inputs, partitioned=bool(steps))
 
         def checked(*values: Any) -> Any:
-            for step in steps:
-                step.check_model()
+            for step, places in steps:
+                step.check_model([None if place is None else values[place] for place in places])
             return compiled(*values)
 
         return checked if steps else compiled
@@ -95,6 +102,31 @@ class CompileBackend:
         if self._on_partition is not None:
             self._on_partition(forward, backward)
         return forward, backward
+
+
+def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> list[int | None]:
+    """Return which input of the graph has the memory of each tensor of a step's batch."""
+    places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
+    specs = step.halves.forward.signature.inputs
+    batch = [n for n, s in zip(call.args, specs, strict=True) if s.kind is InputKind.BATCH]
+    # The model's own first: of two inputs in one memory, which later calls need not be, what is
+    # computed is rather a view of the other.
+    state = set(call.args).difference(batch)
+    given: dict[int, int] = {}
+    for node in sorted(places, key=lambda n: n not in state):
+        given |= dict.fromkeys(_memory_of(node), places[node])
+
+    def source(node: Any) -> int | None:
+        known = (given[m] for m in _memory_of(node) if m in given)
+        return places[node] if node in places else next(known, None)
+
+    return [source(node) for node in batch]
+
+
+def _memory_of(node: Any) -> list[int]:
+    value = node.meta.get("example_value")  # torch.compile's name of "val"
+    parts = unwrap(value)[0] if isinstance(value, torch.Tensor) else []
+    return [storage_id(part) for part in parts]
 
 
 def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:

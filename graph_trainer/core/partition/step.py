@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
+from graph_trainer.core.capture.model_state import refuse_shared_memory
 from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import (
     InputKind,
@@ -140,7 +141,7 @@ class PartitionedStep(nn.Module):
             return None
         batch = [*args, *(kwargs[name] for name in self._batch[1])]
         for value, (shape, stride, dtype, device) in zip(batch, self._batch[2], strict=True):
-            if not isinstance(value, torch.Tensor) or value.requires_grad:
+            if type(value) is not torch.Tensor or value.requires_grad:
                 return None
             found = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
             if found != (shape, stride, dtype, device):
@@ -153,11 +154,20 @@ class PartitionedStep(nn.Module):
             state.append(getattr(module, kind)[last])
         return [*state, *batch]
 
-    def check_model(self) -> None:
-        """Refuse a model whose tensors, modes or hooks are not those of the capture, and ranks that
-        issue other collectives."""
+    def check_model(self, batch: Sequence[torch.Tensor | None]) -> None:
+        """Refuse a model whose tensors, modes or hooks are not those of the capture, ranks that
+        issue other collectives, and a batch in memory that the step writes.
+
+        Args:
+            batch: one tensor in the memory of each tensor of the batch; None for new memory.
+        """
         self._check_ranks()
-        self._binding.model_values(self.model)
+        values = self._binding.model_values(self.model)
+        specs = self.halves.forward.signature.inputs
+        for spec, tensor in zip(specs[-len(batch) :], batch, strict=True):
+            part = torch.empty(0) if tensor is None else unwrap(tensor)[0][0]
+            values += [part] * spec.layout.num_tensors
+        refuse_shared_memory(specs, values)
         self._trained()
 
     def _check_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:

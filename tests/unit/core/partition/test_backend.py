@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
@@ -321,6 +322,63 @@ def test_a_model_that_changed_is_refused_in_a_later_call(change, fullgraph):
         step(*args)
     with pytest.raises(gt.CaptureError) as found:
         compiled(*args)
+    assert str(found.value) == str(wanted.value)
+
+
+class Writes(nn.Module):
+    """Writes into a buffer; a batch may be in its memory."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(3, 4))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return self.linear(x) + self.count
+
+
+@pytest.mark.parametrize(
+    "batch_of",
+    [
+        lambda model: model.count,
+        lambda model: model.count[:],
+        lambda model: model.count.view(4, 3).view(3, 4),
+    ],
+)
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("first", [False, True])
+def test_a_batch_in_memory_that_the_step_writes_is_refused(batch_of, inside, first):
+    become(0, 1)
+    model = Writes()
+    step = partitioned(model, (torch.randn(3, 4),), lambda m, x: m(x).sum())
+    with pytest.raises(gt.CaptureError, match="shares the memory of 'count'") as wanted:
+        step(batch_of(model))
+
+    def function(*batch):
+        return step(*(batch or (batch_of(model),)))
+
+    compiled = torch.compile(function, backend=gt.backend("eager"), fullgraph=True)
+    if not first:
+        compiled(torch.randn(3, 4)).backward()
+    before = model.count.clone()
+    with pytest.raises(gt.CaptureError) as found:
+        compiled(*(() if inside else (batch_of(model),)))
+    assert str(found.value) == str(wanted.value) and torch.equal(model.count, before)
+    if not first:  # AOTAutograd's graph of inputs in one memory is for such alone
+        compiled(model.count.clone()).backward()
+
+
+def test_a_dtensor_for_a_tensor_is_refused_as_without_torch_compile():
+    become(0, 1)
+    mesh = init_device_mesh("cpu", (1,))
+    x, y = batch()
+    step = partitioned(net(), (x, y))
+    given = distribute_tensor(x, mesh, [Replicate()])
+    with pytest.raises(gt.CaptureError) as wanted:
+        step(given, y)
+    with pytest.raises(gt.CaptureError) as found:
+        torch.compile(step, backend=gt.backend("eager"))(given, y)
     assert str(found.value) == str(wanted.value)
 
 
