@@ -113,7 +113,14 @@ def tag_activations(
         return
     writes = LastWrites(joint.graph)
     every = context.recompute_every_nth_block if context.activation_policy == "layers" else 1
-    chosen = [*forward_blocks(joint).items()][every - 1 :: every]
+    blocks = forward_blocks(joint)
+    if joint.signature.backward and 0 < len(blocks) < every:
+        raise PassError(
+            f"recompute_every_nth_block is {every} (in a TOML file layers of "
+            f"[activation_checkpoint]), and the model has only {len(blocks)} blocks: none would be "
+            f"recomputed. Set 1 to {len(blocks)}, or the policy 'none'"
+        )
+    chosen = [*blocks.items()][every - 1 :: every]
     for number, (block, nodes) in enumerate(chosen):
         kept = {n for n in nodes if is_read_elsewhere(n, block) or not may_run_again(n, writes)}
         kept |= set(_communicated(nodes, options, context))

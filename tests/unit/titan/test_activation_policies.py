@@ -139,7 +139,7 @@ def every_nth(layers, every):
     return [number for number, count in enumerate(range(1, layers + 1)) if count % every == 0]
 
 
-@pytest.mark.parametrize(("layers", "every"), [(5, 1), (5, 2), (5, 3), (5, 5), (5, 6), (32, 3)])
+@pytest.mark.parametrize(("layers", "every"), [(5, 1), (5, 2), (5, 3), (5, 5), (32, 3)])
 def test_layers_chooses_every_nth_block_counted_from_one(layers, every):
     """The graph's blocks, and the modules that torchtitan's loop and plans of it wrap."""
 

@@ -104,6 +104,21 @@ def test_none_changes_nothing_and_every_nth_block_is_chosen():
     assert sum(found.values()) < sum(before.values())
 
 
+def test_more_than_there_are_blocks_would_recompute_nothing():
+    """A graph without backward, or without blocks, recomputes nothing whatever the number."""
+    said = r"recompute_every_nth_block is 3 .* only 2 blocks.* Set 1 to 2, or the policy 'none'"
+    with pytest.raises(gt.PassError, match=said):
+        with_policy(stack(), "layers", every=3)
+    assert not any(map(recompute_policy, with_policy(flat(), "layers", every=3).graph.nodes))
+    context = PassContext(activation_policy="layers", recompute_every_nth_block=3)
+    forward = gt.partition(stack(), LlamaStack(SIZES["tiny"])).halves.forward
+    tag_activations.function(forward, TagActivationsOptions(), context)
+
+
+def flat():
+    return captured(nn.Linear(2, 2), torch.ones(2, 2))
+
+
 def test_the_models_own_tags_win_and_its_checkpoints_are_not_doubled():
     joint = stack()
     silu = next(n for n in joint.graph.nodes if n.target is aten.silu.default)
