@@ -42,13 +42,13 @@ from graph_trainer.core.graph.joint_graph import (
 from graph_trainer.core.graph.ops import (
     Storage,
     is_getitem,
-    is_random,
     is_wait,
     storage_roots,
     storages_in,
     value_storages,
     written_arguments,
 )
+from graph_trainer.core.passes.rematerialize import to_be_recomputed
 from graph_trainer.errors import PassError
 
 
@@ -247,7 +247,7 @@ def _forward_half(
     made: dict[fx.Node, fx.Node] = {}
     saved: _Saved = {}
     # what `rematerialize` has acted on is not saved; tags that it has not are for a later partition
-    unacted = any(_to_be_recomputed(node) for node in reads.saved)
+    unacted = any(to_be_recomputed(node) for node in reads.saved)
     readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for (value, reader), writer in reads.cloned.items():
         readers[writer][value].append(reader)
@@ -262,7 +262,7 @@ def _forward_half(
             if node in forward:
                 copy_annotations(node, made[node])
                 kept = recompute_policy(node) is CheckpointPolicy.MUST_SAVE
-                if kept or (unacted and _to_be_recomputed(node)):
+                if kept or (unacted and to_be_recomputed(node)):
                     carry_recompute_policy(node, made[node])
             if phase_of(node) is Phase.BACKWARD:
                 annotate_node(made[node], annotation(phase=Phase.LOSS))
@@ -278,11 +278,6 @@ def _forward_half(
     takes = (s for s in joint.signature.inputs if s.kind is not InputKind.OUTPUT_GRADIENT)
     signature = Signature(tuple(takes), tuple(specs), backward=False)
     return _half(joint, graph, signature), saved
-
-
-def _to_be_recomputed(node: fx.Node) -> bool:
-    source = node.all_input_nodes[0] if is_getitem(node) else node
-    return recompute_policy(source) is CheckpointPolicy.MUST_RECOMPUTE and not is_random(source)
 
 
 def _backward_half(

@@ -49,7 +49,7 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
 
     Linear in nodes.
     """
-    recompute(joint, {n for n in joint.graph.nodes if _to_be_recomputed(n)})
+    recompute(joint, {n for n in joint.graph.nodes if to_be_recomputed(n)})
 
 
 def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
@@ -73,7 +73,8 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
     _erase_unused_originals(graph, copies)
 
 
-def _to_be_recomputed(node: fx.Node) -> bool:
+def to_be_recomputed(node: fx.Node) -> bool:
+    """Tell whether `rematerialize` acts on the tag of a forward node, or of the tuple it is of."""
     if node.op != "call_function" or is_backward(node) or runs_once(node):
         return False
     policy = recompute_policy(node)
@@ -82,7 +83,7 @@ def _to_be_recomputed(node: fx.Node) -> bool:
         assert isinstance(source, fx.Node)
         # a getitem that is kept would keep the whole tuple alive
         untagged_or_agreed = policy in (None, CheckpointPolicy.MUST_RECOMPUTE)
-        return untagged_or_agreed and _to_be_recomputed(source)
+        return untagged_or_agreed and to_be_recomputed(source)
     return policy is CheckpointPolicy.MUST_RECOMPUTE
 
 

@@ -13,14 +13,18 @@ from graph_trainer.core.graph.annotations import (
     annotation,
     is_backward,
     phase_of,
+    recompute_policy,
+    restore_recompute_policy,
     role_of,
     set_recompute_policy,
 )
 from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
 from graph_trainer.core.graph.ops import is_collective, storage_roots
 from graph_trainer.core.partition.cut import cut
+from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.runtime.one_process import OneProcess, same_random_numbers
 from graph_trainer.testing import Builder, assert_same, run, values_for
+from tests.unit.core.graph import test_registered_effects  # noqa: F401  its op
 from tests.unit.graphs import ALL_REDUCE, BACKWARD, GATHER, aten, captured_decoder, unshards
 
 
@@ -123,6 +127,24 @@ def test_no_copy_of_a_gathered_parameter_is_saved():
     kept = cut(gather_alone)
     assert saved_of_unshards(kept) > 0
     assert kept.saved_bytes() > halves.saved_bytes()
+
+
+def test_no_tag_is_left_for_another_partition_once_rematerialize_has_acted():
+    """It leaves what runs once, a registered effect for one, and its tag says nothing more."""
+    b = Builder()
+    x, _ = b.input("x", 4), b.parameter("w", 4)
+    once = b.call(torch.ops.test_effects.note.default, x, "once")
+    again = b.call(aten.sin.default, once)
+    for node in (once, again):
+        set_recompute_policy(node, CheckpointPolicy.MUST_RECOMPUTE)
+    loss = b.total(again)
+    both = b.call(aten.mul.Tensor, once, again, phase=BACKWARD)
+    joint = b.joint(loss, w=b.call(aten.mul.Tensor, both, seed(b, loss), phase=BACKWARD))
+    rematerialize(joint)
+    forward = cut(joint).forward
+    for node in forward.graph.nodes:
+        restore_recompute_policy(node)
+    assert not any(map(recompute_policy, forward.graph.nodes))
 
 
 def test_interleaved_nodes_go_to_their_side_in_their_order():
