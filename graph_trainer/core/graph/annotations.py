@@ -67,7 +67,8 @@ _STRENGTH = (
     *("MUST_RECOMPUTE", "MUST_CPU_OFFLOAD", "MUST_SAVE"),
     *("PREFER_RECOMPUTE", "PREFER_CPU_OFFLOAD", "PREFER_SAVE"),
 )
-"""The names of `CheckpointPolicy`, the strongest first; older versions of torch have fewer."""
+"""The names of `CheckpointPolicy`, the strongest first; older versions of torch have fewer, and
+what newer ones add is weaker."""
 
 SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
@@ -126,7 +127,8 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
     `ac_graph_id`: what may not stay in memory is recomputed whoever else would keep it, and what
     must happen wins over what may. Recomputation ends an offload. Marks of either survive.
     """
-    kept.meta[_CUSTOM] = {**other.meta.get(_CUSTOM, {}), **kept.meta.get(_CUSTOM, {})}
+    if other.meta.get(_CUSTOM):
+        kept.meta[_CUSTOM] = {**other.meta[_CUSTOM], **kept.meta.get(_CUSTOM, {})}
     stronger = min(kept, other, key=_weakness)
     if (policy := recompute_policy(stronger)) is not None:
         graph_id = stronger.meta.get(_AC_GRAPH_ID, FSDP_AC_GRAPH_ID)
@@ -140,7 +142,9 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
 
 def _weakness(node: fx.Node) -> int:
     policy = recompute_policy(node)
-    return len(_STRENGTH) if policy is None else _STRENGTH.index(policy.name)
+    if policy is None:
+        return len(_STRENGTH) + 1
+    return _STRENGTH.index(policy.name) if policy.name in _STRENGTH else len(_STRENGTH)
 
 
 def _custom(node: fx.Node, key: str) -> str | None:

@@ -1,6 +1,7 @@
 """Two equal nodes that become one: the stronger tag holds, and marks survive."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from torch.utils.checkpoint import CheckpointPolicy
@@ -9,6 +10,7 @@ from graph_trainer.core.graph.annotations import (
     Role,
     is_marked_saved,
     mark_saved,
+    merge_tags,
     offload_tag,
     recompute_policy,
     set_offload,
@@ -74,3 +76,25 @@ def test_an_offload_survives_all_but_recomputation(merge):
         pair = ("offload", tag) if reverse else (tag, "offload")
         left = merged(merge, *pair)
         assert offload_tag(left) is (tag is not MUST_RECOMPUTE), pair
+
+
+def test_a_policy_that_a_newer_torch_adds_is_weaker_than_those_known():
+    newer = SimpleNamespace(name="MUST_FLY")
+    for known, reverse in itertools.product(TAGS, (False, True)):
+        tags = (newer, known) if reverse else (known, newer)
+        b = Builder()
+        nodes = [b.input(name, 4) for name in "xy"]
+        for node, tag in zip(nodes, tags, strict=True):
+            if tag is not None:
+                set_recompute_policy(node, tag)
+        merge_tags(*nodes)
+        assert recompute_policy(nodes[0]) is (known or newer)
+
+
+def test_nodes_without_annotations_stay_so():
+    b = Builder()
+    nodes = [b.input(name, 4) for name in "xy"]
+    for node in nodes:
+        node.meta.pop("custom", None)
+    merge_tags(*nodes)
+    assert "custom" not in nodes[0].meta
