@@ -160,6 +160,14 @@ class JointGraph:
         _check_order(self.graph)
         _check_inputs(self)
         _check_outputs(self)
+        self.check_phases()
+
+    def check_phases(self) -> None:
+        """Check that every node has a phase that the graph may have.
+
+        Raises:
+            VerificationError: with the name of the node.
+        """
         for node in compute_nodes(self.graph):
             if phase_of(node) is None:
                 raise VerificationError(

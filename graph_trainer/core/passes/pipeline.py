@@ -129,7 +129,9 @@ def pass_by_pass(
     config = config or PassConfig()
     settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
     run = PassContext(**settings, all_reduce_max=all_reduce_max)
-    steps, simulated_on = _prepare(joint, config, run)
+    selected = resolve_passes(config.passes, config.disable_passes)
+    _check_settings(joint, config, selected)
+    steps, simulated_on = _prepare(joint, config, run, selected)
     _check_history(joint, [step.graph_pass for step in steps])
     budget = Budget(run, config.device_memory, config.host_memory)
     raised: dict[str, int] = {}
@@ -178,6 +180,11 @@ def pass_by_pass(
 def run_tags(joint: JointGraph, config: PassConfig) -> None:
     """Run the passes of stage TAG alone, on a graph that another partitioner will read.
 
+    Checked are options and settings, but for what other passes do: the partitioner acts on the
+    tags. After each pass the graph and its phases are checked. Its signature is not, as outputs may
+    be None here; nor is the order of reads and writes, which no tag changes; nor memory, which the
+    partitioner decides.
+
     Raises:
         PassError: as `run_passes`; the config asks for a plan of memory, which needs the passes up
             to rematerialization.
@@ -189,9 +196,20 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
             "before gt.partition"
         )
     settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
-    for step in _prepare(joint, config, PassContext(**settings))[0]:
-        if step.graph_pass.stage is Stage.TAG:
-            step.run(joint)
+    selected = resolve_passes(config.passes, config.disable_passes)
+    tags = [p for p in selected if p.stage is Stage.TAG]
+    known = registered_passes() | {p.name: p for p in selected}
+    others = [p for p in known.values() if p.stage is not Stage.TAG]
+    _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
+    for step in _prepare(joint, config, PassContext(**settings), tags)[0]:
+        _run(joint, step)
+        try:
+            joint.graph.lint()
+            joint.check_phases()
+        except (RuntimeError, VerificationError) as error:
+            raise VerificationError(
+                f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
+            ) from error
 
 
 def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
@@ -234,11 +252,13 @@ class PassStep(NamedTuple):
         self.graph_pass.function(joint, self.options, self.context)
 
 
-def _prepare(joint: JointGraph, config: PassConfig, run: PassContext) -> tuple[list[PassStep], str]:
-    """Return the passes of `config` with their options and contexts, both checked; and which
-    machine they simulate and why, where they do and no hardware is named."""
-    selected = resolve_passes(config.passes, config.disable_passes)
-    _check_settings(joint, config, selected)
+def _prepare(
+    joint: JointGraph, config: PassConfig, run: PassContext, selected: Sequence[Pass]
+) -> tuple[list[PassStep], str]:
+    """Return passes with their options and contexts, both checked; and which machine they simulate
+    and why, where they do and no hardware is named."""
+    if config.bitwise:
+        check_bitwise(selected)
     steps: list[PassStep] = []
     for place, each in enumerate(selected, start=1):
         options = config.options.get(each.name, each.options_type())
@@ -289,8 +309,6 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
             raise PassError(f"options are given for '{name}', which is not in the pass list")
         if lack := lacking(selected, config.disable_passes, known[name]):
             raise PassError(f"what is given as options of '{name}' {'. '.join(lack)}")
-    if config.bitwise:
-        check_bitwise(selected)
 
 
 def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:
@@ -324,8 +342,31 @@ def run_one(
     joint.remarks.clear()
     order = order or AccessOrder.of(joint)
     start = time.perf_counter()
+    _run(joint, step)
+    seconds = time.perf_counter() - start
+    try:
+        joint.validate()
+        order = order.check_kept(joint)
+        verified = ""
+        if numbers is not None:
+            verify_values(joint)
+            verified = numbers.check(joint, changes_sums=step.may_change_sums)
+    except VerificationError as error:
+        raise VerificationError(
+            f"pass '{step.graph_pass.name}' (after {_ran(joint)}) left an invalid graph: {error}"
+        ) from error
+    joint.history.append(step.graph_pass.name)
+    return seconds, verified, order
+
+
+def _ran(joint: JointGraph) -> str:
+    return ", ".join(joint.history) or "no other pass"
+
+
+def _run(joint: JointGraph, step: PassStep) -> None:
+    """Run a pass, naming it in what it raises."""
     name = step.graph_pass.name
-    ran = ", ".join(joint.history) or "no other pass"
+    ran = _ran(joint)
     try:
         step.run(joint)
     except CollectiveError:  # no fault of the pass that waited for the lost rank
@@ -339,17 +380,3 @@ def run_one(
         raise PassError(
             f"pass '{name}' (after {ran}) failed: {type(error).__name__}: {error}"
         ) from error
-    seconds = time.perf_counter() - start
-    try:
-        joint.validate()
-        order = order.check_kept(joint)
-        verified = ""
-        if numbers is not None:
-            verify_values(joint)
-            verified = numbers.check(joint, changes_sums=step.may_change_sums)
-    except VerificationError as error:
-        raise VerificationError(
-            f"pass '{name}' (after {ran}) left an invalid graph: {error}"
-        ) from error
-    joint.history.append(name)
-    return seconds, verified, order
