@@ -36,7 +36,7 @@ from graph_trainer.core.graph.joint_graph import (
     OutputKind,
     Signature,
 )
-from graph_trainer.core.graph.ops import has_effect, is_getitem
+from graph_trainer.core.graph.ops import has_effect, is_getitem, is_wait
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.again import PARTITIONS
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
@@ -183,8 +183,10 @@ class ExportedStep:
         Linear in nodes."""
         self._enter(ExportStage.REMOVE_WAITS)
         graph = self.graph_module.graph
+        unused = {node for node in graph.nodes if is_wait(node)}
         for node in reversed(list(graph.nodes)):
-            if not node.users and not has_effect(node):
+            if node in unused and not node.users and not has_effect(node):
+                unused.update(node.all_input_nodes)
                 graph.erase_node(node)
 
     def tag(self, tags: PassConfig | Callable[[JointGraph], None]) -> None:

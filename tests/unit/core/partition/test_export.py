@@ -1,6 +1,7 @@
 """ExportedStep: AOTAutograd's joint graph, changed and compiled in one order only."""
 
 import operator
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import set_recompute_policy
 from graph_trainer.core.partition import export as room
 from graph_trainer.core.partition.export import peaks_of
+from graph_trainer.core.passes import pipeline
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.pipeline import run_tags
@@ -94,6 +96,27 @@ def test_a_plan_of_memory_is_refused(step):
             exported.tag(gt.PassConfig(activation_policy="budget", memory_limit_gib=1.0))
 
 
+def test_tags_need_only_the_passes_that_write_them(step, monkeypatch):
+    """No hardware for a pass that does not run, and no pass that acts on tags; but those that write
+    them, and what these leave is checked."""
+    monkeypatch.setattr(pipeline, "detect_on_all_ranks", None)
+    always = partial(gt.PassConfig, reshard_after_forward="always")
+    with gt.ExportedStep(step, *batch()) as exported:
+        through(exported)
+        exported.tag(always())
+        exported.tag(always(passes=["tag_fsdp_unshards"]))
+        exported.tag(always(disable_passes=["rematerialize"]))
+        with pytest.raises(gt.PassError, match="tag_fsdp_unshards is in compile.disable_passes"):
+            exported.tag(always(disable_passes=["tag_fsdp_unshards"]))
+
+        @gt.graph_pass(stage=gt.Stage.TAG, summary="Forgets a phase")
+        def forgets(joint, options, context):
+            next(n for n in joint.graph.nodes if n.op == "call_function").meta.pop("custom")
+
+        with pytest.raises(gt.VerificationError, match="'forgets' left an invalid .* no phase"):
+            exported.tag(gt.PassConfig(passes=[forgets]))
+
+
 def test_a_failed_export_leaves_no_context_behind(step, monkeypatch):
     monkeypatch.setattr(room, "_as_joint_graph", None)
     with pytest.raises(TypeError), gt.ExportedStep(step, *batch()):
@@ -166,7 +189,7 @@ def test_tags_decide(step, partition):
     assert products(CheckpointPolicy.MUST_RECOMPUTE) > 0
 
 
-def test_an_unused_wait_is_removed(step):
+def test_an_unused_wait_is_removed_and_no_other_node(step):
     def rewrite(module):
         x = module.graph.find_nodes(op="placeholder")[0]
         with module.graph.inserting_before(next(iter(x.users))):
@@ -175,8 +198,9 @@ def test_an_unused_wait_is_removed(step):
                 torch.ops._c10d_functional.all_gather_into_tensor.default, (x, 1, "0")
             )
             again = module.graph.call_function(wait.target, (gather,))
+            dead = module.graph.call_function(aten.erfc.default, (x,))
         wait.replace_all_uses_with(x)
-        for node in (wait, gather, again):
+        for node in (wait, gather, again, dead):
             node.meta["val"] = x.meta["val"]
         module.graph.erase_node(wait)
 
@@ -186,6 +210,7 @@ def test_an_unused_wait_is_removed(step):
         assert "wait_tensor" in str(exported.graph_module.graph)
         exported.remove_unused_waits()
         assert "_c10d_functional" not in str(exported.graph_module.graph)
+        assert "erfc" in str(exported.graph_module.graph)
 
 
 def nested(module):
