@@ -123,6 +123,7 @@ _OF_THE_PARTITIONER = (
     "ban_recompute_",
     "cse",
     "enable_activation_offloading",
+    "graphsafe_rng_functionalization",
     "max_dist_from_bw",
     "memory_budget_",
     "recompute_views",

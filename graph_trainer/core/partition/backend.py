@@ -35,6 +35,14 @@ logger = logging.getLogger(__name__)
 
 _COMPILERS = ("inductor", "eager")
 
+_OURS = {
+    "cse": "merging equal nodes would undo repeated gathers and recomputation",
+    "custom_partitioner_fn": "gt.backend partitions, as its argument `partition` says",
+    "enable_autograd_cache": "AOTAutograd's cache knows a partitioned step by its name alone",
+    "_pre_fusion_custom_pass": "gt.backend keeps the order of collectives by a pass at its place",
+}
+"""Settings that `gt.backend` alone decides, and why."""
+
 OnPartition = Callable[[fx.GraphModule, fx.GraphModule], None]
 
 
@@ -148,12 +156,12 @@ def _checked(
         return {}, {}
     of_inductor, of_autograd, of_partitioner = settings_of(compiler)
     if partition == "min_cut":
-        of_autograd |= of_partitioner - {"cse"}
+        of_autograd |= of_partitioner - _OURS.keys()
     for name, value in settings.items():
-        if name == "cse":
+        if name in _OURS:
             raise ConfigError(
-                "gt.backend(settings={'cse': ...}): this setting has no effect, because merging "
-                "equal nodes would undo repeated gathers and recomputation: leave it out"
+                f"gt.backend(settings={{'{name}': ...}}): this setting has no effect, because "
+                f"{_OURS[name]}: leave it out"
             )
         if name in of_partitioner - of_autograd:
             raise ConfigError(
