@@ -56,6 +56,15 @@ c10d_functional = torch.ops._c10d_functional
 import torch.utils._pytree as pytree  # noqa: E402, F401  # isort: skip
 
 
+def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None:
+    """Let a mode of fake tensors run its ops by another function, as `FakeTensorMode.dispatch`.
+
+    On the one object and no subclass of it: higher-order ops have rules for the class
+    FakeTensorMode alone, looked up by type. torch 2.11 to 2.15.
+    """
+    mode.dispatch = dispatch  # type: ignore[method-assign]
+
+
 def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
     return bool(_is_wrapper(tensor))

@@ -7,14 +7,25 @@ its inputs' strides, and not on how large they are: a run on a few elements show
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from graph_trainer.core.capture.side_effects import user_line
-from graph_trainer.core.torch_private import FakeTensorMode, no_dispatch, pytree
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.torch_private import (
+    FakeTensorMode,
+    no_dispatch,
+    pytree,
+    replace_dispatch,
+)
 from graph_trainer.errors import CaptureError
+
+aten = torch.ops.aten
 
 # Beside what torch tags as pointwise. On CPU, torch 2.13: the layouts of `benchmarks.sweep` find
 # them, among the operators of PyTorch's own samples and their backwards.
@@ -35,21 +46,45 @@ _FEW = 4096
 """Up to so many elements nothing is made smaller."""
 
 _GAP = 4
-"""Sizes that differ by less keep their difference, as those before and after a padding do."""
+"""Sizes that differ by less keep their difference, as those before and after a padding do. Where a
+kernel does not run so (wider paddings, channels in groups, halves), four times as much is tried."""
 
-_HERE = {"cpu", *(["cuda"] if torch.cuda.is_available() else [])}
+_MOST = 2**26
+"""More elements are not tried."""
 
 
 def fakes_as_real() -> FakeTensorMode:
     """Return a mode of fake tensors in which results have the strides that real kernels give them.
 
     Tensors on a device that is not here (meta, or a GPU that is planned for) keep the fakes'. An op
-    whose real kernel does not run on a few elements raises a CaptureError.
+    whose real kernel does not run on fewer elements, and has too many, raises a CaptureError.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    # no subclass: higher-order ops know FakeTensorMode itself alone
-    mode.dispatch = _Dispatch(mode)  # type: ignore[method-assign]
+    replace_dispatch(mode, _Dispatch(mode))
     return mode
+
+
+def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Turn views whose strides a plain fake kernel gets wrong into reshapes. Linear in nodes.
+
+    Whoever traces the graph again (AOTAutograd, Inductor) has plain fake tensors, of which such a
+    view may be impossible. On real tensors the reshape is the same view.
+    """
+    unlike = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()
+    if not unlike:
+        return
+    writes = LastWrites(graph)
+    after: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.target not in unlike and after.isdisjoint(node.all_input_nodes):
+            continue
+        after.add(node)
+        if (
+            node.target in (aten.view.default, aten._unsafe_view.default)
+            and value_of(node).shape != value_of(node.args[0]).shape
+            and not writes.is_written(node)  # a write into a copy would be lost
+        ):
+            node.target = aten.reshape.default
 
 
 class _Dispatch:
@@ -58,6 +93,8 @@ class _Dispatch:
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
         self._fake = mode.dispatch
+        self.corrected: set[Any] = set()
+        """The ops of which a result got other strides than the fake kernel's."""
         self._unlike: dict[Any, bool] = {}
         self._strides: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
 
@@ -70,9 +107,7 @@ class _Dispatch:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        if all(t.is_contiguous() for t in tensors) or any(
-            t.device.type not in _HERE for t in tensors
-        ):
+        if all(t.is_contiguous() for t in tensors) or not all(map(_is_here, tensors)):
             return result
         layouts = (
             (each.shape, each.stride(), each.dtype) if isinstance(each, torch.Tensor) else each
@@ -85,6 +120,7 @@ class _Dispatch:
         for place, strides in enumerate(self._strides[key]):
             fake = leaves[place]
             if isinstance(fake, torch.Tensor) and _differ(fake, strides):
+                self.corrected.add(func)
                 with self._mode:
                     leaves[place] = torch.empty_strided(
                         fake.shape, strides, dtype=fake.dtype, device=fake.device
@@ -97,23 +133,64 @@ def _may_be_unlike(op: Any) -> bool:
     in place have none of their own."""
     if any(result.alias_info is not None for result in op._schema.returns):
         return False
-    return op._opname in _UNLIKE or torch.Tag.pointwise in op.tags
+    return op._schema.name.split("::")[1] in _UNLIKE or torch.Tag.pointwise in op.tags
+
+
+def _is_here(tensor: torch.Tensor) -> bool:
+    kind = tensor.device.type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
 def _real_strides(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
 ) -> list[tuple[int, ...]]:
-    """Run the real kernel of an op on a few elements; return the strides that each result has."""
+    """Run the real kernel of an op on few elements; return the strides that each result has."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    gap = _GAP if sum(tensor.numel() for tensor in given) > _FEW else _FEW
+    small = _smaller_sizes(given, gap)
+    while True:
+        try:
+            found = _run_small(op, args, kwargs, small)
+            break
+        except Exception as error:
+            exact = all(size == to for size, to in small.items())
+            gap *= 4
+            small = _smaller_sizes(given, gap)
+            many = sum(math.prod(small[size] for size in tensor.shape) for tensor in given)
+            if not exact and many <= _MOST:
+                continue
+            layouts = ", ".join(f"{tuple(t.shape)} with strides {t.stride()}" for t in given)
+            raise CaptureError(
+                f"{op}{user_line()} is given tensors of {layouts}, and the strides of its result "
+                f"are unknown, since its kernel does not run on fewer elements ({error}): call "
+                ".contiguous() on them first"
+            ) from error
+    return [
+        _scaled(real.shape, real.stride(), fake.shape) if isinstance(fake, torch.Tensor) else ()
+        for real, fake in zip(pytree.tree_leaves(found), results, strict=True)
+    ]
+
+
+def _smaller_sizes(tensors: Sequence[torch.Tensor], gap: int) -> dict[int, int]:
+    """Map the sizes of tensors to smaller ones in the same order, at most `gap` apart."""
     small: dict[int, int] = {}
     before = 0
-    gap = _GAP if sum(tensor.numel() for tensor in given) > _FEW else _FEW
-    for size in sorted({size for tensor in given for size in tensor.shape}):
+    for size in sorted({size for tensor in tensors for size in tensor.shape}):
         small[size] = small.get(before, 0) + min(size - before, gap)
         before = size
+    return small
+
+
+def _run_small(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], small: Mapping[int, int]
+) -> Any:
+    """Run the real kernel of an op on real tensors of ones, with the sizes that `small` gives."""
+    on_gpu: set[torch.device] = set()
 
     def shrunk(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
+            if value.is_cuda:
+                on_gpu.add(value.device)
             shape = tuple(small[size] for size in value.shape)
             strides = _scaled(value.shape, value.stride(), shape)
             few = torch.empty_strided(shape, strides, dtype=value.dtype, device=value.device)
@@ -122,21 +199,11 @@ def _real_strides(
             return [small.get(v, v) if type(v) is int else shrunk(v) for v in value]
         return None if isinstance(value, torch.Generator) else value
 
-    try:
-        with no_dispatch(), torch.no_grad(), torch.random.fork_rng(devices=()):
-            few = [shrunk(value) for value in args]
-            found = op(*few, **{name: shrunk(value) for name, value in kwargs.items()})
-    except Exception as error:
-        layouts = ", ".join(f"{tuple(t.shape)} with strides {t.stride()}" for t in given)
-        raise CaptureError(
-            f"{op}{user_line()} is given tensors of {layouts}, and the strides of its result are "
-            f"unknown, since its kernel does not run on a few elements ({error}): call "
-            ".contiguous() on them first"
-        ) from error
-    return [
-        _scaled(real.shape, real.stride(), fake.shape) if isinstance(fake, torch.Tensor) else ()
-        for real, fake in zip(pytree.tree_leaves(found), results, strict=True)
-    ]
+    with no_dispatch(), torch.no_grad():
+        few = [shrunk(value) for value in args]
+        few_by_name = {name: shrunk(value) for name, value in kwargs.items()}
+        with torch.random.fork_rng(devices=on_gpu):
+            return op(*few, **few_by_name)
 
 
 def _scaled(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
+from graph_trainer.core.capture.real_strides import let_views_copy
 from graph_trainer.core.capture.returned import Returned
 from graph_trainer.core.capture.rng_replay import (
     RandomDraws,
@@ -149,6 +150,7 @@ class StepTrace:
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)
+        let_views_copy(graph_module.graph, mode)
         self.rounding = sorted({*self.scopes.rounding, *as_in_eager(graph_module.graph)})
         return graph_module
 

@@ -1,5 +1,6 @@
 """A graph does not depend on strides that fake kernels have and real ones have not."""
 
+import copy
 import itertools
 
 import pytest
@@ -9,8 +10,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graph_trainer as gt
+from graph_trainer.core.capture import real_strides
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from tests.unit.core.capture.steps import check_against_eager, check_step
+from tests.unit.core.capture.steps import check_against_eager, check_step, eager
 
 
 class Between(nn.Module):
@@ -104,9 +106,108 @@ def test_a_point_net_is_bitwise_eager(training):
     gt.check_capture(PointNet().train(training), loss_fn, batches)
 
 
+class Viewed(nn.Module):
+    """Rows of an operator's result on transposed features, by a view or a reshape."""
+
+    def __init__(self, operator, rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 4), nn.Linear(24, 6)
+        self.operator, self.rows = operator, rows
+
+    def forward(self, x):
+        return self.last(self.rows(self.operator(self.first(x).transpose(1, 2))))
+
+
+VIEWED = {
+    "reshape": lambda: Viewed(nn.LogSigmoid(), lambda x: x.reshape(2, -1)),
+    "flatten": lambda: Viewed(nn.BatchNorm1d(4), lambda x: x.flatten(1)),
+    "view": lambda: Viewed(nn.LogSigmoid(), lambda x: x.view(2, -1)),
+    "view of norm": lambda: Viewed(nn.BatchNorm1d(4), lambda x: x.view(2, -1)),
+}
+
+
+def behind_torch_compile(step, x):
+    return torch.compile(step, backend=gt.backend("eager"))
+
+
+def exported(partition):
+    def compiled(step, x):
+        with gt.ExportedStep(step, x) as again:
+            again.refresh()
+            again.remove_unused_waits()
+            return again.compile(partition=partition)
+
+    return compiled
+
+
+@pytest.mark.parametrize("name", VIEWED)
+@pytest.mark.parametrize(
+    "again",
+    [behind_torch_compile, exported("tags"), exported("min_cut")],
+    ids=["torch.compile", "tags", "min_cut"],
+)
+def test_a_view_of_real_strides_is_traced_again(name, again):
+    """AOTAutograd has plain fake tensors, of which the view is impossible."""
+    model, x = VIEWED[name](), torch.randn(2, 6, 6)
+    same = copy.deepcopy(model)
+    step = gt.partition(gt.capture(model, loss_fn, (x,)), model)
+    again(step, x)(x).backward()
+    wanted, gradients = eager(same, loss_fn, x)
+    assert torch.equal(step(x), wanted)
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    torch.testing.assert_close(found, gradients, rtol=0, atol=0)
+
+
+def test_a_write_through_a_view_is_never_into_a_copy():
+    """Traced again, where the view is impossible, it raises; a copy would lose the write."""
+
+    def doubled(x):
+        x.view(2, -1).mul_(2)
+        return x.flatten(1)
+
+    model, x = Viewed(lambda x: F.logsigmoid(x).detach(), doubled), torch.randn(2, 6, 6)
+    check_against_eager(model, loss_fn, x)
+    step = gt.partition(gt.capture(model, loss_fn, (x,)), model)
+    with pytest.raises(ValueError, match="Cannot view"):
+        exported("tags")(step, x)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", VIEWED)
+def test_a_view_of_real_strides_is_compiled_by_inductor(name):
+    model, x = VIEWED[name](), torch.randn(2, 6, 6)
+    same = copy.deepcopy(model)
+    found = gt.compile(gt.capture(model, loss_fn, (x,)), backend="inductor")(model, x)
+    torch.testing.assert_close(tuple(found), eager(same, loss_fn, x))
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_the_passes_and_their_checks_bear_views_that_may_copy(name):
+    model, x = VIEWED[name](), torch.randn(2, 6, 6)
+    joint = gt.capture(model, loss_fn, (x,))
+    gt.run_passes(joint, gt.PassConfig(activation_policy="full", verify_passes=True))
+    check_step(gt.compile(joint), model, loss_fn, x)
+
+
+def test_a_capture_on_meta_for_cpu_is_that_of_cpu():
+    model, x = VIEWED["view"](), torch.randn(2, 6, 6)
+    here = gt.capture(model, loss_fn, (x,))
+    planned = gt.capture(model.to("meta"), loss_fn, (x.to("meta"),), meta_as="cpu")
+
+    def layouts(joint):
+        values = [
+            n.meta["val"] for n in joint.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        ]
+        return [(v.shape, v.stride()) for v in values]
+
+    assert layouts(planned) == layouts(here)
+
+
 @pytest.mark.parametrize("sizes", [(3, 5, 7), (64, 48, 65), (1, 900, 12), (70, 1, 80)])
-def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes):
-    """Among them kernels with several inputs of other layouts, and with padding."""
+def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes, monkeypatch):
+    """Among them kernels with several inputs of other layouts."""
+    monkeypatch.setattr(real_strides, "_FEW", 0)
 
     def norms(x, y):
         channels = torch.ones(x.shape[1])
@@ -134,15 +235,47 @@ def test_a_run_on_a_few_elements_shows_the_strides_of_the_real_kernel(sizes):
             assert all(size == 1 or a == b for size, a, b in dims), (pair[0].stride(), strides)
 
 
-def test_an_operator_whose_kernel_does_not_run_on_a_few_elements_is_refused():
-    model = nn.Linear(6, 6)
+class Image(nn.Module):
+    """An operator on the values of images, laid out with their channels last or transposed."""
 
-    def loss_fn(model, x):  # 100 rows of padding: more than the sizes differ by when made smaller
-        return F.pad(model(x).transpose(0, 1)[None], (100, 100), mode="replicate").sum()
+    def __init__(self, operator):
+        super().__init__()
+        self.scale, self.operator = nn.Parameter(torch.ones(1)), operator
 
-    def of_planes(model, x):
-        return F.pad(model(x).mT, (150, 0, 0, 0), mode="replicate").sum()
+    def forward(self, x):
+        return self.operator(x * self.scale)
 
-    check_against_eager(model, loss_fn, torch.randn(120, 6))
+
+IMAGES = {
+    "halves": (lambda x: F.glu(x, -1), lambda: torch.randn(8, 128, 64).mT),
+    "reflection": (
+        lambda x: F.pad(x, (3, 3, 3, 3), mode="reflect"),
+        lambda: torch.randn(2, 32, 32, 8).permute(0, 3, 1, 2),
+    ),
+    "replication": (
+        lambda x: F.pad(x, (3,) * 6, mode="replicate"),
+        lambda: torch.randn(2, 16, 16, 16, 8).permute(0, 4, 1, 2, 3),
+    ),
+    "wide padding": (
+        lambda x: F.pad(x, (150, 0, 0, 0), mode="replicate"),
+        lambda: torch.randn(4, 3, 6, 200).mT,
+    ),
+    "channels in groups": (
+        nn.ChannelShuffle(3),
+        lambda: torch.randn(2, 32, 32, 48).permute(0, 3, 1, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_sizes_that_belong_together_are_found(name):
+    """A half and its whole, or the sizes before and after a padding, shrunk apart by a gap."""
+    operator, batch = IMAGES[name]
+    check_against_eager(Image(operator), lambda model, x: model(x).pow(2).mean(), batch())
+
+
+def test_an_operator_whose_kernel_runs_on_too_many_elements_only_is_refused(monkeypatch):
+    monkeypatch.setattr(real_strides, "_MOST", 40_000)
+    operator, batch = IMAGES["halves"]
     with pytest.raises(gt.CaptureError, match="strides of its result are unknown.*contiguous"):
-        gt.capture(model, of_planes, (torch.randn(4, 3, 200, 6),))
+        gt.capture(Image(operator), lambda model, x: model(x).sum(), (batch(),))
