@@ -30,7 +30,7 @@ from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
-from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, of_captured_steps
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
 from graph_trainer.titan.device_memory import MemoryOfRun
@@ -71,7 +71,13 @@ class GraphTrainer(Trainer):
         """Runs forward and backward; None where torchtitan does, in mode "eager"."""
         self.observer = RunObserver()
         """Watches the run; set before the first step."""
-        if config.compile.mode != "eager":
+        if config.compile.mode == "eager":
+            if ignored := of_captured_steps(config):
+                logger.warning(
+                    'compile.mode = "eager" captures no step: without effect are '
+                    f"{', '.join(ignored)}"
+                )
+        else:
             self._memory = self._device_memory()
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)

@@ -254,6 +254,19 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
     )
 
 
+def of_captured_steps(config: GraphTrainerConfig) -> list[str]:
+    """List the keys with another value than the default that act on a captured step alone."""
+    default = type(config.compile)()
+    changed = [
+        f"compile.{each.name}"
+        for each in fields(default)
+        if each.name != "mode" and getattr(config.compile, each.name) != getattr(default, each.name)
+    ]
+    if config.parallelism.fsdp_reshard_after_forward != "default":
+        changed.append("parallelism.fsdp_reshard_after_forward")
+    return changed
+
+
 def changed_sections(config: GraphCompileConfig) -> dict[str, Pass]:
     """Return the sections of passes whose options are not the defaults, with their passes."""
     return {

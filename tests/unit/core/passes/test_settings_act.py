@@ -15,6 +15,7 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.passes.context import ActivationPolicy, ReshardAfterForward, RunSettings
 from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder, captured
@@ -80,6 +81,15 @@ def test_a_value_without_its_passes_is_refused_with_both_remedies(setting, value
         gt.run_passes(small(), PassConfig(passes=passes, **{setting: value}))
     for word in (*words, f"or set {setting} to", "compile.passes"):
         assert word in str(e.value)
+
+
+def test_a_table_that_offloads_needs_the_pass_that_does():
+    table = MemoryTable((), None, ("layers.0",))
+    config = PassConfig(
+        activation_policy="file", memory_table=table, disable_passes=["offload_activations"]
+    )
+    with pytest.raises(gt.PassError, match="allow_offload = True has no effect: the pass offload"):
+        gt.run_passes(small(), config)
 
 
 def test_the_remedy_knows_a_list_of_what_is_left_out():
