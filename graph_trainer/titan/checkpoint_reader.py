@@ -100,8 +100,17 @@ def reader_of(path: str) -> FileSystemReader:
     return Remote(path)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Builds Python's own types, tensors, and the records of torch's metadata."""
+_PythonUnpickler: Any = pickle._Unpickler
+
+
+class _Unpickler(_PythonUnpickler):
+    """Builds Python's own types, tensors, and the records of torch's metadata.
+
+    Derived from the unpickler in Python, since the one in C lets nobody look at what a state is
+    given to.
+    """
+
+    dispatch = dict(_PythonUnpickler.dispatch)
 
     def __init__(self, file: io.BytesIO, name: str) -> None:
         super().__init__(file)
@@ -124,6 +133,16 @@ class _Unpickler(pickle.Unpickler):
             if isinstance(found, torch.dtype) or _is_record(found, module):
                 return found
         raise _names(self._name, f"{module}.{name}")
+
+    def _load_build(self) -> None:
+        """Give an object its state. A class, a function or an enumeration's member is the
+        process's own, and state would change it for all."""
+        owner = self.stack[-2]
+        if callable(owner) or isinstance(owner, enum.Enum):
+            raise _names(self._name, f"a state for {owner!r}")
+        self.load_build()
+
+    dispatch[pickle.BUILD[0]] = _load_build
 
 
 def _names(name: str, named: str) -> CheckpointError:

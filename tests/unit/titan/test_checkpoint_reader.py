@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
@@ -249,6 +249,21 @@ def of_every_kind() -> Iterator[Any]:
 def test_attributes_run_nothing(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"x names posix\.system"):
         load_value(value)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        b"cpathlib\nPath\n(N}S'exists'\ncbuiltins\nset\nstb.",
+        b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR}S'_value_'\nI3\nsb.",
+        b"ctorch._utils\n_rebuild_tensor_v2\n}S'__doc__'\nI3\nsb.",
+    ],
+)
+def test_a_state_changes_nothing_that_the_process_owns(state: bytes) -> None:
+    owned = [Path.exists, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value]
+    with pytest.raises(CheckpointError, match="names a state for"):
+        _check_bytes({"x": state}, "dataloader")
+    assert owned == [Path.exists, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value]
 
 
 @pytest.mark.parametrize("value", [b"", bytearray(), {1}, frozenset({1}), 1j])
