@@ -87,8 +87,12 @@ def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
             node.target = aten.reshape.default
 
 
+_Layout = tuple[tuple[int, ...], torch.dtype | None]
+"""The strides and the dtype of a result; batch norm on mixed dtypes has fakes of another dtype."""
+
+
 class _Dispatch:
-    """Runs an op on fake tensors, as FakeTensorMode does, and corrects strides."""
+    """Runs an op on fake tensors, as FakeTensorMode does, and corrects strides and dtypes."""
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
@@ -96,7 +100,7 @@ class _Dispatch:
         self.corrected: set[Any] = set()
         """The ops of which a result got other strides than the fake kernel's."""
         self._unlike: dict[Any, bool] = {}
-        self._strides: dict[tuple[Any, ...], list[tuple[int, ...]]] = {}
+        self._layouts: dict[tuple[Any, ...], list[_Layout]] = {}
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -115,15 +119,17 @@ class _Dispatch:
         )
         key = (func, *layouts)
         leaves, tree = pytree.tree_flatten(result)
-        if key not in self._strides:
-            self._strides[key] = _real_strides(func, args, kwargs, leaves)
-        for place, strides in enumerate(self._strides[key]):
+        if key not in self._layouts:
+            self._layouts[key] = _real_layouts(func, args, kwargs, leaves)
+        for place, (strides, dtype) in enumerate(self._layouts[key]):
             fake = leaves[place]
-            if isinstance(fake, torch.Tensor) and _differ(fake, strides):
+            if isinstance(fake, torch.Tensor) and (
+                _differ(fake, strides) or fake.dtype is not dtype
+            ):
                 self.corrected.add(func)
                 with self._mode:
                     leaves[place] = torch.empty_strided(
-                        fake.shape, strides, dtype=fake.dtype, device=fake.device
+                        fake.shape, strides, dtype=dtype, device=fake.device
                     )
         return pytree.tree_unflatten(leaves, tree)
 
@@ -141,10 +147,10 @@ def _is_here(tensor: torch.Tensor) -> bool:
     return kind == "cpu" or (kind == "cuda" and torch.cuda.is_available())
 
 
-def _real_strides(
+def _real_layouts(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
-) -> list[tuple[int, ...]]:
-    """Run the real kernel of an op on few elements; return the strides that each result has."""
+) -> list[_Layout]:
+    """Run the real kernel of an op on few elements; return the layout that each result has."""
     given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     gap = _GAP if sum(tensor.numel() for tensor in given) > _FEW else _FEW
     small = _smaller_sizes(given, gap)
@@ -166,7 +172,9 @@ def _real_strides(
                 ".contiguous() on them first"
             ) from error
     return [
-        _scaled(real.shape, real.stride(), fake.shape) if isinstance(fake, torch.Tensor) else ()
+        (_scaled(real.shape, real.stride(), fake.shape), real.dtype)
+        if isinstance(fake, torch.Tensor)
+        else ((), None)
         for real, fake in zip(pytree.tree_leaves(found), results, strict=True)
     ]
 
