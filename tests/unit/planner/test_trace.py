@@ -169,7 +169,12 @@ def test_copies_to_host_memory_and_back_have_a_thread_each():
         for each in slices:
             seconds = simulation.hardware.host_copy_seconds(each["args"]["bytes"])
             assert each["dur"] * 1e-6 == pytest.approx(seconds, abs=2e-9)
-    plan = SimpleNamespace(simulation=simulation, hardware=simulation.hardware)
+    plan = SimpleNamespace(
+        simulation=simulation,
+        hardware=simulation.hardware,
+        need=simulation.need(),
+        headroom_bytes=0,
+    )
     lanes = {lane["title"]: lane for lane in drawn(plan)["lanes"]}
     assert [name for name, lane in lanes.items() if not lane["group"]] == [
         COMPUTE, TO_HOST, FROM_HOST, WAITS

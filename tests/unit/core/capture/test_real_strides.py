@@ -279,3 +279,19 @@ def test_an_operator_whose_kernel_runs_on_too_many_elements_only_is_refused(monk
     operator, batch = IMAGES["halves"]
     with pytest.raises(gt.CaptureError, match="strides of its result are unknown.*contiguous"):
         gt.capture(Image(operator), lambda model, x: model(x).sum(), (batch(),))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_of_a_dtype_of_its_own_is_captured(training):
+    """The fake kernel gives the saved statistics another dtype than the real one."""
+
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.norm = nn.Linear(6, 6).bfloat16(), nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return self.norm(self.a(x).transpose(1, 2)).transpose(1, 2)
+
+    model, x = Mixed().train(training), torch.randn(2, 8, 6, dtype=torch.bfloat16)
+    gt.check_capture(model, lambda m, x: m(x).float().square().mean(), [(x,), (x,)])

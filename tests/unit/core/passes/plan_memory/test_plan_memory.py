@@ -394,7 +394,7 @@ def test_what_a_file_cannot_decide_is_refused(stack):
 def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
     """Of more blocks where memory is short, and of none where nothing is recomputed."""
     # with as many tokens inputs of blocks take more than gradients
-    stack = captured(LlamaStack(SIZE), torch.zeros(8, 96, dtype=torch.int64))
+    stack = captured(LlamaStack(SIZE), torch.zeros(16, 2048, dtype=torch.int64))
     plain = {
         "options": {"offload_activations": OffloadActivationsOptions(min_bytes=0)},
         "disable_passes": ("bucket_collectives", "schedule_overlap"),
