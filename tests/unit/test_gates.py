@@ -1,4 +1,4 @@
-"""The quality gates themselves: pinned dependencies, warnings as errors, markers."""
+"""The quality gates themselves: pinned dependencies, warnings as errors."""
 
 import re
 import tomllib
@@ -7,12 +7,9 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-import torch  # before pytester, which puts sys.modules back: torch cannot be imported twice
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-pytest_plugins = ["pytester"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -83,22 +80,3 @@ def test_a_warning_from_our_own_code_is_an_error():
             warn(module)
     with warnings.catch_warnings(record=True):
         warn("torch")
-
-
-def test_a_cuda_test_is_skipped_without_a_device(pytester, monkeypatch):
-    pytester.makeconftest((REPOSITORY / "tests/conftest.py").read_text())
-    pytester.makeini("[pytest]\nmarkers = cuda: x")
-    pytester.makepyfile(
-        """
-        import pytest
-
-        @pytest.mark.cuda
-        def test_device(): assert False
-
-        def test_host(): pass
-        """
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    pytester.runpytest_inprocess().assert_outcomes(passed=1, skipped=1)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    pytester.runpytest_inprocess().assert_outcomes(passed=1, failed=1)
