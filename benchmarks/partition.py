@@ -32,7 +32,6 @@ setup()  # before any torchtitan import
 
 import graph_trainer as gt  # noqa: E402
 from graph_trainer.core.analysis.lifetimes import bytes_kept  # noqa: E402
-from graph_trainer.core.partition import backend as compile_backend  # noqa: E402
 from graph_trainer.core.partition.export import peaks_of  # noqa: E402
 from graph_trainer.planner.fake_rank import FakeRank  # noqa: E402
 
@@ -138,14 +137,10 @@ def compiled(step: Any, partition: str, args: Any, kwargs: Any) -> dict[str, Any
     """Compile with `torch.compile`, run forward, and describe what was partitioned."""
     seen: list[dict[str, Any]] = []
     backend = gt.backend("eager", on_partition=lambda *graphs: seen.append(second(*graphs)))
-    before = compile_backend.partition_again
     if partition == "untagged":
-        compile_backend.partition_again = standard_partition
-    try:
-        torch.compiler.reset()
-        torch.compile(step, backend=backend)(*args, **kwargs)
-    finally:
-        compile_backend.partition_again = before
+        backend._repartition = standard_partition
+    torch.compiler.reset()
+    torch.compile(step, backend=backend)(*args, **kwargs)
     return seen[0]
 
 

@@ -190,7 +190,7 @@ def boxed(function: Compiled) -> Compiled:
     return function
 
 
-def compile_with_inductor_again(
+def compile_partitioned_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],
     settings: dict[str, Any],

@@ -21,15 +21,18 @@ def settings_in_order() -> dict[str, Any]:
     it does not write itself (matrix products, attention): passes that all ranks share decided it.
 
     Collectives are neither merged nor moved by Inductor's passes. Fusion alone moves a wait: a
-    kernel that needs it moves up when it is fused with an earlier one. So every node that is a
-    call depends on the call before it, and what would make a cycle of that is not fused. 2.13 to
-    2.15.
+    kernel that needs it moves up when it is fused with an earlier one. So in a graph with
+    collectives every node that is a call depends on the call before it, and what would make a cycle
+    of that is not fused. 2.13 to 2.15.
     """
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
     from torch._inductor.dependencies import WeakDep
+    from torch._inductor.utils import contains_collective
 
     class KeepOrder(CustomSchedulerPass):
         def __call__(self, nodes: list[Any]) -> list[Any]:
+            if not any(map(contains_collective, nodes)):
+                return nodes
             calls = [node for node in nodes if node.is_extern() or node.is_template()]
             for before, node in itertools.pairwise(calls):
                 result = next(iter(before.get_buffer_names()))

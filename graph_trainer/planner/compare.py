@@ -137,7 +137,10 @@ def _row(
 def comparison_table(rows: Sequence[Compared], memory_bytes: int) -> Table:
     """Make a table with a row for each combination, which says whether it fits."""
     unit, size = unit_of(max(row.needed_bytes for row in rows))
-    table = plain_table(f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}")
+    table = plain_table(
+        f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}, or a lower "
+        "compile.memory_limit_gib"
+    )
     table.add_column("fits", no_wrap=True)
     for key in rows[0].config:
         table.add_column(key.replace(".", ".\n"), overflow="fold")

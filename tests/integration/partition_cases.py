@@ -13,7 +13,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.partition.again import PARTITIONS, min_cut_again, partition_again
+from graph_trainer.core.partition.repartition import PARTITIONS, repartition, repartition_by_min_cut
 from graph_trainer.core.runtime import step_cache
 from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
@@ -75,8 +75,8 @@ def min_cut(folder: Path, reshard: str) -> dict[str, Any]:
         output.meta.update(joint.graph.output_node().meta)
         copied = fx.GraphModule(joint, graph)
         for name, partition, module in (
-            ("tags", partition_again, copied),
-            ("min_cut", min_cut_again, joint),
+            ("tags", repartition, copied),
+            ("min_cut", repartition_by_min_cut, joint),
         ):
             halves = partition(module, inputs, **rest)
             found[name] = tuple(gathers(half.graph) for half in halves)

@@ -13,8 +13,8 @@ from torch import fx
 from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
 from graph_trainer.core.graph.joint_graph import InputKind
-from graph_trainer.core.partition import again
-from graph_trainer.core.partition.again import PARTITIONS
+from graph_trainer.core.partition import repartition
+from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.partition.step import PartitionedStep, partitioned_step_of
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
@@ -22,8 +22,8 @@ from graph_trainer.core.torch_private import storage_id
 from graph_trainer.core.torch_private_compile import (
     Compiled,
     boxed,
+    compile_partitioned_with_inductor,
     compile_plainly,
-    compile_with_inductor_again,
     compile_without_compiler,
     settings_of,
     standard_partition,
@@ -58,7 +58,7 @@ class CompileBackend:
     ) -> None:
         of_inductor, of_autograd = _checked(compiler, partition, settings)
         self._compiler = compiler
-        self._again = PARTITIONS[partition]
+        self._repartition = PARTITIONS[partition]
         self._of_inductor, self._of_autograd = of_inductor, of_autograd
         self._on_partition = on_partition
         self._said = False
@@ -98,15 +98,15 @@ class CompileBackend:
         if not partitioned:
             return compile_plainly(module, inputs)
         settings = settings_in_order() | self._of_inductor
-        uuid = self._again.__name__.encode() + Path(again.__file__).read_bytes()
-        return compile_with_inductor_again(
+        uuid = self._repartition.__name__.encode() + Path(repartition.__file__).read_bytes()
+        return compile_partitioned_with_inductor(
             module, inputs, settings, self._of_autograd, self._partition, uuid
         )
 
     def _partition(
         self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = self._again(joint, inputs, **rest)
+        forward, backward = self._repartition(joint, inputs, **rest)
         if self._on_partition is not None:
             self._on_partition(forward, backward)
         return forward, backward

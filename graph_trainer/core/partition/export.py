@@ -38,9 +38,9 @@ from graph_trainer.core.graph.joint_graph import (
 )
 from graph_trainer.core.graph.ops import has_effect, is_getitem, is_wait
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.partition.again import PARTITIONS
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
 from graph_trainer.core.partition.cut import peak_bytes
+from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.partition.step import PartitionedStep
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend

@@ -164,7 +164,7 @@ class PartitionedStep(nn.Module):
         self._check_ranks()
         values = self._binding.model_values(self.model)
         specs = self.halves.forward.signature.inputs
-        for spec, tensor in zip(specs[-len(batch) :], batch, strict=True):
+        for spec, tensor in zip(specs[len(specs) - len(batch) :], batch, strict=True):
             part = torch.empty(0) if tensor is None else unwrap(tensor)[0][0]
             values += [part] * spec.layout.num_tensors
         refuse_shared_memory(specs, values)

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.annotations import (
     set_offload,
     set_recompute_policy,
 )
-from graph_trainer.core.partition import again
+from graph_trainer.core.partition.repartition import _merge_gathers
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.testing import Builder, become
 from tests.unit.graphs import GATHER
@@ -45,7 +45,7 @@ def merged(merge, first, second):
 
 
 MERGES = {
-    "second partition": lambda joint: again._merge_gathers(joint.graph, set(joint.graph.nodes)),
+    "second partition": lambda joint: _merge_gathers(joint.graph, set(joint.graph.nodes)),
     "deduplicate_unshards": deduplicate_unshards,
 }
 

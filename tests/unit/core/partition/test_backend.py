@@ -325,6 +325,14 @@ def test_a_model_that_changed_is_refused_in_a_later_call(change, fullgraph):
     assert str(found.value) == str(wanted.value)
 
 
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_step_without_a_batch(fullgraph):
+    become(0, 1)
+    step = partitioned(net(), (), lambda model: model(torch.ones(2, 4)).square().mean())
+    compiled = torch.compile(step, backend=gt.backend("eager"), fullgraph=fullgraph)
+    assert torch.equal(compiled(), step())
+
+
 class Writes(nn.Module):
     """Writes into a buffer; a batch may be in its memory."""
 

@@ -116,7 +116,7 @@ def run(joint: JointGraph, chosen: dict) -> None:
         joint,
         gt.PassConfig(
             passes=names,
-            reshard_after_forward=chosen["policy"] or "default",
+            reshard_after_forward=chosen["policy"],
             options=options,
             hardware=machine(collective_seconds=1e-6),
             verify_passes=True,

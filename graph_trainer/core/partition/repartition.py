@@ -54,7 +54,7 @@ from graph_trainer.core.torch_private_compile import (
 _RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
 
 
-def partition_again(
+def repartition(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition AOTAutograd's joint graph of a partitioned step where that step was cut.
@@ -106,7 +106,7 @@ def partition_again(
     return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
 
 
-def min_cut_again(
+def repartition_by_min_cut(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Let PyTorch's partitioner decide about what the cut has not decided and no tag says.
@@ -148,7 +148,7 @@ def _read_instead(value: fx.Node, clone: fx.Node) -> None:
     value.replace_all_uses_with(clone, delete_user_cb=lambda user: clone < user)
 
 
-PARTITIONS: dict[str, Partition] = {"tags": partition_again, "min_cut": min_cut_again}
+PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_by_min_cut}
 """By the name of `gt.backend(partition=...)` and `ExportedStep.compile(partition=...)`."""
 
 

@@ -1,4 +1,4 @@
-"""partition_again on joint graphs that AOTAutograd traced from marked functions."""
+"""repartition on joint graphs that AOTAutograd traced from marked functions."""
 
 import operator
 
@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import (
     is_marked_saved,
     set_recompute_policy,
 )
-from graph_trainer.core.partition.again import partition_again
+from graph_trainer.core.partition.repartition import repartition
 from graph_trainer.testing import become
 from tests.unit.graphs import GATHER, aten
 
@@ -43,7 +43,7 @@ def compiled(function, args, change=lambda joint: None, **options):
     def partition(joint, inputs, **rest):
         change(joint)
         joint.recompile()
-        graphs.extend(partition_again(joint, inputs, **rest))
+        graphs.extend(repartition(joint, inputs, **rest))
         return tuple(graphs)
 
     with preserve_node_meta():
@@ -210,7 +210,7 @@ def test_equal_gathers_of_one_side_are_one_and_keep_marks_and_tags():
 
     def partition(joint, inputs, **rest):
         tag(joint)
-        graphs.extend(partition_again(joint, inputs, **rest))
+        graphs.extend(repartition(joint, inputs, **rest))
         return tuple(graphs)
 
     with preserve_node_meta():
@@ -245,7 +245,7 @@ def test_a_gather_of_backwards_is_not_merged_with_forwards():
         for node in joint.graph.nodes:
             if node.target is GATHER:
                 node.meta["custom"] = annotation(role=Role.UNSHARD, parameter="weight")
-        graphs.extend(partition_again(joint, inputs, **rest))
+        graphs.extend(repartition(joint, inputs, **rest))
         return tuple(graphs)
 
     def function(x, weight):
