@@ -75,7 +75,7 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
         return " and ".join(along) or "self"
 
     def issue(each: Issued) -> Entry:
-        text = entry_text(each.entry, group(each.entry[1]), each.splits)
+        text = entry_text(each.entry, group(each.entry[1]))
         return Entry(f"{text}, {waited_text(each)}", each.where)
 
     issued = issued_by(joint, classes.num_ranks)

@@ -32,7 +32,6 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     subgraphs,
 )
-from graph_trainer.core.ordering.all_to_all import Splits, has_splits, splits_of
 from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.errors import VerificationError
 
@@ -72,8 +71,7 @@ class Collective:
     input_bytes: int
     output_bytes: int
     reduction: str | None
-    """The op of a reduction, the source rank of a broadcast, or a note that data determines the
-    splits of an all-to-all."""
+    """The op of a reduction, or the source rank of a broadcast."""
     role: Role | None
     phase: Phase | None
     module: str | None
@@ -82,8 +80,6 @@ class Collective:
     joined."""
     waited_after: int | None = None
     """How many collectives are issued before the wait for this one; None without a wait."""
-    splits: Splits | None = None
-    """Of an all-to-all, unless data determines them."""
 
     @property
     def row(self) -> CollectiveKind:
@@ -106,8 +102,7 @@ class Collective:
 
     def describe(self) -> str:
         """Format the collective in one line."""
-        text = entry_text(self.entry(), ranks_text(self.ranks), self.splits)
-        return f"{text}{',' if self.splits else ''} {self.where}"
+        return f"{entry_text(self.entry(), ranks_text(self.ranks))} {self.where}"
 
     @property
     def where(self) -> str:
@@ -115,12 +110,11 @@ class Collective:
         return f"in module '{self.module}' (node {self.node.name})"
 
 
-def entry_text(entry: Entry, ranks: str, splits: Splits | None) -> str:
-    """Format an entry, with `ranks` as the text for its ranks and the splits of an all-to-all."""
+def entry_text(entry: Entry, ranks: str) -> str:
+    """Format an entry, with `ranks` as the text for its ranks."""
     kind, _, inputs, reduction = entry
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
-    text = f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
-    return f"{text}, which {splits}" if splits else text
+    return f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:
@@ -172,11 +166,9 @@ def collective_of(
     agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
     reduction = next((value for value in agreed if value is not None), None)
     inputs = tuple((str(t.dtype), t.numel()) for t in sources)
-    splits = None
-    if has_splits(node):
+    if argument(node, "input_split_sizes") is not None:
+        # an all-to-all: members may send and expect other numbers of rows, of one size
         inputs = tuple((str(t.dtype), math.prod(t.shape[1:])) for t in sources)
-        splits = splits_of(node, argument_nodes(argument(node, "input"))[0], len(ranks))
-        reduction = None if splits else "splits that data decides"
     return Collective(
         node=node,
         kind=collective_name(node),
@@ -190,7 +182,6 @@ def collective_of(
         module=module_of(node),
         parameter=parameter_of(node),
         waited_after=waited_after,
-        splits=splits,
     )
 
 

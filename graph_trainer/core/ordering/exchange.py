@@ -17,11 +17,9 @@ from graph_trainer.core.analysis.collective_purpose import (
 )
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.ordering.all_to_all import MODULUS, balance
 from graph_trainer.core.ordering.members import (
     REMEDY,
     check_member,
-    check_splits,
     disagreeing_members,
     first_difference,
     refuse_order,
@@ -29,10 +27,9 @@ from graph_trainer.core.ordering.members import (
 from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
 from graph_trainer.errors import CollectiveError, VerificationError
 
-Summary = dict[str, tuple[int, str, int]]
-"""By a digest of a group's ranks, of which there may be thousands: their number, a digest of what
-one rank issues on the group and at which places of its whole sequence, and the sum of the `balance`
-of its all-to-alls."""
+Summary = dict[str, tuple[int, str]]
+"""By a digest of a group's ranks, of which there may be thousands: their number, and a digest of
+what one rank issues on the group and at which places of its whole sequence."""
 
 _PAIRS_SHOWN = 4
 _GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
@@ -68,18 +65,15 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
             check_member(each, dist.get_rank())
-        summary = summary_of(mine, dist.get_rank())
+        summary = summary_of(mine)
     except Exception as error:  # of any kind: the other ranks wait for this rank's summary
         summary = error
     summaries = gather_or_fail(summary, "capture the step")
-    groups = disagreeing_groups(summaries)
-    if not groups:
+    if not disagreeing_groups(summaries):
         return
     local = {_short(each.entry[1]): each.entry[1] for each in mine}
     members = {group: ranks for each in gather_from_ranks(local) for group, ranks in each.items()}
-    disagreeing = disagreeing_members(members, lambda rank, g: summaries[rank].get(g, ())[:2])
-    if not disagreeing:
-        _refuse_group(groups[0], mine)  # its splits do not fit
+    disagreeing = disagreeing_members(members, lambda rank, group: summaries[rank].get(group))
     # The sequences of all ranks would be gigabytes on thousands of ranks. Every rank knows the
     # same pairs, so only the ranks in these pairs send their sequences.
     pairs = list(dict.fromkeys(disagreeing.values()))[:_PAIRS_SHOWN]
@@ -200,8 +194,7 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
     sharded, traffic = bool(data_parallel_groups(before)), traffic_of(before)
     for a, b in zip(before, after, strict=False):
         if _without_sizes(a) != _without_sizes(b) or (
-            (a.entry(), a.splits) != (b.entry(), b.splits)
-            and not (sharded and traffic[a.node] is Traffic.TENSOR_PARALLEL)
+            a.entry() != b.entry() and not (sharded and traffic[a.node] is Traffic.TENSOR_PARALLEL)
         ):
             raise VerificationError(
                 "the graph of this batch's shape issues other collectives than the first graph: "
@@ -220,37 +213,28 @@ def _without_sizes(c: Collective) -> object:
     return (c.kind, c.ranks, [dtype for dtype, _ in c.inputs], c.reduction)
 
 
-def summary_of(sequence: Sequence, rank: int) -> Summary:
+def summary_of(sequence: Sequence) -> Summary:
     """Digest what a rank issues on each of its groups. Linear in collectives."""
     by_group: dict[Ranks, list[object]] = defaultdict(list)
-    sums: dict[Ranks, int] = defaultdict(int)
     for place, each in enumerate(sequence):
-        ranks = each.entry[1]
-        by_group[ranks].append((place, each.entry, each.waited_after))
-        if each.splits is not None:
-            sums[ranks] += balance(each.splits, ranks.index(rank), place)
-    return {
-        _short(ranks): (len(ranks), _sha256(each), sums[ranks] % MODULUS)
-        for ranks, each in by_group.items()
-    }
+        by_group[each.entry[1]].append((place, each.entry, each.waited_after))
+    return {_short(ranks): (len(ranks), _sha256(each)) for ranks, each in by_group.items()}
 
 
 def disagreeing_groups(summaries: list[Summary]) -> list[str]:
     """List the groups whose members do not agree, in the same order on all ranks.
 
-    Members agree where each of them has the group, with one digest, and the balances of their
-    all-to-alls sum to 0. There is one summary for each rank of the world.
+    Members agree where each of them has the group, with one digest. There is one summary for each
+    rank of the world.
     """
-    by_group: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
+    by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
         for group, summary in groups.items():
             by_group[group].append(summary)
     return [
         group
         for group, members in by_group.items()
-        if len({digest for _, digest, _ in members}) > 1
-        or len(members) != members[0][0]
-        or sum(number for *_, number in members) % MODULUS
+        if len(set(members)) > 1 or len(members) != members[0][0]
     ]
 
 
@@ -260,28 +244,6 @@ def _sha256(value: object) -> str:
 
 def _short(ranks: Ranks) -> str:
     return _sha256(ranks)[:32]
-
-
-def _refuse_group(group: str, mine: Sequence) -> NoReturn:
-    """Raise on every rank, with two ranks that do not fit in an all-to-all of this group.
-
-    The members first exchange the balances, which tell which all-to-all it is, and then the
-    splits of that all-to-all.
-    """
-    local = {
-        place: balance(each.splits, each.entry[1].index(dist.get_rank()), place)
-        for place, each in enumerate(mine)
-        if each.splits is not None and _short(each.entry[1]) == group
-    }
-    sums: dict[int, int] = defaultdict(int)
-    for balances in gather_from_ranks(local):
-        for place, number in balances.items():
-            sums[place] += number
-    place = min(place for place, total in sums.items() if total % MODULUS)
-    everyone = gather_from_ranks(mine[place] if place in local else None)
-    members = {rank: each for rank, each in enumerate(everyone) if each is not None}
-    check_splits(members, next(iter(members.values())).entry[1])
-    raise AssertionError("balances differ and no splits do")
 
 
 def _refuse_pairs(pairs: list[tuple[int, int]], sequences: list[Sequence]) -> NoReturn:

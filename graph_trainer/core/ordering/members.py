@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
@@ -62,29 +61,3 @@ def refuse_order(place: str, one: int, line: str, two: int, other_line: str) -> 
         f"would hang. First difference, collective {place}: rank {one} issues {line}; rank {two} "
         f"issues {other_line}. {REMEDY}"
     )
-
-
-def check_splits(members: Mapping[int, Issued], representatives: Sequence[int]) -> None:
-    """Refuse an all-to-all unless every member expects of each other member what that one sends.
-
-    Args:
-        members: the all-to-all of each rank whose graph was read.
-        representatives: by place in the group, the rank whose graph stands for the member there.
-
-    Raises:
-        VerificationError: with the splits of two ranks that do not fit.
-    """
-    places: dict[int, list[int]] = defaultdict(list)
-    for place, rank in enumerate(representatives):
-        places[rank].append(place)
-    splits = {rank: each.splits for rank, each in members.items() if each.splits is not None}
-    for one, two in itertools.product(splits, repeat=2):
-        sent = {splits[one].sent[place] for place in places[two]}
-        expected = {splits[two].received[place] for place in places[one]}
-        if len(sent | expected) == 1:
-            continue
-        raise VerificationError(
-            f"rank {two} does not expect of an all-to-all what rank {one} sends it; running them "
-            f"would hang, or mix up rows: rank {one} issues {members[one].line}; rank {two} issues "
-            f"{members[two].line}. {REMEDY}"
-        )

@@ -12,7 +12,6 @@ from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.members import (
     REMEDY,
     check_member,
-    check_splits,
     disagreeing_members,
     first_difference,
     refuse_order,
@@ -97,7 +96,6 @@ def prove_order(
     programs = {rank: _program(rank, sequences, classes) for rank in sequences}
     groups = list(dict.fromkeys(g for program in programs.values() for g in program.on_group))
     _check_groups(programs, groups)
-    _check_splits(programs, groups, classes)
     _check_circles(programs)
     lengths = [len(program.steps) for program in programs.values()]
     unknown = {s.entry[0] for sequence in sequences.values() for s in sequence if not s.entry[2]}
@@ -198,22 +196,6 @@ def _check_groups(programs: _Programs, groups: list[_Group]) -> None:
         _, one, two, group, place = min(found)
         where = f"{place} of ranks {one} and {two} on a group of both"
         refuse_order(where, one, line(one, group, place), two, line(two, group, place))
-
-
-def _check_splits(programs: _Programs, groups: list[_Group], classes: RankClasses | None) -> None:
-    """Refuse an all-to-all whose members' splits do not fit, where all issue the same.
-
-    Looks at every size once for each rank whose graph was read.
-    """
-    for group in groups:
-        members = group[1]
-        for place, issued in enumerate(programs[members[0]].on_group[group]):
-            if issued.splits is not None:
-                ranks = issued.entry[1]
-                check_splits(
-                    {rank: programs[rank].on_group[group][place] for rank in members},
-                    [classes.representative_of(rank) for rank in ranks] if classes else ranks,
-                )
 
 
 def _check_circles(programs: _Programs) -> None:

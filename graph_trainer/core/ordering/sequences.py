@@ -18,7 +18,6 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     subgraphs,
 )
-from graph_trainer.core.ordering.all_to_all import Splits
 from graph_trainer.core.torch_private_groups import group_ranks
 
 # Namespaces whose ops only compute, whatever their names.
@@ -39,8 +38,6 @@ class Issued:
     """The collective as messages show it, with module and node."""
     where: str = ""
     """Module and node alone."""
-    splits: Splits | None = None
-    """Splits of an all-to-all: they must fit those of the other members, not equal them."""
 
 
 Sequence = list[Issued]
@@ -55,7 +52,7 @@ def waited_text(issued: Issued) -> str:
 
 def sequence_of(collectives: list[Collective]) -> Sequence:
     """Make the sequence of the collectives of a graph."""
-    return [Issued(c.entry(), c.waited_after, c.describe(), c.where, c.splits) for c in collectives]
+    return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
 
 
 def issued_by(joint: JointGraph, world_size: int) -> Sequence:
