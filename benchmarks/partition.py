@@ -164,7 +164,8 @@ def describe(forward: fx.GraphModule, backward: fx.GraphModule, saved: int) -> d
 
 def gathers(module: fx.GraphModule) -> int:
     """Count the all-gathers of a graph, of parameters and of activations."""
-    return sum("all_gather" in str(node.target) for node in module.graph.nodes)
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    return sum("all_gather" in str(node.target) for node in calls)
 
 
 if __name__ == "__main__":

@@ -206,6 +206,8 @@ def _is_saved(node: fx.Node) -> bool:
     if decision is None:
         # an op around the step, or AOTAutograd's view of a result
         return base is None and not has_phase(_source(node))
+    if is_wait(node):  # backward reads the gathered tensor, and does not wait for it again
+        return True
     while base is not None and base.op == "call_function":
         if _decision(base) is not None:
             return False

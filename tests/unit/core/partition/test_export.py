@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import set_recompute_policy
+from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.partition import export as room
 from graph_trainer.core.partition.export import peaks_of
 from graph_trainer.core.passes import pipeline
@@ -87,6 +88,30 @@ def test_passes_tag_the_exported_graph_or_the_one_before(partition, where):
     gt.run_passes(passed, config)
     wanted = counts_of(gt.partition(passed, model, compare_ranks=False))
     assert seen.counts()[:2] == wanted[:2]
+
+
+@pytest.mark.parametrize("partition", ["tags", "min_cut"])
+def test_a_collective_is_waited_for_in_its_half(partition):
+    """A gather that must be saved is saved as what its wait returns."""
+    model, joint, args = plain_decoder()
+    seen = Seen()
+    with gt.ExportedStep(gt.partition(joint, model, compare_ranks=False), *args) as exported:
+        through(exported)
+        exported.tag(save_gathers)
+        exported.compile(partition=partition, on_partition=seen)
+    assert seen.counts()[1] == 0
+    for half in seen.graphs[0]:
+        assert calls(half, is_collective) == calls(half, is_wait) > 0
+
+
+def save_gathers(joint):
+    for node in joint.graph.nodes:
+        if is_collective(node) or is_wait(node):
+            set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)
+
+
+def calls(module, kind):
+    return sum(node.op == "call_function" and kind(node) for node in module.graph.nodes)
 
 
 def test_a_plan_of_memory_is_refused(step):
