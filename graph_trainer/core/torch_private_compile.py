@@ -297,8 +297,8 @@ def set_flat_arguments(joint: ExportedJoint, placeholders: Sequence[fx.Node]) ->
     """
     capture = joint._aot_graph_capture
     known = [*capture.updated_flat_args_descs[0], *capture.updated_flat_args_descs[1]]
-    found = [descriptor_of(node) for node in placeholders]
-    missing = [a for i, a in enumerate(known) if i >= len(found) or found[i] != a]
+    descriptors = [descriptor_of(node) for node in placeholders]
+    missing = [a for i, a in enumerate(known) if i >= len(descriptors) or descriptors[i] != a]
     if not missing:
         values = [node.meta["val"] for node in placeholders]
         count = len(capture.updated_flat_args[0])

@@ -183,5 +183,5 @@ def compilations() -> int:
     torch 2.13 to 2.15."""
     from torch._dynamo.utils import counters
 
-    found = counters["inductor"]
-    return found["fxgraph_cache_miss"] + found["fxgraph_cache_bypass"]
+    counts = counters["inductor"]
+    return counts["fxgraph_cache_miss"] + counts["fxgraph_cache_bypass"]

@@ -37,7 +37,7 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         return _with_a_lower_limit(plan, load, on_progress)
     on_progress("estimating from a few layers")
     peak, speed = estimate(load(()), plan)
-    found = []
+    advice = []
     for flags in changes(plan.config, plan.world_size):
         on_progress(f"trying {' '.join(flags)}")
         try:
@@ -48,8 +48,8 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
         needs = plan.need.total + int(grown)
         if needs < (1 - _LEAST) * plan.need.total:
             tokens = plan.tokens_per_second_per_gpu * new_speed / speed
-            found.append(Advice(flags, needs, tokens, needs <= plan.allowed_bytes))
-    return sorted(found, key=lambda a: a.needed_bytes)
+            advice.append(Advice(flags, needs, tokens, needs <= plan.allowed_bytes))
+    return sorted(advice, key=lambda a: a.needed_bytes)
 
 
 def _with_a_lower_limit(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice]:
@@ -106,7 +106,7 @@ def _memory_by_place(plan: Plan) -> dict[_Place, int]:
     layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
     names = {min(layers): "first", max(layers): "last"} if layers else {}
     seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
-    found = {}
+    memory = {}
     for node, num in zip(nodes, simulation.memory.total, strict=True):
         module = module_of(node) or ""
         layer = layer_of(module)
@@ -115,9 +115,9 @@ def _memory_by_place(plan: Plan) -> dict[_Place, int]:
         which = "" if layer is None else names[layer]
         like = (phase_of(node), which, without_layer(module), str(node.target))
         if node.op == "call_function":
-            found[(*like, seen[like])] = num
+            memory[(*like, seen[like])] = num
             seen[like] += 1
-    return found
+    return memory
 
 
 def _planned(config: GraphTrainerConfig, plan: Plan, layers: int) -> Plan:
@@ -141,29 +141,29 @@ def _planned(config: GraphTrainerConfig, plan: Plan, layers: int) -> Plan:
 
 def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:
     """List the settings that could still save memory, as flags."""
-    found: list[tuple[str, ...]] = []
+    flags: list[tuple[str, ...]] = []
     training, parallelism = config.training, config.parallelism
     if parallelism.fsdp_reshard_after_forward != "always":
-        found.append(("--parallelism.fsdp_reshard_after_forward", "always"))
+        flags.append(("--parallelism.fsdp_reshard_after_forward", "always"))
     kind = type(config.activation_checkpoint).__qualname__ if config.activation_checkpoint else ""
     if "Full" not in kind:
-        found.append(("--activation_checkpoint.type", "full"))
+        flags.append(("--activation_checkpoint.type", "full"))
     if not kind:
-        found.append(("--activation_checkpoint.type", "selective"))
+        flags.append(("--activation_checkpoint.type", "selective"))
     if "Chunked" not in type(config.loss).__qualname__:
-        found.append(("--loss.type", "chunked_cross_entropy"))
+        flags.append(("--loss.type", "chunked_cross_entropy"))
     if training.local_batch_size > 1:
-        found.append(("--training.local_batch_size", str(training.local_batch_size // 2)))
+        flags.append(("--training.local_batch_size", str(training.local_batch_size // 2)))
     if not find_backend(config.compile.backend).fuses_ops:
         fusing = (backend.name for backend in BACKENDS.values() if backend.fuses_ops)
-        found += [("--compile.backend", name) for name in fusing]
+        flags += [("--compile.backend", name) for name in fusing]
     tensor = parallelism.tensor_parallel_degree * 2
     if parallelism.data_parallel_shard_degree == -1 and world_size % tensor == 0:
-        found.append(("--parallelism.tensor_parallel_degree", str(tensor)))
+        flags.append(("--parallelism.tensor_parallel_degree", str(tensor)))
     if parallelism.data_parallel_replicate_degree > 1:
-        found.append(
+        flags.append(
             ("--parallelism.data_parallel_replicate_degree", "1")
             + ("--parallelism.data_parallel_shard_degree", "-1")
         )
-    found.append(("--training.seq_len", str(training.seq_len // 2)))
-    return found
+    flags.append(("--training.seq_len", str(training.seq_len // 2)))
+    return flags

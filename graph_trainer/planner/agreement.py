@@ -21,14 +21,14 @@ _COSTS = 1 << 64
 
 def decided_by(joint: JointGraph) -> Passes:
     """Return what this rank has decided and every rank must decide alike."""
-    found: list[object] = [*joint.history]
+    decisions: list[object] = [*joint.history]
     for name, decision in joint.decisions.items():
         if isinstance(decision, Mapping):  # MiB of a bucket by process group
-            found.append((name, *sorted(decision.items())))
+            decisions.append((name, *sorted(decision.items())))
         elif isinstance(decision, MemoryTable):
-            found.append((name, decision))
+            decisions.append((name, decision))
     moved = [n.name for n in joint.graph.nodes if is_collective(n) or is_wait(n)]
-    return (*found, fingerprint(moved))
+    return (*decisions, fingerprint(moved))
 
 
 def as_agreed(
@@ -51,14 +51,14 @@ def as_agreed(
     maxima: list[int] = []
     while True:
         numbers: dict[int, list[int]] = {rank: [] for rank in ranks}
-        found: dict[int, T] = {}
+        agreed: dict[int, T] = {}
         decided: set[Passes] = set()
         for rank in ranks:
-            found[rank], passes = run(rank, _all_reduce_max(maxima, numbers[rank]))
+            agreed[rank], passes = run(rank, _all_reduce_max(maxima, numbers[rank]))
             decided.add(passes)
         unknown = [each[len(maxima)] for each in numbers.values() if len(each) > len(maxima)]
         if len(decided) == 1 or not unknown:
-            return found
+            return agreed
         maxima.append(max(unknown))
         # agreed_on of plan_memory all-reduces all costs as one number
         number = f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"

@@ -45,7 +45,7 @@ def settings(texts: Sequence[str]) -> Settings:
     Raises:
         ConfigError: no `key=value,value`, or a key twice.
     """
-    found: dict[str, tuple[str, ...]] = {}
+    values_of: dict[str, tuple[str, ...]] = {}
     for text in texts:
         key, equals, values = text.partition("=")
         between = ";" if ";" in values else ","
@@ -57,10 +57,10 @@ def settings(texts: Sequence[str]) -> Settings:
                 "parallelism.fsdp_reshard_after_forward=always,never; values that are lists are "
                 "separated by ;"
             )
-        if key in found:
+        if key in values_of:
             raise ConfigError(f"--compare {key} is given twice: write all its values in one")
-        found[key] = tuple(dict.fromkeys(each))
-    return found
+        values_of[key] = tuple(dict.fromkeys(each))
+    return values_of
 
 
 def combinations(wanted: Settings) -> list[dict[str, str]]:

@@ -67,12 +67,12 @@ def _limits(least: int, most: int) -> Iterator[int]:
 def _point(plan: Plan, joint: JointGraph, passes: PassConfig) -> CurvePoint:
     trial = copy_graph(joint)
     run_passes(trial, passes, all_reduce_max=one_rank)
-    found = simulate(trial, plan.hardware, passes.other_memory(trial))
+    simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
     limit = passes.memory_limit_gib
     return CurvePoint(
         passes.activation_policy,
         int(limit * GIB) if limit else None,
-        found.memory.peak_bytes,
-        found.need().total,
-        plan.microbatches * found.timeline.step_seconds + plan.outside_seconds,
+        simulation.memory.peak_bytes,
+        simulation.need().total,
+        plan.microbatches * simulation.timeline.step_seconds + plan.outside_seconds,
     )

@@ -88,11 +88,11 @@ class PlanCheck:
 
     def remarks(self) -> list[str]:
         """Return a warning for versions and one for a config that differ from the plan's."""
-        found = {
+        differing = {
             f"{self.path} was made by other versions": self.versions_differ,
             f"the config is not the one of {self.path}": self.config_differs,
         }
-        return [f"{what}: {_some(each)}" for what, each in found.items() if each]
+        return [f"{what}: {_some(each)}" for what, each in differing.items() if each]
 
 
 def load_config_and_plan(
@@ -201,10 +201,10 @@ def _check_paths(
         and key.partition("[")[0] not in flags
     }
     if named:
-        found = ", ".join(f"{key} = {show(value)}" for key, value in named.items())
+        files = ", ".join(f"{key} = {show(value)}" for key, value in named.items())
         again = " ".join(f"--{key} {shlex.quote(value)}" for key, value in named.items())
         raise ConfigError(
-            f"{FLAG} {path}: its config has {found}: a plan reads and writes no files that the "
+            f"{FLAG} {path}: its config has {files}: a plan reads and writes no files that the "
             f"command line does not name. Repeat what you trust: {again}; or give the config "
             "itself with --config"
         )

@@ -77,9 +77,9 @@ def comparison(plan: SavedPlan, rank: int, now: Measured) -> list[Row]:
     watched = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
 
     def row(
-        what: str, unit: str, before: float, found: float | None, how: str, why_not: str = ""
+        what: str, unit: str, before: float, measured: float | None, how: str, why_not: str = ""
     ) -> Row:
-        return Row(what, unit, before, found, why_not if found is None else how)
+        return Row(what, unit, before, measured, why_not if measured is None else how)
 
     rows = [
         row("peak memory", "bytes", predicted.peak_bytes, now.peak_bytes,

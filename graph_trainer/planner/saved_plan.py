@@ -297,9 +297,9 @@ def _predicted(plan: Plan) -> Predicted:
 
 def _collectives(simulation: Simulation) -> dict[str, dict[str, CollectiveVolume]]:
     traffic = traffic_of(simulation.collectives)
-    found: dict[str, dict[str, CollectiveVolume]] = {}
+    volumes: dict[str, dict[str, CollectiveVolume]] = {}
     for c in simulation.collectives:
-        roles, role = found.setdefault(c.kind, {}), traffic[c.node].value
+        roles, role = volumes.setdefault(c.kind, {}), traffic[c.node].value
         before = roles.get(role, CollectiveVolume(count=0, bytes=0))
         roles[role] = CollectiveVolume(count=before.count + 1, bytes=before.bytes + c.input_bytes)
-    return found
+    return volumes

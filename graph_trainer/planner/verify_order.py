@@ -154,11 +154,11 @@ def check_shapes(run: FakeRank, classes: RankClasses) -> None:
     for name, parameter in run.model.named_parameters():
         if not isinstance(parameter, DTensor):
             continue
-        found = tuple(parameter.to_local().shape)
+        shape = tuple(parameter.to_local().shape)
         wanted = _local_shape(_layout_of(parameter, classes.names), classes.sizes, place)
-        if found != wanted:
+        if shape != wanted:
             raise VerificationError(
-                f"parameter '{name}' has {found} on rank {run.rank} and its placements "
+                f"parameter '{name}' has {shape} on rank {run.rank} and its placements "
                 f"{parameter.placements} say {wanted}, so shapes do not show which ranks are "
                 "alike; read the graph of every rank: --all-ranks"
             )

@@ -191,7 +191,7 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
         return [_format_error(error, folder)]
     if sums is None:
         return _find_short_files(folder) if share == 0 else []
-    found = _find_unlisted_files(folder, sums) if share == 0 else []
+    lines = _find_unlisted_files(folder, sums) if share == 0 else []
     for name in sorted(sums)[share::shares]:
         expected, size = sums[name]
         try:
@@ -204,12 +204,12 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
                 else:
                     continue
         except FileNotFoundError:
-            found.append(f"{name} is missing")
+            lines.append(f"{name} is missing")
         except OSError as error:
-            found.append(_format_error(error, folder))
+            lines.append(_format_error(error, folder))
         else:
-            found.append(f"{name} is truncated or changed: {problem}")
-    return found
+            lines.append(f"{name} is truncated or changed: {problem}")
+    return lines
 
 
 def _find_os_error(error: BaseException | None) -> OSError | None:
@@ -247,16 +247,16 @@ def _find_short_files(folder: Path) -> list[str]:
         return [str(error)]
     except Exception as error:  # unpickling damaged bytes raises anything
         return [f"{METADATA} cannot be read: {_format_error(error, folder)}"]
-    found = []
+    short = []
     for name, end in sorted(needed.items()):
         try:
             size = (folder / name).stat().st_size
         except OSError:
-            found.append(f"{name} is missing")
+            short.append(f"{name} is missing")
         else:
             if size < end:
-                found.append(f"{name} is truncated: {size:,} bytes instead of {end:,} or more")
-    return found
+                short.append(f"{name} is truncated: {size:,} bytes instead of {end:,} or more")
+    return short
 
 
 def _format_error(error: Exception, folder: Path) -> str:

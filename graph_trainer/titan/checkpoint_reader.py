@@ -129,9 +129,9 @@ class _Unpickler(_PythonUnpickler):
         if where in _BUILDERS:
             return super().find_class(module, name)
         if "." not in name and module in ("torch", *_OF_RECORDS):
-            found = super().find_class(module, name)
-            if isinstance(found, torch.dtype) or _is_record(found, module):
-                return found
+            named = super().find_class(module, name)
+            if isinstance(named, torch.dtype) or _is_record(named, module):
+                return named
         raise _names(self._name, f"{module}.{name}")
 
     def _load_build(self) -> None:
@@ -200,20 +200,20 @@ def _check_bytes(value: Any, name: str) -> None:
 
 def _attributes(value: Any) -> list[Any]:
     """List what a pickle may have set on a value, a container too: OrderedDict has attributes."""
-    found = [getattr(value, "__dict__", None)]
+    attributes = [getattr(value, "__dict__", None)]
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
         names = (slots,) if isinstance(slots, str) else slots
-        found += [getattr(value, name, None) for name in names]
+        attributes += [getattr(value, name, None) for name in names]
     if isinstance(value, torch.Tensor):
-        found.append(value._backward_hooks)  # an argument of what builds a tensor
-    return found
+        attributes.append(value._backward_hooks)  # an argument of what builds a tensor
+    return attributes
 
 
-def _is_record(found: object, module: str) -> bool:
+def _is_record(value: object, module: str) -> bool:
     """Whether a module defines it, and it is a record, an enumeration or a path."""
     return (
-        isinstance(found, type)
-        and found.__module__ == module
-        and (dataclasses.is_dataclass(found) or issubclass(found, enum.Enum | PurePath))
+        isinstance(value, type)
+        and value.__module__ == module
+        and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum | PurePath))
     )

@@ -192,10 +192,10 @@ class CheckedCheckpointManager(CheckpointManager):
                 to be loaded, or holds more than data.
         """
         if not from_hf and not filesystem.is_remote(checkpoint_id):
-            found = self._damage(checkpoint_id)
-            if found:
+            damage = self._damage(checkpoint_id)
+            if damage:
                 raise CheckpointError(
-                    f"the checkpoint {checkpoint_id} is damaged: {_listed(found)}. Choose another "
+                    f"the checkpoint {checkpoint_id} is damaged: {_listed(damage)}. Choose another "
                     "one, or leave checkpoint.load_step out to take the newest that is good."
                 )
         try:
@@ -226,12 +226,12 @@ class CheckedCheckpointManager(CheckpointManager):
         passed_over: list[str] = []
         for step in steps:
             path = self._create_checkpoint_id(step)
-            found = self._damage(path)
-            if not found:
+            damage = self._damage(path)
+            if not damage:
                 for line in passed_over:
                     logger.warning(f"{line}; going back to step {step}")
                 return step
-            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(found)}")
+            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(damage)}")
         if passed_over:
             raise CheckpointError(
                 f"none of the checkpoints in {self.folder} is whole. {'. '.join(passed_over)}. Put "

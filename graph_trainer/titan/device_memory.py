@@ -101,9 +101,9 @@ def _share_of_host() -> DeviceMemory:
 def available_on_cpu() -> tuple[int, str]:
     """Return the bytes that programs may still take, and of what: the machine, or the control
     group of this process (a container) where that leaves less."""
-    found = [(psutil.virtual_memory().available, "on this machine")]
-    found += [(free, "in this container") for free in _left_in_cgroups()]
-    return min(found)
+    limits = [(psutil.virtual_memory().available, "on this machine")]
+    limits += [(free, "in this container") for free in _left_in_cgroups()]
+    return min(limits)
 
 
 def _left_in_cgroups() -> Iterator[int]:

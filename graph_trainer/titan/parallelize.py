@@ -75,8 +75,8 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
         "parallelism": config.parallelism,
         "training": config.training,
     }
-    found: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
-    return found.train()
+    parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
+    return parallel.train()
 
 
 def _is_captured(compile_config: CompileConfig) -> bool:

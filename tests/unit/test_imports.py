@@ -1,6 +1,6 @@
 """What each module of the package may import, read from the source.
 
-Imports point down only, from cli over planner, titan and core to errors, without a circle; imports
+Imports point down only, from cli over planner, titan and core to errors, without a cycle; imports
 for type checkers and imports inside functions count. The core imports torch and the standard
 library; one file asks the solver of scipy and one reads TOML, both inside a function. Private names
 of torch are in core/torch_private.py and the files that begin so, so that a new release of torch is
@@ -145,9 +145,9 @@ def violations():
                 found.add(f"{module} reads {name}")
             if is_private_torch(name) and module not in TORCH_PRIVATE:
                 found.add(f"{module} reads {name}: private names belong in {TORCH_PRIVATE[0]}")
-    for circle in networkx.strongly_connected_components(graph):
-        if len(circle) > 1:
-            found.add("circle: " + ", ".join(sorted(circle)))
+    for cycle in networkx.strongly_connected_components(graph):
+        if len(cycle) > 1:
+            found.add("cycle: " + ", ".join(sorted(cycle)))
     return found
 
 

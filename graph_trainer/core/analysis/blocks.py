@@ -39,7 +39,7 @@ def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
     made in forward and no earlier block reads. Parameters and inputs of the step are left out.
     Linear in nodes."""
     parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
-    found: dict[str, list[fx.Node]] = {}
+    inputs: dict[str, list[fx.Node]] = {}
     for node in joint.graph.nodes:
         if phase_of(node) is not Phase.FORWARD or node in parameters or not _is_tensor(node):
             continue
@@ -47,8 +47,8 @@ def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
         readers = (block_of(module_of(u)) for u in node.users if phase_of(u) is Phase.FORWARD)
         outside = next((name for name in readers if name not in (None, made_in)), None)
         if outside is not None:
-            found.setdefault(outside, []).append(node)
-    return found
+            inputs.setdefault(outside, []).append(node)
+    return inputs
 
 
 def _is_tensor(node: fx.Node) -> bool:

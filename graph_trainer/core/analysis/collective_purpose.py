@@ -28,16 +28,16 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     """
     data_parallel = data_parallel_groups(issued)
     known: dict[tuple[int, ...], Traffic] = {}
-    found = {}
+    traffic = {}
     for c in issued:
         if c.role is not None:
-            found[c.node] = Traffic(c.role)
+            traffic[c.node] = Traffic(c.role)
             continue
         if c.ranks not in known:
             apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
             known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
-        found[c.node] = known[c.ranks]
-    return found
+        traffic[c.node] = known[c.ranks]
+    return traffic
 
 
 def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:

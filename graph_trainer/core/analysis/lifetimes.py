@@ -150,9 +150,9 @@ def _made_by(node: fx.Node, storages: ValueStorages) -> Iterator[tuple[Storage, 
         elif results[0] is node and isinstance(value, torch.Tensor):
             # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
             # of another op come from an input, which the op really copies without them.
-            gaps = "strided" in str(node.target)
-            spans = storage_bytes(value)
-            yield results, spans if gaps else min(spans, value.nbytes)
+            keeps_gaps = "strided" in str(node.target)
+            span_bytes = storage_bytes(value)
+            yield results, span_bytes if keeps_gaps else min(span_bytes, value.nbytes)
 
     return made(storages, value_of(node))
 

@@ -126,12 +126,12 @@ class RankClasses:
 
     def representatives(self) -> dict[int, int]:
         """Return the first rank of every class, with the number of ranks in the class."""
-        found = {}
+        members = {}
         for kinds in itertools.product(*map(dict.fromkeys, self.labels)):
             axes = list(zip(self.labels, kinds, strict=True))
             first = int(self._mesh[tuple(labels.index(kind) for labels, kind in axes)])
-            found[first] = math.prod(labels.count(kind) for labels, kind in axes)
-        return found
+            members[first] = math.prod(labels.count(kind) for labels, kind in axes)
+        return members
 
     def representative_of(self, rank: int) -> int:
         """Return the first rank of a rank's class."""

@@ -79,8 +79,8 @@ def check_capture(
     with start.again():
         wanted = list(_results(model, eager, batches, attributes))
     with start.again():
-        found = list(_results(model, captured, batches, attributes))
-    steps = [compare(*pair) for pair in zip(wanted, found, strict=True)]
+        results = list(_results(model, captured, batches, attributes))
+    steps = [compare(*pair) for pair in zip(wanted, results, strict=True)]
     number = next((i for i, differences in enumerate(steps) if differences), len(steps))
     first = min(gather_from_ranks(number))
     if first == len(steps):

@@ -138,13 +138,13 @@ def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node], same: Same) -> fx.No
 
 
 def _digests(runs: Runs, joint: JointGraph) -> dict[str, str]:
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
 
     def note(node: fx.Node, value: Any) -> None:
-        found[node.name] = digest(value)
+        digests[node.name] = digest(value)
 
     runs.node_by_node(joint, note)
-    return found
+    return digests
 
 
 def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
@@ -195,12 +195,12 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
 
 def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
     """List the nodes that the graph returns as the loss or the gradients of these names."""
-    found: list[fx.Node] = []
+    returned: list[fx.Node] = []
     for spec, parts in with_parts(joint.signature.outputs, joint.output_values()):
         is_loss = spec.kind is OutputKind.LOSS
         if ("loss" if is_loss else f"gradient of {spec.name}") in names:
-            found += parts
-    return found
+            returned += parts
+    return returned
 
 
 def _incomplete(graph: fx.Graph) -> set[fx.Node]:
@@ -208,7 +208,7 @@ def _incomplete(graph: fx.Graph) -> set[fx.Node]:
     roots = storage_roots(graph)
     written: set[Storage] = set()
     pending: set[Storage] = set()
-    found: set[fx.Node] = set()
+    incomplete: set[fx.Node] = set()
     for node in graph.nodes:
         root = roots[node]
         touched = {roots[source] for source in written_arguments(node)}
@@ -222,5 +222,5 @@ def _incomplete(graph: fx.Graph) -> set[fx.Node]:
         maker = root[0]
         without_values = is_collective(maker) or "empty" in str(maker.target)
         if root in pending or (without_values and root not in written):
-            found.add(node)
-    return found
+            incomplete.add(node)
+    return incomplete

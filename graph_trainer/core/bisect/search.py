@@ -67,8 +67,8 @@ class Verdict:
     @property
     def first_node(self) -> NodeDifference | None:
         """The first node that differs, over all ranks."""
-        found = [node for node in self.nodes if node is not None]
-        return min(found, key=lambda node: node.position, default=None)
+        differing = [node for node in self.nodes if node is not None]
+        return min(differing, key=lambda node: node.position, default=None)
 
 
 def bisect_passes(
@@ -137,8 +137,8 @@ def bisect_passes(
         row = Row(report.name, gathered[0][0], [differences for _, differences in gathered])
         rows.append(row)
         place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
-        found = f"differs on {len(row.ranks)} of {len(row.found)} ranks"
-        on_event(f"{place}: {found if row.ranks else 'bitwise equal on every rank'}")
+        words = f"differs on {len(row.ranks)} of {len(row.found)} ranks"
+        on_event(f"{place}: {words if row.ranks else 'bitwise equal on every rank'}")
         if row.ranks:
             break
         if before is None:

@@ -47,29 +47,29 @@ def digest(value: Any) -> str:
     return repr(value) if isinstance(value, (int, float, bool, str)) else type(value).__name__
 
 
-def compare(wanted: Results, found: Results) -> list[Difference]:
+def compare(wanted: Results, actual: Results) -> list[Difference]:
     """List every value that differs: in the order of `wanted`, then those only in `found`."""
     differences: list[Difference | None] = []
-    for name in dict.fromkeys((*wanted, *found)):
-        if name in wanted and name in found:
-            differences.append(distance(name, wanted[name], found[name]))
+    for name in dict.fromkeys((*wanted, *actual)):
+        if name in wanted and name in actual:
+            differences.append(distance(name, wanted[name], actual[name]))
         else:
             note = "missing" if name in wanted else "not there in eager"
             differences.append(Difference(name, math.nan, math.nan, note))
     return [difference for difference in differences if difference is not None]
 
 
-def distance(name: str, wanted: Any, found: Any) -> Difference | None:
+def distance(name: str, wanted: Any, actual: Any) -> Difference | None:
     """Measure how far two values are apart; None where their bits are equal.
 
     A value is a tensor or a list of tensors; anything else counts by its text.
     """
-    if digest(wanted) == digest(found):
+    if digest(wanted) == digest(actual):
         return None
-    pairs = list(zip(_tensors(wanted), _tensors(found), strict=False))
+    pairs = list(zip(_tensors(wanted), _tensors(actual), strict=False))
     notes = [f"{_kind(b)} instead of {_kind(a)}" for a, b in pairs if _kind(a) != _kind(b)]
-    if len(_tensors(wanted)) != len(_tensors(found)):
-        notes.append(f"{len(_tensors(found))} tensors instead of {len(_tensors(wanted))}")
+    if len(_tensors(wanted)) != len(_tensors(actual)):
+        notes.append(f"{len(_tensors(actual))} tensors instead of {len(_tensors(wanted))}")
     apart = [_distance(a, b) for a, b in pairs if a.shape == b.shape]
     if not apart:
         return Difference(name, math.nan, math.nan, "; ".join(notes) or "not a tensor")
@@ -78,11 +78,11 @@ def distance(name: str, wanted: Any, found: Any) -> Difference | None:
     )
 
 
-def _distance(wanted: torch.Tensor, found: torch.Tensor) -> tuple[float, float]:
+def _distance(wanted: torch.Tensor, actual: torch.Tensor) -> tuple[float, float]:
     if wanted.numel() == 0:
         return 0.0, 0.0
-    wide = torch.complex128 if wanted.is_complex() or found.is_complex() else torch.float64
-    a, b = _contiguous(wanted).to(wide), _contiguous(found).to(wide)
+    wide = torch.complex128 if wanted.is_complex() or actual.is_complex() else torch.float64
+    a, b = _contiguous(wanted).to(wide), _contiguous(actual).to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
     apart = torch.where(same, 0.0, (a - b).abs())
     relative = torch.where(same, 0.0, apart / torch.maximum(a.abs(), b.abs()))

@@ -75,9 +75,9 @@ class Batch:
 
     def _structure_differs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         leaves, _ = pytree.tree_flatten_with_path(_arguments(args, kwargs))
-        found = [_path_name(path) for path, _ in leaves]
-        missing = [f"'{p}'" for p in self.paths if p not in found]
-        new = [f"'{p}'" for p in found if p not in self.paths]
+        paths = [_path_name(path) for path, _ in leaves]
+        missing = [f"'{p}'" for p in self.paths if p not in paths]
+        new = [f"'{p}'" for p in paths if p not in self.paths]
         details = [f"missing: {', '.join(missing)}"] if missing else []
         details += [f"new: {', '.join(new)}"] if new else []
         # the same paths in other containers, a tuple for a list for one

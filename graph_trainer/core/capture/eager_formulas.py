@@ -49,7 +49,7 @@ def as_in_eager(graph: fx.Graph) -> list[str]:
     Returns:
         Why results of the graph are eager's up to rounding only, where formulas of forward are.
     """
-    found = []
+    changed = []
     for node in graph.nodes:
         custom = node.meta.get("custom") or {}
         if KEY in custom:
@@ -64,11 +64,11 @@ def as_in_eager(graph: fx.Graph) -> list[str]:
             ):
                 node.target, node.args = aten.where.ScalarOther, (mask, each, 0)
         if node.target is aten.masked_fill_.Scalar and _sums_weights(*node.args):
-            found.append(
+            changed.append(
                 "cross_entropy with weights, smoothed labels and ignored targets sums the weights "
                 f"of the others in eager, and zeros here (module '{module_of(node)}')"
             )
-    return found
+    return changed
 
 
 def _sums_weights(weights: Any, mask: fx.Node, fill: Any) -> bool:

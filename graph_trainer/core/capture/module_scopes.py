@@ -164,12 +164,12 @@ def _walk(roots: tuple[torch.Tensor, ...]) -> list[Any]:
     """List every autograd node that backward of `roots` runs; autograd.grad runs no leaves."""
     stack = [root.grad_fn for root in roots if root.grad_fn is not None]
     seen = set(stack)
-    found = []
+    parts = []
     while stack:
         node = stack.pop()
-        found.append(node)
+        parts.append(node)
         for parent, _ in node.next_functions:
             if parent is not None and parent not in seen:
                 seen.add(parent)
                 stack.append(parent)
-    return [node for node in found if node.name() != "torch::autograd::AccumulateGrad"]
+    return [node for node in parts if node.name() != "torch::autograd::AccumulateGrad"]

@@ -45,8 +45,12 @@ class ModuleSettings:
         """Leave out the attributes that forward itself changes, by "module.attribute"."""
         names = set(changed)
         kept = [
-            (fqn, kind, {n: v for n, v in found.items() if f"{fqn}.{n}".strip(".") not in names})
-            for fqn, kind, found in self.modules
+            (
+                fqn,
+                kind,
+                {n: v for n, v in attributes.items() if f"{fqn}.{n}".strip(".") not in names},
+            )
+            for fqn, kind, attributes in self.modules
         ]
         return replace(self, modules=tuple(kept))
 
@@ -97,9 +101,9 @@ def autocast_enabled(device_type: str) -> bool:
 
 
 def _attributes(module: nn.Module) -> Attributes:
-    found = {n: (type(v), v) for n, v in vars(module).items() if type(v) in _SCALARS}
-    del found["training"]
-    return found
+    attributes = {n: (type(v), v) for n, v in vars(module).items() if type(v) in _SCALARS}
+    del attributes["training"]
+    return attributes
 
 
 def _check_module(module: nn.Module, name: str, kind: type, before: Attributes) -> None:

@@ -87,15 +87,15 @@ class PythonState:
         Raises:
             CaptureError: a tensor of the trace is kept outside of the model.
         """
-        found = set()
+        changed = set()
         for holder in self._holders:
             for key, now in holder.changed():
                 name = _text((*holder.path, key))
                 fakes = [leaf for leaf in pytree.tree_leaves(now) if isinstance(leaf, FakeTensor)]
                 if fakes and not holder.of_model:
                     raise kept_tensor(fakes[0], name)
-                found.add(name)
-        return sorted(found)
+                changed.add(name)
+        return sorted(changed)
 
 
 class _Holder(NamedTuple):
@@ -138,10 +138,10 @@ def _parts(value: Any, path: Names) -> Iterator[Part]:
 def _contents(value: Any) -> dict[str, Any]:
     """Return the attributes of an object; none where its class keeps them otherwise."""
     try:
-        found = object.__getattribute__(value, "__dict__")
+        contents = object.__getattribute__(value, "__dict__")
     except Exception:  # a property of the user's, which may raise anything
         return {}
-    return found if isinstance(found, dict) else {}
+    return contents if isinstance(contents, dict) else {}
 
 
 def _function_parts(function: FunctionType) -> Iterator[Part]:

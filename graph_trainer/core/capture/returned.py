@@ -22,9 +22,9 @@ def scalar_loss(value: Any) -> list[tuple[OutputKind, str, torch.Tensor]]:
         CaptureError: it is no scalar tensor.
     """
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        found = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
         raise CaptureError(
-            f"loss_fn must return a scalar tensor and returned {found}; sum or average it"
+            f"loss_fn must return a scalar tensor and returned {shape}; sum or average it"
         )
     return [(OutputKind.LOSS, "loss", value)]
 
@@ -54,9 +54,9 @@ class ModelOutputs:
                 f"the model returns a {type(value).__name__} without tensors; return what the loss "
                 "is computed from"
             )
-        found = [(OutputKind.OUTPUT, f"output {i}", tensor) for i, tensor in enumerate(tensors)]
-        self.differentiable = [name for _, name, tensor in found if tensor.requires_grad]
-        return found
+        outputs = [(OutputKind.OUTPUT, f"output {i}", tensor) for i, tensor in enumerate(tensors)]
+        self.differentiable = [name for _, name, tensor in outputs if tensor.requires_grad]
+        return outputs
 
     def rebuild(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return the structure with other tensors in it."""

@@ -230,7 +230,7 @@ class UserGenerators:
                 raise CaptureError(
                     "the step makes or seeds the random generator that it draws with, or restores "
                     f"its state{user_line()}, which a graph does not: make it before the step, and "
-                    "draw once what is used twice"
+                    "reuse the drawn tensor"
                 )
             self._states.append((generator, generator.get_state()))
         self._marks.discard(seed)

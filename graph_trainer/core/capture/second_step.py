@@ -87,12 +87,12 @@ class _Numbers:
 
     def of(self, module: fx.GraphModule) -> tuple[dict[fx.Node, int], object]:
         """Return the number of every node, and of all that the graph leaves behind."""
-        found: dict[fx.Node, int] = {}
+        numbers: dict[fx.Node, int] = {}
         storage: dict[fx.Node, int] = {}
         draws: list[int] = []
 
         def described(node: fx.Node) -> str:
-            return f"{found[node]} as written by {self._written.get(storage.get(node, _UNKNOWN))}"
+            return f"{numbers[node]} as written by {self._written.get(storage.get(node, _UNKNOWN))}"
 
         for node in module.graph.nodes:
             constant = _constant(module, node)
@@ -100,10 +100,11 @@ class _Numbers:
             if isinstance(value, torch.Tensor):
                 storage[node] = storage_id(value)
             if isinstance(constant, FakeTensor):
-                found[node] = self._kept.get(_place(constant), _UNKNOWN)
+                numbers[node] = self._kept.get(_place(constant), _UNKNOWN)
                 continue
             args = fx.map_arg((node.args, node.kwargs), described)
-            text = f"{node.op} {node.target if node.op == 'call_function' else len(found)} {args!r}"
+            what = node.target if node.op == "call_function" else len(numbers)
+            text = f"{node.op} {what} {args!r}"
             if node.op == "get_attr":
                 graph = subgraph_of(node)
                 text = str(graph.code) if graph is not None else _content(constant)
@@ -111,23 +112,23 @@ class _Numbers:
                 text = f"output {args!r}"
             elif runs_once(node):
                 text += f" draw {len(draws)}"
-            found[node] = self._numbers.setdefault(text, len(self._numbers))
+            numbers[node] = self._numbers.setdefault(text, len(self._numbers))
             if runs_once(node):
-                draws.append(found[node])
+                draws.append(numbers[node])
             for target in written_arguments(node):
-                self._written[storage[target]] = found[node]
+                self._written[storage[target]] = numbers[node]
         inputs = module.graph.find_nodes(op="placeholder")
         written = [self._written.get(storage[node]) for node in inputs]
-        return found, (found[module.graph.output_node()], written, draws)
+        return numbers, (numbers[module.graph.output_node()], written, draws)
 
-    def keep(self, module: fx.GraphModule, found: dict[fx.Node, int]) -> None:
+    def keep(self, module: fx.GraphModule, numbers: dict[fx.Node, int]) -> None:
         """Remember which tensors of a first step are the same in every step."""
         varying: set[fx.Node] = set()
         for spec, nodes in with_parts(self._inputs, module.graph.find_nodes(op="placeholder")):
             written = {storage_id(n.meta["val"]) for n in nodes} & self._written.keys()
             if spec.kind is not InputKind.BUFFER or written:
                 varying.update(nodes)
-        tensors = {n: v for n in found if isinstance(v := value_of(n), torch.Tensor)}
+        tensors = {n: v for n in numbers if isinstance(v := value_of(n), torch.Tensor)}
         storage = {node: storage_id(tensor) for node, tensor in tensors.items()}
         changing = {storage[node] for node in varying}
         for node in module.graph.nodes:
@@ -146,12 +147,12 @@ class _Numbers:
             self._written.pop(storage_id(value_of(node)), None)
         for node, tensor in tensors.items():
             if storage_id(tensor) not in changing:
-                self._kept[_place(tensor)] = found[node]
+                self._kept[_place(tensor)] = numbers[node]
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
-    found = getattr(module, str(node.target), None) if node.op == "get_attr" else None
-    return found if isinstance(found, torch.Tensor) else None
+    constant = getattr(module, str(node.target), None) if node.op == "get_attr" else None
+    return constant if isinstance(constant, torch.Tensor) else None
 
 
 def _content(constant: torch.Tensor | None) -> str:

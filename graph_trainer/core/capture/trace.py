@@ -248,9 +248,9 @@ class StepTrace:
             if i.kind is InputKind.PARAMETER
             for n in (i.name, *i.aliases)
         }
-        found = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
-        for name in sorted(names.keys() | found.keys()):
-            if found.get(name) is not names.get(name):
+        now = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
+        for name in sorted(names.keys() | now.keys()):
+            if now.get(name) is not names.get(name):
                 raise CaptureError(
                     f"forward assigns or removes parameter '{name}'; a step must leave the model "
                     "with the parameters it had: write in place under torch.no_grad(), or "
@@ -265,14 +265,14 @@ class StepTrace:
             for name in (i.name, *i.aliases)
         }
         known = {name for name, (i, _) in names.items() if i.kind is InputKind.BUFFER}
-        found = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}
-        if known != found.keys():
+        now = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}
+        if known != now.keys():
             raise CaptureError(
-                f"forward adds or removes buffers: {sorted(known ^ found.keys())}; a step must "
+                f"forward adds or removes buffers: {sorted(known ^ now.keys())}; a step must "
                 "leave the model with the buffers it had: register them in __init__"
             )
         assigned: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, buffer in found.items():
+        for name, buffer in now.items():
             spec, before = names[name]
             if buffer is before:
                 continue
@@ -359,10 +359,10 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
             f"the gradient of '{name}' is sparse, and a graph returns dense ones: set sparse=False "
             "in its embedding"
         )
-    expected, found = unwrap(parameter)[1], unwrap(gradient)[1]
-    if expected.subclass is not found.subclass or expected.shape != found.shape:
+    expected, actual = unwrap(parameter)[1], unwrap(gradient)[1]
+    if expected.subclass is not actual.subclass or expected.shape != actual.shape:
         raise CaptureError(
-            f"the gradient of '{name}' is a {type(gradient).__name__} of {tuple(found.shape)} "
+            f"the gradient of '{name}' is a {type(gradient).__name__} of {tuple(actual.shape)} "
             f"while the parameter is a {type(parameter).__name__} of {tuple(expected.shape)}"
         )
     placements = getattr(parameter, "placements", None)

@@ -30,25 +30,25 @@ class AccessOrder:
 
     @classmethod
     def of(cls, joint: JointGraph) -> AccessOrder:
-        """Read the order from a graph; nothing is read where no op writes in place."""
-        found = cls()
+        """Read the order from a graph. Empty if no op writes in place."""
+        order = cls()
         if not any(may_write(node.target) for node in joint.graph.nodes):
-            return found
+            return order
         storages, roots = value_storages(joint.graph), storage_roots(joint.graph)
         for node in joint.graph.nodes:
             for target in written_arguments(node):
-                found.writers.setdefault(roots[target], []).append(node)
-        done = dict.fromkeys(found.writers, 0)
+                order.writers.setdefault(roots[target], []).append(node)
+        done = dict.fromkeys(order.writers, 0)
         for node in joint.graph.nodes:
             sources = [*node.all_input_nodes]
             if is_wait(node):  # until then its collective reads
                 sources += [n for start in sources for n in start.all_input_nodes]
             for read in {s for n in sources for s in storages_in(storages[n])}:
                 if read in done:
-                    found.writes_before[node, read] = done[read]
+                    order.writes_before[node, read] = done[read]
             for target in written_arguments(node):
                 done[roots[target]] += 1
-        return found
+        return order
 
     def check_kept(self, joint: JointGraph) -> AccessOrder:
         """Refuse a graph that reads a storage before another of its writes than this order does.

@@ -180,8 +180,8 @@ def layer_of(fqn: str | None) -> int | None:
 
 def block_of(fqn: str | None) -> str | None:
     """Return the repeated block of an FQN: 'layers.3' for 'layers.3.attention.wo.weight'."""
-    found = _BLOCK.match(fqn or "")
-    return found.group() if found else None
+    match = _BLOCK.match(fqn or "")
+    return match.group() if match else None
 
 
 def role_of(node: fx.Node) -> Role | None:

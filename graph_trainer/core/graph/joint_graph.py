@@ -229,9 +229,9 @@ def _check_inputs(joint: JointGraph) -> None:
         )
     for spec, nodes in with_parts(joint.signature.inputs, placeholders):
         for node in nodes:
-            if (found := input_name(node)) is not None and found != spec.name:
+            if (name := input_name(node)) is not None and name != spec.name:
                 raise VerificationError(
-                    f"placeholder '{node.name}' is of '{found}' where the signature has "
+                    f"placeholder '{node.name}' is of '{name}' where the signature has "
                     f"'{spec.name}': the order of the two differs"
                 )
 
@@ -276,12 +276,12 @@ def _check_gradient(
         raise VerificationError(
             f"the signature has a gradient for '{name}', which is no parameter of the graph"
         )
-    found = [(t.shape, t.dtype) for n in nodes for t in tensors_of(n)]
+    kinds = [(t.shape, t.dtype) for n in nodes for t in tensors_of(n)]
     wanted = [(t.shape, t.dtype) for n in parameters[name] for t in tensors_of(n)]
-    if found != wanted:
+    if kinds != wanted:
         raise VerificationError(
             f"output '{nodes[0].name}' is returned as the gradient of '{name}': it is "
-            f"{_describe(found)} and the parameter is {_describe(wanted)}"
+            f"{_describe(kinds)} and the parameter is {_describe(wanted)}"
         )
 
 

@@ -95,9 +95,9 @@ def given_value(
 
 def argument_nodes(value: Any) -> list[fx.Node]:
     """List every node inside one argument, in order."""
-    found: list[fx.Node] = []
-    fx.map_arg(value, found.append)
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, nodes.append)
+    return nodes
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
@@ -116,10 +116,10 @@ def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
     if node.op != "get_attr" or owner is None:
         return None
     try:
-        found = operator.attrgetter(str(node.target))(owner)
+        subgraph = operator.attrgetter(str(node.target))(owner)
     except AttributeError:
         return None
-    return found if isinstance(found, fx.GraphModule) else None
+    return subgraph if isinstance(subgraph, fx.GraphModule) else None
 
 
 def written_arguments(node: fx.Node) -> list[fx.Node]:

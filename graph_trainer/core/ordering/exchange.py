@@ -44,7 +44,7 @@ def check_order_across_ranks(joint: JointGraph | Exception) -> None:
     For each of its groups a rank sends a digest of what it issues on that group and at which
     place of its whole sequence. Where all members of every group agree, each place of the
     sequence is one collective that all its members reach after the same earlier places, so no
-    ranks wait for each other in a circle. Only where members differ are sequences exchanged.
+    ranks wait for each other in a cycle. Only where members differ are sequences exchanged.
     Costs one small exchange of objects on the default group.
 
     Args:
@@ -165,9 +165,8 @@ def gather_or_fail(mine: T | Exception, what: str) -> list[T]:
     if other is not None:
         # one rank has finished its passes while a pass of another rank asks for an agreement
         raise VerificationError(
-            f"the ranks' passes do not do the same: rank 0 hands out its {kinds[0]} and rank "
-            f"{other} its {kinds[other]}, so one of them has something to agree on that the other "
-            f"one has not. {REMEDY}"
+            f"the ranks are at different points of the pass pipeline: rank 0 hands out "
+            f"{kinds[0]}, and rank {other} {kinds[other]}. {REMEDY}"
         )
     return values
 

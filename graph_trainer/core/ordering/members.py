@@ -39,13 +39,13 @@ def disagreeing_members(
     Returns:
         by group, the first member and the first other one that differs from it.
     """
-    found = {}
+    pairs = {}
     for group, (first, *others) in members.items():
         expected = issued_on(first, group)
         other = next((rank for rank in others if issued_on(rank, group) != expected), None)
         if other is not None:
-            found[group] = (first, other)
-    return found
+            pairs[group] = (first, other)
+    return pairs
 
 
 def first_difference(one: Sequence[object], two: Sequence[object]) -> int:

@@ -46,7 +46,7 @@ class OrderProof:
         lines = [
             f"Order proved: {ranks:,} ranks, {number} collectives a rank, {groups}. "
             "Every group's members issue the same in the same order, and no ranks wait for each "
-            "other in a circle."
+            "other in a cycle."
         ]
         if self.unknown_ops:
             lines.append(
@@ -89,14 +89,14 @@ def prove_order(
 
     Raises:
         VerificationError: with two ranks, their group and the first entry that differs; or with
-            the ranks that would wait for each other in a circle, and for what.
+            the ranks that would wait for each other in a cycle, and for what.
     """
     representatives = classes.representatives() if classes else dict.fromkeys(sequences, 1)
     assert set(representatives) == set(sequences), "one sequence for each rank that is read"
     programs = {rank: _program(rank, sequences, classes) for rank in sequences}
     groups = list(dict.fromkeys(g for program in programs.values() for g in program.on_group))
     _check_groups(programs, groups)
-    _check_circles(programs)
+    _check_cycles(programs)
     lengths = [len(program.steps) for program in programs.values()]
     unknown = {s.entry[0] for sequence in sequences.values() for s in sequence if not s.entry[2]}
     return OrderProof(
@@ -185,42 +185,42 @@ def _check_groups(programs: _Programs, groups: list[_Group]) -> None:
         issued = programs[rank].on_group.get(group, [])
         return issued[place].line if place < len(issued) else "nothing more"
 
-    found: list[tuple[int, int, int, _Group, int]] = []
+    differences: list[tuple[int, int, int, _Group, int]] = []
     disagreeing = disagreeing_members({group: group[1] for group in groups}, issued_on)
     for group, (one, two) in disagreeing.items():
         place = first_difference(issued_on(one, group), issued_on(two, group))
         steps = programs[one].steps
         at = steps.index((group, place)) if (group, place) in steps else len(steps)
-        found.append((at, one, two, group, place))
-    if found:
-        _, one, two, group, place = min(found)
+        differences.append((at, one, two, group, place))
+    if differences:
+        _, one, two, group, place = min(differences)
         where = f"{place} of ranks {one} and {two} on a group of both"
         refuse_order(where, one, line(one, group, place), two, line(two, group, place))
 
 
-def _check_circles(programs: _Programs) -> None:
+def _check_cycles(programs: _Programs) -> None:
     """Refuse ranks that do not all come to the end."""
-    circle = _circle(programs, blocking=True)
-    if not circle:
+    cycle = _cycle(programs, blocking=True)
+    if not cycle:
         return
-    sure = _circle(programs, blocking=False)
+    sure = _cycle(programs, blocking=False)
     if sure:
         raise VerificationError(
-            "the ranks would wait for each other in a circle; running them would hang: "
+            "the ranks would wait for each other in a cycle; running them would hang: "
             f"{'; '.join(sure)}. Let every rank issue them in the same order. {REMEDY}"
         )
     raise VerificationError(
         "the ranks' collectives on several groups cannot be put in one order; running them would "
         "hang wherever a collective holds up the next one until all its ranks have come, as NCCL "
-        f"may: {'; '.join(circle)}. Let every rank issue them in the same order. {REMEDY}"
+        f"may: {'; '.join(cycle)}. Let every rank issue them in the same order. {REMEDY}"
     )
 
 
-def _circle(programs: _Programs, *, blocking: bool) -> list[str]:
+def _cycle(programs: _Programs, *, blocking: bool) -> list[str]:
     """Run all ranks as far as they can, where all members of a group issue the same on it.
 
     With `blocking` each collective is waited for at once, and not where its wait is. Returns what
-    each rank of a circle waits for, the last for the first; nothing if all ranks end, which does
+    each rank of a cycle waits for, the last for the first; nothing if all ranks end, which does
     not depend on the order in which they run. Linear in the steps and waits.
     """
     events = {

@@ -142,16 +142,16 @@ def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[
 
 
 def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
-    found = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
+    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
     for node in reversed(joint.graph.nodes):
-        if node in found or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
-            found |= {node, *node.all_input_nodes}
+        if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
+            forward |= {node, *node.all_input_nodes}
     for node in joint.graph.nodes:
         if is_wait(node) or is_getitem(node):
             source = node.all_input_nodes[0]
-            if source in found and source.op == "call_function":
-                found.add(node)
-    return {node for node in found if node.op == "call_function"}
+            if source in forward and source.op == "call_function":
+                forward.add(node)
+    return {node for node in forward if node.op == "call_function"}
 
 
 def _seeds(joint: JointGraph, forward: set[fx.Node]) -> list[fx.Node]:

@@ -155,11 +155,11 @@ PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_
 def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
     """Return the nodes that `roots` need, themselves included, but for `stop` and what only those
     need."""
-    found = {root for root in roots if isinstance(root, fx.Node)} - stop
+    needed = {root for root in roots if isinstance(root, fx.Node)} - stop
     for node in reversed(graph.nodes):
-        if node in found:
-            found.update(n for n in node.all_input_nodes if n not in stop)
-    return {node for node in found if node.op == "call_function"}
+        if node in needed:
+            needed.update(n for n in node.all_input_nodes if n not in stop)
+    return {node for node in needed if node.op == "call_function"}
 
 
 def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:

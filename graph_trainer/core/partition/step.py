@@ -143,8 +143,8 @@ class PartitionedStep(nn.Module):
         for value, (shape, stride, dtype, device) in zip(batch, self._batch[2], strict=True):
             if type(value) is not torch.Tensor or value.requires_grad:
                 return None
-            found = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
-            if found != (shape, stride, dtype, device):
+            layout = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
+            if layout != (shape, stride, dtype, device):
                 return None
         state = []
         for path, kind, last in self._places:

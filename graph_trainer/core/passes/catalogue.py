@@ -84,22 +84,22 @@ def load_pass(text: str) -> Pass:
         raise PassError(
             f"{entry}: importing {module_name} failed: {type(error).__name__}: {error}"
         ) from error
-    found = getattr(module, name, None)
-    if found is None:
+    graph_pass = getattr(module, name, None)
+    if graph_pass is None:
         passes = [key for key, value in vars(module).items() if isinstance(value, Pass)]
         near = f"; it has the passes {', '.join(passes)}" if passes else " and no other pass"
         raise PassError(f"{entry}: the module {module_name} has no '{name}'{near}")
-    if not isinstance(found, Pass):
+    if not isinstance(graph_pass, Pass):
         raise PassError(
-            f"{entry} is {type(found).__name__} and not a pass; make a function a pass with "
+            f"{entry} is {type(graph_pass).__name__} and not a pass; make a function a pass with "
             "@graph_pass(stage=..., summary=...)"
         )
-    if registered_passes().get(found.name, found) is not found:
+    if registered_passes().get(graph_pass.name, graph_pass) is not graph_pass:
         raise PassError(
-            f"{entry} is a pass named '{found.name}', as a built-in one is; give the function "
+            f"{entry} is a pass named '{graph_pass.name}', as a built-in one is; give the function "
             "another name"
         )
-    return found
+    return graph_pass
 
 
 def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] = ()) -> list[Pass]:

@@ -167,9 +167,9 @@ class PassContext(RunSettings):
         """
         trial = copy_graph(joint)
         self.run_later_passes(trial)
-        found = self.simulate(trial)
-        nanoseconds = self.all_reduce_max(round(found.timeline.step_seconds * _PER_SECOND))
-        needed = self.all_reduce_max(found.need().total)
+        simulation = self.simulate(trial)
+        nanoseconds = self.all_reduce_max(round(simulation.timeline.step_seconds * _PER_SECOND))
+        needed = self.all_reduce_max(simulation.need().total)
         fits = not self.memory_limit_gib or needed <= self.memory_limit_gib * GIB
         return nanoseconds / _PER_SECOND, needed, fits
 
@@ -180,14 +180,14 @@ def detect_on_all_ranks(joint: JointGraph, all_reduce_max: AllReduceMax) -> Dete
     Raises:
         PassError: the ranks run on unlike devices.
     """
-    found, names = detect_for(joint), list(known_hardware())
-    place = names.index(found.hardware.name)
+    detected, names = detect_for(joint), list(known_hardware())
+    place = names.index(detected.hardware.name)
     last, first = names[all_reduce_max(place)], names[-all_reduce_max(-place)]
     if first != last:
         raise PassError(
             f"{HARDWARE_KEY} is unset and the ranks run on unlike devices, of the profiles {first} "
             f"and {last} among others, so that each would make another step (this rank: "
-            f"{found.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower device "
-            "for one"
+            f"{detected.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower "
+            "device for one"
         )
-    return found
+    return detected

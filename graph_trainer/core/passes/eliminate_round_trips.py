@@ -186,12 +186,12 @@ class _RoundTrips:
 
     def _views(self, node: fx.Node) -> list[fx.Node]:
         """List the views of a node, and the views of these."""
-        found = [node]
-        for each in found:
-            found += [
+        views = [node]
+        for each in views:
+            views += [
                 user for user in each.users if self._storages.get(user) == self._storages[node]
             ]
-        return found[1:]
+        return views[1:]
 
     def _is_read_by_offset(self, reader: fx.Node) -> bool:
         """Return whether a view has an explicit offset into the storage, which changes."""

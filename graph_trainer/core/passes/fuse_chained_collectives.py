@@ -202,7 +202,7 @@ def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
     process does not have.
     """
     meshes = meshes_of(joint, dist.get_world_size()) if dist.is_initialized() else []
-    found = cache(partial(partition_of, meshes))
+    partition_on = cache(partial(partition_of, meshes))
 
     def read(node: fx.Node) -> Partition | None:
         name = str(argument(node, "group_name"))
@@ -214,6 +214,6 @@ def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
                 "this process has no process group of that name; run passes where the graph "
                 "was captured, before its process groups are destroyed"
             ) from error
-        return found(ranks) if meshes and backend == dist.get_backend() else None
+        return partition_on(ranks) if meshes and backend == dist.get_backend() else None
 
     return read

@@ -39,8 +39,8 @@ def host_memory_of(hardware: Hardware) -> DeviceMemoryOf:
     """Return what tells the host memory that a rank may take on a machine of a profile."""
     shared = f"{hardware.host_memory_gib:,g} GiB of a machine of '{hardware.name}'"
     source = f"{shared} / {hardware.devices_per_node:g} devices"
-    found = DeviceMemory(int(hardware.host_memory_gib * GIB / hardware.devices_per_node), source)
-    return lambda joint: found
+    memory = DeviceMemory(int(hardware.host_memory_gib * GIB / hardware.devices_per_node), source)
+    return lambda joint: memory
 
 
 class Budget:
@@ -172,11 +172,11 @@ class Budget:
         """Say what this rank needs and for what, what each pass did to it, and what helps."""
         memory = self.memory(joint, hardware)
         reshards = self._context.reshard_after_forward == "always"
-        found = remedies(memory.peak_by_category(), reshards=reshards, raised=raised)
+        advice = remedies(memory.peak_by_category(), reshards=reshards, raised=raised)
         return (
             f"{what_is_needed(memory, hardware)}.\n{report}\n"
             f"{first} what would help, with what it frees here at most:\n"
-            + "\n".join(f"  {line}" for line in found)
+            + "\n".join(f"  {line}" for line in advice)
         )
 
 

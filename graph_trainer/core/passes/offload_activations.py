@@ -137,7 +137,7 @@ def _values(
         for storage in {s for s in storages_in(storages[node]) if s in shown}:
             shown[storage].append(node)
     refusal = _Refusal(joint, min_bytes)
-    found = []
+    values = []
     for storage, nodes in shown.items():
         forward = [n for n in nodes if not is_backward(n)]
         whole = [n for n in forward if _is_tensor(n) and not is_collective(n)]
@@ -146,8 +146,8 @@ def _values(
             left[why] += 1
             continue
         base = whole[0]
-        found.append(_Value(base, forward[forward.index(base) + 1 :]))
-    return found
+        values.append(_Value(base, forward[forward.index(base) + 1 :]))
+    return values
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -280,12 +280,12 @@ def _prepare(
         steps.append(PassStep(each, options, context))
     if run.hardware is not None or not any(step.needs_hardware for step in steps):
         return steps, ""
-    found = detect_on_all_ranks(joint, run.all_reduce_max)
+    detected = detect_on_all_ranks(joint, run.all_reduce_max)
     # in place, as `run_later_passes` of each step reads the list
     steps[:] = [
-        step._replace(context=replace(step.context, hardware=found.hardware)) for step in steps
+        step._replace(context=replace(step.context, hardware=detected.hardware)) for step in steps
     ]
-    return steps, found.why
+    return steps, detected.why
 
 
 def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pass]) -> None:

@@ -89,13 +89,13 @@ def to_be_recomputed(node: fx.Node) -> bool:
 
 def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
     """Return the tagged nodes that a reader needs and that have no copy yet, in graph order."""
-    found: set[fx.Node] = set()
+    needed: set[fx.Node] = set()
     stack = [reader]
     while stack:
-        inputs = tagged.intersection(stack.pop().all_input_nodes) - found - copies.keys()
-        found |= inputs
+        inputs = tagged.intersection(stack.pop().all_input_nodes) - needed - copies.keys()
+        needed |= inputs
         stack += inputs
-    return sorted(found)
+    return sorted(needed)
 
 
 class _Copier:

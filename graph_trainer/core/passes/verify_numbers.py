@@ -97,20 +97,20 @@ class Numbers:
         for name, text in now.odd.items():
             if name not in was.odd:
                 raise VerificationError(f"node '{name}' {text}")
-        found = self._compared(before, joint, was, now, changes_sums)
+        verdict = self._compared(before, joint, was, now, changes_sums)
         self._before, self._ran = copy_graph(joint), now
-        return found
+        return verdict
 
     def _compared(
         self, before: JointGraph, after: JointGraph, was: _Ran, now: _Ran, changes_sums: bool
     ) -> str:
         grain = ROUNDING * _coarsest(before) if changes_sums else 0.0
-        found, wrong = _differences(was, now, grain)
+        differences, wrong = _differences(was, now, grain)
         where, replaced = "", _replaced(before, after) if wrong else ()
         if replaced:
             # a gather over other ranks, or of bytes, gives other multiples of this rank's values
             was, now = _run(before, alike=True), _run(after, alike=True)
-            found, wrong = _differences(was, now, grain)
+            differences, wrong = _differences(was, now, grain)
             where = (
                 " where all ranks hold the same; graph-trainer bisect-passes compares real ranks"
             )
@@ -134,8 +134,8 @@ class Numbers:
                 f"{f'; so are {more} more results' if more else ''}. A pass keeps every bit; with "
                 "changes_sums=True it may round otherwise"
             )
-        if found:
-            most = max(found, key=lambda difference: difference.max_abs)
+        if differences:
+            most = max(differences, key=lambda difference: difference.max_abs)
             return f"equal up to rounding{where}: {most.name} by at most {most.max_abs:.3g}"
         lost = [n for n, parts in was.results.items() if not all(map(_is_finite, parts))]
         return f"{EQUAL}{where}" + (f", and {lost[0]} is not finite" if lost else "")
@@ -174,12 +174,12 @@ def why_not(joint: JointGraph) -> str:
 
 def _all_nodes(graph: fx.Graph, inner: bool = False) -> list[tuple[fx.Node, bool]]:
     """List the nodes of a graph and of its subgraphs, and whether each is in a subgraph."""
-    found = []
+    nodes = []
     for node in graph.nodes:
-        found.append((node, inner))
+        nodes.append((node, inner))
         for module in subgraphs(node):
-            found += _all_nodes(module.graph, True)
-    return found
+            nodes += _all_nodes(module.graph, True)
+    return nodes
 
 
 class _Watched(OneProcess):
@@ -216,9 +216,9 @@ def _run(joint: JointGraph, *, alike: bool = False) -> _Ran:
 def _differences(was: _Ran, now: _Ran, grain: float) -> tuple[list[Difference], list[Difference]]:
     """List the results that differ, and those of them that do by more than `grain` times their
     largest number."""
-    found = compare(was.results, now.results)
-    return found, [
-        d for d in found if d.note or not d.max_abs <= grain * _largest(was.results[d.name])
+    differences = compare(was.results, now.results)
+    return differences, [
+        d for d in differences if d.note or not d.max_abs <= grain * _largest(was.results[d.name])
     ]
 
 

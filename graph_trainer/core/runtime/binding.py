@@ -86,22 +86,22 @@ class Binding:
         return [names[0] for names in self._find_places(model)]
 
     def _find_places(self, model: nn.Module) -> list[list[_Place]]:
-        found: dict[str, _Place] = {}
+        places: dict[str, _Place] = {}
         for kind, named in (
             ("_parameters", model.named_parameters(remove_duplicate=False)),
             ("_buffers", model.named_buffers(remove_duplicate=False)),
         ):
             for name, _ in named:
                 *path, last = name.split(".")
-                found[clean_fqn(name)] = (tuple(path), kind, last)
+                places[clean_fqn(name)] = (tuple(path), kind, last)
         for spec in self._state_inputs:
             for name in (spec.name, *spec.aliases):
-                if name not in found:
+                if name not in places:
                     raise CaptureError(
                         f"the model has no {spec.kind.value} '{name}', which the graph was "
                         "captured with"
                     )
-        return [[found[n] for n in (spec.name, *spec.aliases)] for spec in self._state_inputs]
+        return [[places[n] for n in (spec.name, *spec.aliases)] for spec in self._state_inputs]
 
     def _values_at(self, places: list[list[_Place]], model: nn.Module) -> list[torch.Tensor]:
         modules: dict[tuple[str, ...], nn.Module] = {(): model}

@@ -97,12 +97,12 @@ def with_missing_ranks(error: CollectiveError, step: int) -> TrainingError:
     """
     what = f"step {step}: {error.place} failed: {error.reason}"
     try:
-        found = published_failure() or find_missing_ranks(
+        words = published_failure() or find_missing_ranks(
             error, default_store(), dist.get_rank(), dist.get_world_size()
         )
     except Exception as lost:  # the store has ended with the launcher or with rank 0
-        found = f"The other ranks could not be asked: {type(lost).__name__}: {lost}"
-    return TrainingError(f"{what}. {found}")
+        words = f"The other ranks could not be asked: {type(lost).__name__}: {lost}"
+    return TrainingError(f"{what}. {words}")
 
 
 def find_missing_ranks(error: CollectiveError, store: dist.Store, rank: int, world: int) -> str:

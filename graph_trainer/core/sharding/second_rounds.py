@@ -36,9 +36,9 @@ class SecondRounds:
         weakref.finalize(self, _end, thread, self._waiting)
 
     def start(self, start: Callable[[], dist.Work]) -> _SecondRound:
-        found = _SecondRound()
-        self._waiting.put((start, found.started))
-        return found
+        second = _SecondRound()
+        self._waiting.put((start, second.started))
+        return second
 
 
 def _start_each(

@@ -70,9 +70,9 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
     return Detected(nearest, f"{nearest.name}, as the device is {name}", True)
 
 
-def _instead(profile: str, found: str) -> Detected:
+def _instead(profile: str, device: str) -> Detected:
     why = (
-        f"{profile} in place of {found}, which has no profile: set {HARDWARE_KEY} to one of "
+        f"{profile} in place of {device}, which has no profile: set {HARDWARE_KEY} to one of "
         f"{', '.join(known_hardware())}, or to the path of a profile of your own"
     )
     return Detected(load_hardware(profile, HARDWARE_KEY), why, False)

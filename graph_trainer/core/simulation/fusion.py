@@ -131,9 +131,9 @@ class _Groups:
 
     def add(self, node: fx.Node, place: int, sources: list[fx.Node], part: object) -> None:
         """Merge the groups of the nodes that a node reads, where allowed, and add the node."""
-        found = {self._merged(self._group[s]) for s in sources if s in self._group}
-        joined = {g for g in found - self._closed if self._part[g] == part and place - g <= _REACH}
-        self._closed |= found - joined
+        groups = {self._merged(self._group[s]) for s in sources if s in self._group}
+        joined = {g for g in groups - self._closed if self._part[g] == part and place - g <= _REACH}
+        self._closed |= groups - joined
         first = min(joined, default=place)
         for each in joined - {first}:
             self._merged_into[each] = first

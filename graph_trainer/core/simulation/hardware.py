@@ -140,18 +140,18 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         )
     for entry, value in table.items():
         _check(f"{key} {path}", entry, value)
-    found = Hardware(name=path.stem, **table)
-    if found.power_idle_watts >= min(found.power_watts, found.power_limit_watts):
+    hardware = Hardware(name=path.stem, **table)
+    if hardware.power_idle_watts >= min(hardware.power_watts, hardware.power_limit_watts):
         raise ConfigError(
-            f"{key} {path}: power_idle_watts = {found.power_idle_watts} is not below "
+            f"{key} {path}: power_idle_watts = {hardware.power_idle_watts} is not below "
             "power_watts and power_limit_watts"
         )
-    if found.memory_reserved_gib >= found.memory_gib:
+    if hardware.memory_reserved_gib >= hardware.memory_gib:
         raise ConfigError(
-            f"{key} {path}: memory_reserved_gib = {found.memory_reserved_gib} leaves "
-            f"nothing of memory_gib = {found.memory_gib}"
+            f"{key} {path}: memory_reserved_gib = {hardware.memory_reserved_gib} leaves "
+            f"nothing of memory_gib = {hardware.memory_gib}"
         )
-    return found
+    return hardware
 
 
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")

@@ -102,13 +102,13 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     only storages from outside and writes only storages that other nodes read.
     """
     traffic = _Traffic(joint.graph, fusion)
-    found = {}
+    cost = {}
     for node in joint.graph.nodes:
         if node.op != "call_function" or is_collective(node) or is_free(node):
-            found[node] = _FREE
+            cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
-            found[node] = Cost(Kind.HOST_COPY, 0.0, 0, tensor_of(node).nbytes)
+            cost[node] = Cost(Kind.HOST_COPY, 0.0, 0, tensor_of(node).nbytes)
             continue
         moved, launches = traffic.of(node)
         flops, kind = flops_of(node)
@@ -120,8 +120,8 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
             reached = hardware.attention_efficiency if attention else hardware.matmul_efficiency
             seconds = max(seconds, flops / (peak * reached))
         least = hardware.launch_seconds if launches else 0.0
-        found[node] = Cost(kind, max(seconds, least), flops, moved)
-    return found
+        cost[node] = Cost(kind, max(seconds, least), flops, moved)
+    return cost
 
 
 class _Traffic:

@@ -180,12 +180,12 @@ class _Writer:
 
 def _documentation(cls: type) -> dict[str, str]:
     """Return field name -> its documentation, with the fields of base classes."""
-    found: dict[str, str] = {}
+    documentation: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             params = docstring_parser.parse_from_object(base).params
-            found |= {p.arg_name: _joined([p.description]) for p in params if p.description}
-    return found
+            documentation |= {p.arg_name: _joined([p.description]) for p in params if p.description}
+    return documentation
 
 
 def _class_documentation(cls: type) -> str:

@@ -132,10 +132,10 @@ class _Checks:
 
     def value(self, key: str) -> Any:
         """Return the value of a key; None where a component of a user's own lacks the key."""
-        found: Any = self.config
+        value_of_key: Any = self.config
         for part in key.split("."):
-            found = getattr(found, part, None)
-        return found
+            value_of_key = getattr(value_of_key, part, None)
+        return value_of_key
 
     def activations(self) -> None:
         """Check what decides about the memory of activations, and read the table it names."""

@@ -210,11 +210,11 @@ def _open_text(path: str | None) -> Corpus:
 
 def _walk(root: Path, suffixes: tuple[str, ...], wanted: Callable[[str], bool]) -> tuple[Path, ...]:
     """List files below ``root`` by suffix and name, in an order that is the same everywhere."""
-    found = []
+    paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = filter(wanted, subfolders)
-        found += [Path(folder, name) for name in filter(wanted, names) if name.endswith(suffixes)]
-    return tuple(sorted(found, key=lambda file: file.relative_to(root).as_posix()))
+        paths += [Path(folder, name) for name in filter(wanted, names) if name.endswith(suffixes)]
+    return tuple(sorted(paths, key=lambda file: file.relative_to(root).as_posix()))
 
 
 @contextmanager

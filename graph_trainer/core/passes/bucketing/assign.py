@@ -159,24 +159,24 @@ def _first_readers(joint: JointGraph) -> dict[str, int]:
     }
     first: dict[str, int] = {}
     for position, node in enumerate(joint.graph.nodes):
-        found = {shows[n] for n in node.all_input_nodes if n in shows}
-        if node.op != "call_function" or not found or is_backward(node):
+        shown = {shows[n] for n in node.all_input_nodes if n in shows}
+        if node.op != "call_function" or not shown or is_backward(node):
             continue
-        alone = len(found) == 1 and all(n in shows for n in node.all_input_nodes)
+        alone = len(shown) == 1 and all(n in shows for n in node.all_input_nodes)
         if alone and is_layout_only(node):
-            shows[node] = found.pop()
+            shows[node] = shown.pop()
             continue
-        for name in found:
+        for name in shown:
             first.setdefault(name, position)
     return first
 
 
-def without_circles(buckets: Sequence[list[Member]]) -> list[list[Member]]:
+def without_cycles(buckets: Sequence[list[Member]]) -> list[list[Member]]:
     """Drop the buckets of one member, and those that would wait for themselves.
 
     Only collectives of one parameter depend on each other. Where those of several buckets depend on
-    each other in a circle (one gradient is reduced over this group and then over that one, another
-    the other way round), all buckets of the circle are dropped, and those that come after it.
+    each other in a cycle (one gradient is reduced over this group and then over that one, another
+    the other way round), all buckets of the cycle are dropped, and those that come after it.
     n log n in members.
     """
     ordered = sorted(
@@ -190,7 +190,7 @@ def without_circles(buckets: Sequence[list[Member]]) -> list[list[Member]]:
         if chain in latest:
             sorter.add(index, latest[chain])
         latest[chain] = index
-    with contextlib.suppress(CycleError):  # what does not depend on a circle still becomes ready
+    with contextlib.suppress(CycleError):  # what does not depend on a cycle still becomes ready
         sorter.prepare()
     free: list[int] = []
     while sorter.is_active():

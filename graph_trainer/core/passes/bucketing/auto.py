@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.bucketing.assign import Member, by_size, members_of, without_circles
+from graph_trainer.core.passes.bucketing.assign import Member, by_size, members_of, without_cycles
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import AllReduceMax, PassContext
 from graph_trainer.core.simulation.collective_costs import collective_seconds
@@ -39,7 +39,7 @@ def best_caps(
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
-        merge(trial, without_circles(by_size(members_of(trial), caps, max_span)))
+        merge(trial, without_cycles(by_size(members_of(trial), caps, max_span)))
         tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial)))
     best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.needed))
     joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")

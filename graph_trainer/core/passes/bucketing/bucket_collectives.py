@@ -15,7 +15,7 @@ from graph_trainer.core.passes.bucketing.assign import (
     by_size,
     by_transformer_block,
     members_of,
-    without_circles,
+    without_cycles,
 )
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
@@ -102,11 +102,11 @@ def bucket_collectives(
         return
     members = members_of(joint)
     mergeable = [m for m in members if not (context.bitwise and m.route.reduction)]
-    buckets = without_circles(_buckets(joint, mergeable, options, context))
+    buckets = without_cycles(_buckets(joint, mergeable, options, context))
     undecided = options.strategy in _BY_SIZE and context.decided is None
     place = {member: index for index, member in enumerate(members)}
-    found = fingerprint([[place[member] for member in bucket] for bucket in buckets])
-    if undecided and not context.same_on_all_ranks(found):
+    digest = fingerprint([[place[member] for member in bucket] for bucket in buckets])
+    if undecided and not context.same_on_all_ranks(digest):
         joint.remarks[:] = [
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'

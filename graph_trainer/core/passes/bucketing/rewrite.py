@@ -101,7 +101,7 @@ class _Bucket:
     def _gathered(self) -> list[fx.Node]:
         """Make [ranks * rows, ...] of [rows, ...] for each member.
 
-        The bucket has the bytes or elements of all members; gathered, [ranks, the same]."""
+        The bucket is flat, [n]; gathered [ranks, n]; n in bytes if dtypes differ."""
         ranks = _number(self.first, "group_size")
         dtypes = [tensor_of(m.node).dtype for m in self.members]
         mixed = len(set(dtypes)) > 1
@@ -263,9 +263,9 @@ def _input(collective: fx.Node) -> fx.Node:
 
 
 def _number(node: fx.Node, name: str) -> int:
-    found = argument(node, name)
-    assert isinstance(found, int)
-    return found
+    number = argument(node, name)
+    assert isinstance(number, int)
+    return number
 
 
 def _move_inputs_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
@@ -293,7 +293,7 @@ def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
             missing[user] -= 1
             if not missing[user]:
                 heapq.heappush(ready, (keys[user], user))
-    assert len(order) == len(missing), "buckets in a circle, which without_circles drops"
+    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
     *body, output = order
     for node in body:
         output.prepend(node)

@@ -97,8 +97,8 @@ def _sources(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
     }
     for node in joint.graph.nodes:
-        found = {source.get(n) for n in node.all_input_nodes}
-        name = found.pop() if len(found) == 1 else None
+        sources = {source.get(n) for n in node.all_input_nodes}
+        name = sources.pop() if len(sources) == 1 else None
         if name is not None and node.op == "call_function" and _moves(node, writes):
             source[node] = name
     return source
@@ -115,9 +115,9 @@ def _goals(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
     for node in reversed(joint.graph.nodes):
         if node.op != "call_function" or node in others:
             continue
-        found: set[str | None] = {goal.get(user) for user in node.users if user is not output}
-        found |= returned.get(node, set())
-        name = found.pop() if len(found) == 1 else None
+        goals: set[str | None] = {goal.get(user) for user in node.users if user is not output}
+        goals |= returned.get(node, set())
+        name = goals.pop() if len(goals) == 1 else None
         if name is not None and _moves(node, writes):
             goal[node] = name
     return goal

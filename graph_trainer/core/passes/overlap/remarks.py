@@ -30,7 +30,7 @@ def remarks_on(
     for kind in dict.fromkeys(traffic.values()):
         nodes = [node for node in earlier if traffic[node] is kind]
         moved = sum(earlier[node] > 0 for node in nodes)
-        seconds = [sum(found[node] for node in nodes) for found in (was, now)]
+        seconds = [sum(waits[node] for node in nodes) for waits in (was, now)]
         sums.append(
             f"{kind.value.replace('_', ' ')}: {moved} of {len(nodes)} start earlier, exposed "
             f"{seconds[0] * 1e3:.1f} ms before and {seconds[1] * 1e3:.1f} ms now"
@@ -46,11 +46,11 @@ def remarks_on(
 
 def _computed_before(graph: ScheduleGraph, order: Sequence[int]) -> dict[int, int]:
     """Count, by place, the nodes that compute before it in this order."""
-    found, passed = {}, 0
+    computed, passed = {}, 0
     for place in order:
-        found[place] = passed
+        computed[place] = passed
         passed += graph.seconds[place] > 0 and place not in graph.group
-    return found
+    return computed
 
 
 def _exposed(timeline: Timeline) -> dict[fx.Node, float]:

@@ -164,7 +164,7 @@ class ScheduleGraph:
         """By collective, the ranks of its group."""
         self.issuer = {self._at[wait]: self._at[start] for wait, start in self._issuer.items()}
         """By wait, the collective that it waits for."""
-        stored, self.makes, self.left = self._memory(whole.kept_inside)
+        stored, self.makes, self.headroom = self._memory(whole.kept_inside)
         self.local = [
             n in self._prepares or (n in self._elements and not made)
             for n, made in zip(self.nodes, self.makes, strict=True)
@@ -246,7 +246,7 @@ class ScheduleGraph:
 
     def _chains_of_gathers(self) -> list[list[fx.Node]]:
         """Return every gather that may move, after the nodes that prepare it from parameters."""
-        found = []
+        chains = []
         for c in self.issued:
             if c.role is Role.UNSHARD and c.ranks in self._fsdp_groups and not has_effect(c.node):
                 chain = self._ancestors(c.node, lambda n: n.op == "call_function")
@@ -256,19 +256,19 @@ class ScheduleGraph:
                     or _is_random_or_effect(n) or self._touches_written(n)
                     for n in chain
                 )  # fmt: skip
-                found.append([c.node] if fixed else chain)
-        return found
+                chains.append([c.node] if fixed else chain)
+        return chains
 
     def _ancestors(self, node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
         """Return a node and the nodes that lead to it and belong to it, in order."""
-        found = {node}
+        ancestors = {node}
         stack = [node]
         while stack:
             for source in stack.pop().all_input_nodes:
-                if source not in found and belongs(source):
-                    found.add(source)
+                if source not in ancestors and belongs(source):
+                    ancestors.add(source)
                     stack.append(source)
-        return sorted(found, key=self._at.__getitem__)
+        return sorted(ancestors, key=self._at.__getitem__)
 
     def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
         collective = self._collective[chain[-1]]
@@ -281,20 +281,20 @@ class ScheduleGraph:
     def _elements_of_tails(self) -> dict[fx.Node, int]:
         """Return the elements of every node after a reduction: as many as the node reads, though
         this rank may store fewer rows."""
-        found: dict[fx.Node, int] = {}
+        elements: dict[fx.Node, int] = {}
         for node in self.nodes:
             if role_of(node) is not Role.REDUCE_GRAD:
                 continue
-            sources = [n for n in node.all_input_nodes if n in found or n in self._issuer]
+            sources = [n for n in node.all_input_nodes if n in elements or n in self._issuer]
             sources = [n for n in sources if role_of(n) is Role.REDUCE_GRAD]
-            if node in self._issuer and self._issuer[node] not in found:
+            if node in self._issuer and self._issuer[node] not in elements:
                 continue  # the wait for the first reduction, whose result is padded
             if sources:
-                most = max(found.get(n, _elements(n)) for n in sources)
+                most = max(elements.get(n, _elements(n)) for n in sources)
                 if node in self._collective and _scatters(self._collective[node]):
                     most = -(-most // len(self._collective[node].ranks))
-                found[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
-        return found
+                elements[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
+        return elements
 
     def _seconds(self, node: fx.Node) -> float:
         if node in self._collective:
@@ -350,11 +350,11 @@ class ScheduleGraph:
                 for storage in storages_in(self._storages[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
-        left = [
+        headroom = [
             (most, [most - num for num in accumulate(series[:-1])])
             for most, series in zip(highest, change, strict=True)
         ]
-        return stored, makes, left
+        return stored, makes, headroom
 
     def _keeps_alive(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
         """Return the storages that are alive while a node runs.
@@ -365,10 +365,10 @@ class ScheduleGraph:
         sources = [*node.all_input_nodes]
         if node in self._issuer:
             sources += self._issuer[node].all_input_nodes
-        found = {s for n in sources for s in storages_in(self._storages[n])}
+        read = {s for n in sources for s in storages_in(self._storages[n])}
         if node in self._issuer:
-            found |= {(self._issuer[node], -1)}
-        return [stored[s] for s in found if s in stored]
+            read |= {(self._issuer[node], -1)}
+        return [stored[s] for s in read if s in stored]
 
 
 def _is_fsdp(node: fx.Node) -> bool:

@@ -70,9 +70,9 @@ class Deferred:
 class ScheduleState:
     """Runs nodes one by one, early or late, and keeps account of time and memory.
 
-    `left` has, by place, the bytes that may be alive there beyond what the graph keeps alive in its
-    own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive as
-    well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
+    `headroom` has, by place, the bytes that may be alive there beyond what the graph keeps alive in
+    its own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive
+    as well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
     subtracted, so that the account is an upper bound.
     """
 
@@ -82,9 +82,9 @@ class ScheduleState:
         self.max_in_flight = int(options.max_in_flight_mib * MIB)
         allowed = [
             [fewer + int(peak * options.max_peak_growth) for fewer in places]
-            for peak, places in graph.left
+            for peak, places in graph.headroom
         ]
-        self.left = [min(several) for several in zip(*allowed, strict=True)]
+        self.headroom = [min(several) for several in zip(*allowed, strict=True)]
         self.order: list[int] = []
         self.done = [False] * len(graph.nodes)
         self.now = 0.0
@@ -230,7 +230,7 @@ class ScheduleState:
     def run_beyond_limit(self, place: int) -> None:
         """Run deferred nodes until those that remain fit into memory at a place."""
         while self.deferred_bytes and self.deferred_bytes > min(
-            self.max_in_flight, self.left[place]
+            self.max_in_flight, self.headroom[place]
         ):
             self.run_oldest()
 
@@ -254,14 +254,14 @@ class ScheduleState:
                     stay.append(stored)
             peak = max(peak, alive)
             alive -= freed[each]
-        if peak + scratch_bytes > self.left[place] - self.deferred_bytes:
+        if peak + scratch_bytes > self.headroom[place] - self.deferred_bytes:
             return False
         total = sum(stored.bytes for stored in stay)
-        if stay and total > min(self.left[place : max(s.born for s in stay)]):
+        if stay and total > min(self.headroom[place : max(s.born for s in stay)]):
             return False
         for stored in stay:
             for between in range(place, stored.born):
-                self.left[between] -= stored.bytes
+                self.headroom[between] -= stored.bytes
         for each in places:
             self.emit(each)
         return True

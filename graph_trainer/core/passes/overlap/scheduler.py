@@ -160,16 +160,16 @@ class Scheduler(ScheduleState):
 
     def _path_to(self, place: int) -> list[int] | None:
         """Return a node and what of its inputs has not run, in order; None if these are many."""
-        found = {place}
+        seen = {place}
         stack = [place]
         while stack:
             for source in self.graph.reads[stack.pop()]:
-                if source not in found and not self.done[source]:
-                    found.add(source)
+                if source not in seen and not self.done[source]:
+                    seen.add(source)
                     stack.append(source)
-                    if len(found) > _PATH:
+                    if len(seen) > _PATH:
                         return None
-        return sorted(found)
+        return sorted(seen)
 
     def _fill(self, place: int, until: float) -> None:
         """Run later nodes whose inputs have run, where compute would wait."""

@@ -59,7 +59,7 @@ class Block:
 def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
     """Return the blocks of a graph, in order, with the cost of every choice on this rank. Linear.
 
-    What other blocks or the loss read is there in any case: keeping it costs nothing.
+    What other blocks or the loss read stays alive anyway, so saving it costs nothing.
     """
     fusion = context.other_memory(joint)
     hardware = context.hardware_for(joint)
@@ -86,7 +86,7 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
             results = [n for n in group if is_getitem(n)] or [head]
             made = {s for n in results for s in storages_in(storages[n]) if s[0] is head}
             tag = recompute_policy(head)
-            # a user's tags win, and rematerialization acts on one alone
+            # a user's tags win; `rematerialize` acts only on MUST_RECOMPUTE
             kept = tag not in (None, CheckpointPolicy.MUST_RECOMPUTE) or not border.isdisjoint(made)
             again = not kept and _may_run_again(group, writes)
             read = {number[i] for n in group for i in n.all_input_nodes if i in number}

@@ -81,7 +81,7 @@ def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassCon
         return []
     room = hardware.host_memory_gib * GIB / hardware.devices_per_node
     computed = {block.name: sum(op.nanoseconds for op in block.ops) for block in blocks}
-    found = []
+    items = []
     for name, nodes in block_inputs(joint).items():
         size = sum(tensor.nbytes for node in nodes for tensor in tensors_of(node))
         room -= size
@@ -89,8 +89,8 @@ def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassCon
             break
         copied = round(hardware.host_copy_seconds(size) * NANOSECONDS)
         away = Choice(0, max(0, copied - computed[name]), frozenset())
-        found.append(Item(name, [away, Choice(size, 0, frozenset({0}))], is_input=True))
-    return found
+        items.append(Item(name, [away, Choice(size, 0, frozenset({0}))], is_input=True))
+    return items
 
 
 def agreed_on(

@@ -85,8 +85,8 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     if not joint.signature.backward or not (budget or auto) and table is None:
         return
     if context.hardware is None:
-        found = detect_on_all_ranks(joint, context.all_reduce_max)
-        context = replace(context, hardware=found.hardware)
+        detected = detect_on_all_ranks(joint, context.all_reduce_max)
+        context = replace(context, hardware=detected.hardware)
     blocks = blocks_of(joint, context) if context.activation_policy in ("budget", "file") else []
     chains = [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
     if table is None:
@@ -203,9 +203,9 @@ class _Planner:
             halves = guesses % 4 == 0
             middle = (low + high) // 2 if halves else bisect.bisect_left(kept, wanted)
             middle = min(max(middle, low + 1), high - 1)
-            found = needed(self._places[middle])
-            if found > limit:
-                high, wanted = middle, kept[middle] + limit - found
+            needs = needed(self._places[middle])
+            if needs > limit:
+                high, wanted = middle, kept[middle] + limit - needs
             else:
                 low = middle
             if high - low == 1 or low == middle and not halves:
@@ -224,12 +224,12 @@ class _Planner:
         """Simulate the step with all passes, on the rank that needs most of each."""
         if number not in self._steps_simulated:
             context, trial = self._context, self._trial(number, None)
-            found = context.simulate(trial)
-            waits = sum(wait.seconds for wait in found.timeline.exposed)
+            simulation = context.simulate(trial)
+            waits = sum(wait.seconds for wait in simulation.timeline.exposed)
             largest = context.all_reduce_max
             self._steps_simulated[number] = _Step(
-                largest(found.need().total),
-                largest(round(found.timeline.step_seconds * NANOSECONDS)),
+                largest(simulation.need().total),
+                largest(round(simulation.timeline.step_seconds * NANOSECONDS)),
                 largest(round(waits * NANOSECONDS)),
             )
         return self._steps_simulated[number]
@@ -242,11 +242,11 @@ class _Planner:
         """
         kept = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
         fewer = bisect.bisect_right(self._bytes, kept) - 1
-        found = self._simulated(number)
-        if fewer >= number or found.waits < _WORTH_TRYING * found.nanoseconds:
+        simulated = self._simulated(number)
+        if fewer >= number or simulated.waits < _WORTH_TRYING * simulated.nanoseconds:
             return number
         tried = self._simulated(fewer)
-        faster = tried.nanoseconds <= found.nanoseconds and tried.needed <= limit
+        faster = tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit
         return fewer if faster else number
 
     def _memory(self, number: int) -> Memory:

@@ -36,7 +36,7 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
     least = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=fewest.bytes)
     quickest = _solve(ops, mib=0.0, nanoseconds=1.0)
     fastest = _solve(ops, mib=1.0, nanoseconds=0.0, most_nanoseconds=quickest.nanoseconds)
-    found = [least]
+    choices = [least]
 
     def refine(low: Choice, high: Choice) -> None:
         """Add what is above `low`, up to `high`: a choice between lies below their line."""
@@ -52,10 +52,10 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
             refine(low, middle)
             refine(middle, high)
         else:
-            found.append(high)
+            choices.append(high)
 
     refine(least, fastest)
-    return found
+    return choices
 
 
 def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[Choice]:
@@ -70,15 +70,15 @@ def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[
     Raises:
         PassError: as `frontier`.
     """
-    found = [high]
-    while (most := int(found[-1].bytes - max(apart, KIB))) > low.bytes:
+    choices = [high]
+    while (most := int(choices[-1].bytes - max(apart, KIB))) > low.bytes:
         fastest = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=most)
         if fastest.nanoseconds >= low.nanoseconds:
             break
-        if fastest.nanoseconds == found[-1].nanoseconds:
-            found.pop()  # kept something that costs nothing to make again
-        found.append(fastest)
-    return found[::-1]
+        if fastest.nanoseconds == choices[-1].nanoseconds:
+            choices.pop()  # kept something that costs nothing to make again
+        choices.append(fastest)
+    return choices[::-1]
 
 
 def solve(ops: Sequence[Op], price: float) -> Choice:

@@ -229,16 +229,16 @@ def tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
 
 def in_ranges(names: Sequence[str]) -> list[str]:
     """Write numbered names as ranges: layers.0, layers.1, layers.2 as layers.0-2."""
-    found: list[tuple[str, str, str]] = []
+    ranges: list[tuple[str, str, str]] = []
     for name in names:
         digits = name.rpartition(".")[2]
         stem = name.removesuffix(digits)
         before = (stem, str(int(digits) - 1))
-        if found and found[-1][::2] == before and digits == str(int(digits)):
-            found[-1] = (stem, found[-1][1], digits)
+        if ranges and ranges[-1][::2] == before and digits == str(int(digits)):
+            ranges[-1] = (stem, ranges[-1][1], digits)
         else:
-            found.append((stem, digits, digits))
-    return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in found]
+            ranges.append((stem, digits, digits))
+    return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in ranges]
 
 
 def from_ranges(ranges: Iterable[str]) -> list[str]:
@@ -247,7 +247,7 @@ def from_ranges(ranges: Iterable[str]) -> list[str]:
     Raises:
         ValueError: something else.
     """
-    found = []
+    names = []
     for each in ranges:
         match = _RANGE.fullmatch(each)
         if match is None and not _BLOCK.fullmatch(each):
@@ -256,8 +256,8 @@ def from_ranges(ranges: Iterable[str]) -> list[str]:
         if int(last) < int(first):
             raise ValueError(each)
         numbers = range(int(first), int(last) + 1)
-        found += [f"{stem}{number}" for number in numbers] if match else [each]
-    return found
+        names += [f"{stem}{number}" for number in numbers] if match else [each]
+    return names
 
 
 def _row(entry: Any, number: int, where: str) -> Row:

@@ -1,4 +1,4 @@
-"""The proof of all ranks at once: waits, circles, and one rank that stands for its class."""
+"""The proof of all ranks at once: waits, cycles, and one rank that stands for its class."""
 
 import dataclasses
 import graphlib
@@ -67,10 +67,10 @@ PAIR, THREE = collective(ranks=(0, 1)), collective("all_reduce", ranks=(0, 1, 2)
 
 # what a rank issues alone counts for where it waits and for nothing else
 @pytest.mark.parametrize("alone", [[], [collective(ranks=(0,))]])
-def test_waits_in_a_circle_over_two_groups(alone):
+def test_waits_in_a_cycle_over_two_groups(alone):
     """Each group sees one order on all its members, and the first wait never ends."""
     words = [
-        "in a circle; running them would hang",
+        "in a cycle; running them would hang",
         "'layers.0'",
         f"rank 0 waits until rank 1 comes to {PAIR.describe()}",
         f"rank 1 waits until rank 0 comes to {THREE.describe()}",
@@ -82,15 +82,13 @@ def test_two_orders_with_waits_that_would_do_are_not_proved():
     """With a stream a group it would pass; NCCL does not promise one."""
     words = ["cannot be put in one order", "rank 0 waits until rank 1 comes to"]
     first, second = program(PAIR, THREE, 0, 1), program(THREE, PAIR, 0, 1)
-    assert "in a circle" not in refused(first, second, at_once(THREE), words=words)
+    assert "in a cycle" not in refused(first, second, at_once(THREE), words=words)
 
 
-def test_ranks_that_only_wait_for_a_circle_are_not_named_in_it():
+def test_ranks_that_only_wait_for_a_cycle_are_not_named_in_it():
     a, b = collective(ranks=(1, 2)), collective("all_reduce", ranks=(1, 2, 3))
     first = collective(ranks=(0, 1), numel=5)
-    told = refused(
-        at_once(first), at_once(a, b, first), at_once(b, a), at_once(b), words=["circle"]
-    )
+    told = refused(at_once(first), at_once(a, b, first), at_once(b, a), at_once(b), words=["cycle"])
     assert "rank 0" not in told and told.count("waits until") == 2
 
 

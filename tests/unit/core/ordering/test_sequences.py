@@ -52,7 +52,7 @@ def test_an_unknown_op_is_communication_among_all_ranks(unknown_op):
         refused(after, plain, rest, rest, words=words, check=check)
         refused(plain, plain, [], rest, words=["mystery"], check=check)
     # at another place beside the same collectives
-    refused(after, before, rest, rest, words=["in a circle", "mystery", "all_reduce"])
+    refused(after, before, rest, rest, words=["in a cycle", "mystery", "all_reduce"])
 
 
 def test_what_only_computes_is_known():

@@ -79,13 +79,13 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
 def _wrong(
     results: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], seen: set[StorageWeakRef]
 ) -> list[int]:
-    found = []
+    wrong = []
     for index, (result, stride) in enumerate(zip(results, strides, strict=True)):
         memory = _memory(result)
         if result.numel() and (memory in seen or result.stride() != stride):
-            found.append(index)
+            wrong.append(index)
         seen.add(memory)
-    return found
+    return wrong
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:

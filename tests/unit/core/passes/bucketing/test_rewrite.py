@@ -1,4 +1,4 @@
-"""Buckets in graphs by hand: dtypes, groups, chains, circles, writes, offsets."""
+"""Buckets in graphs by hand: dtypes, groups, chains, cycles, writes, offsets."""
 
 import sys
 
@@ -118,7 +118,7 @@ def test_reductions_one_after_the_other_merge_step_by_step():
     assert counts(joint)[2] == 2
 
 
-def test_a_circle_of_buckets_is_given_up():
+def test_a_cycle_of_buckets_is_given_up():
     f32 = torch.float32
     joint = reducing([(f32, "sum", ["a", "b"]), (f32, "sum", ["b", "a"]), (f32, "sum", ["c"])])
     assert len(members_of(joint)) == 0
