@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import _redistribute, debug
 
 import graph_trainer as gt
 from graph_trainer.train import leave
@@ -27,6 +28,16 @@ def run(job: str, folder: Path) -> Any:
     return getattr(importlib.import_module(f"tests.integration.{module}"), function)(
         folder, argument
     )
+
+
+def end_groups() -> None:
+    """End the groups of a job: a thread of each of gloo's wakes a hundred times a second."""
+    gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
+    # DTensor knows meshes of the same ranks as one, and would go on with the groups of the first
+    debug._clear_sharding_prop_cache()
+    _redistribute._gen_transform_infos.cache_clear()
+    for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
+        dist.destroy_process_group(group)
 
 
 def main() -> None:
@@ -43,10 +54,7 @@ def main() -> None:
             # the other ranks run the same job, and fail here too unless one differs from the rest
             results[job] = {"error": traceback.format_exc()}
         results[job]["seconds"] = round(time.perf_counter() - start, 1)
-        gc.collect()  # torchtitan switches collection off, and a trainer is full of cycles
-        # a thread of each of gloo's groups wakes a hundred times a second
-        for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
-            dist.destroy_process_group(group)
+        end_groups()
     report(results)
     dist.barrier()
     dist.destroy_process_group()
