@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
-from graph_trainer.titan.config.flags import flag_keys, split_flags, take_flags
+from graph_trainer.titan.config.flags import flag_keys, take_flags
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.messages import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.config.sources import read_source, registry_entry
 from graph_trainer.titan.config.validate import world_size_from_environment
 
 FLAG = "--plan"
@@ -37,10 +33,6 @@ _MAKE_GRAPHS = (
     "loss",
 )
 _NEVER = ("dump_folder",)
-_OURS = ("graph_trainer", "torchtitan")
-# An entry is a name, or a name and its arguments.
-_OVERRIDE = re.compile(r"override\.imports\[\d+\](\[0\])?")
-_PATH = re.compile(r".*(path|folder|file|prefix|csv)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +92,7 @@ def load_config_and_plan(
 ) -> tuple[GraphTrainerConfig, PlanCheck | None]:
     """Load the config of a command line and the plan that its --plan names.
 
-    Without --config, the plan's config takes the place of the default; flags override it.
+    A plan names nothing that is loaded: the command line gives the config.
 
     Args:
         words: the command line.
@@ -110,29 +102,27 @@ def load_config_and_plan(
         the checked config; and what to compare the run with, or None without --plan.
 
     Raises:
-        ConfigError: bad input; or, before any process group is created, a plan for another
-            number of ranks, another list of passes, or a run that captures nothing.
+        ConfigError: bad input; or, before any process group is created, no --config beside the
+            plan, a plan for another number of ranks, another list of passes, or a run that captures
+            nothing.
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
     if FLAG not in values:
         return load_config(rest, world_size=world_size), None
     path = Path(values[FLAG])
     plan = read_plan(path)
+    if "config" not in flag_keys(rest):
+        raise ConfigError(
+            f"{FLAG} {path}: a plan is compared with a run and names nothing to train. Give the "
+            "--config that it was made with, and the flags."
+        )
     ranks = world_size_from_environment() if world_size is None else world_size
     if ranks not in (None, plan.world_size):
         raise ConfigError(
             f"{FLAG} {path}: planned for {plan.world_size} ranks, but {ranks} are started. Start "
             f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
         )
-    document = plan.config_table()
-    keys = flag_keys(rest)
-    default = (f"{FLAG} {path}", document)
-    if "config" not in keys:
-        _check_code(path, document, keys)
-        entry = read_source(split_flags(rest).module, None, default)
-        base = registry_entry(entry.module, entry.base, entry.where)
-        _check_paths(path, document, keys, base)
-    config = load_config(rest, world_size=plan.world_size, default=default)
+    config = load_config(rest, world_size=plan.world_size)
     _check_compile(path, plan, config)
     return config, PlanCheck.of(plan, path, config)
 
@@ -163,63 +153,6 @@ def _some(differences: Sequence[str]) -> str:
     more = len(differences) - _CAUSES_SHOWN
     shown = "; ".join(differences[:_CAUSES_SHOWN])
     return f"{shown}; and {more} more" if more > 0 else shown
-
-
-def is_path(key: str, value: str) -> bool:
-    """Whether a key of a config with this value names a file or a folder."""
-    if key == "compile.hardware":
-        return value not in known_hardware()
-    return _PATH.fullmatch(key) is not None
-
-
-def _check_code(path: Path, document: Mapping[str, Any], flags: frozenset[str]) -> None:
-    """Refuse a plan whose config imports code from outside graph_trainer and torchtitan, unless a
-    flag gives the same key. A config may name code; a plan is data."""
-    for key, value in _texts(document, ""):
-        is_class = key.rpartition(".")[2] == "type" and ":" in value
-        is_pass = key.startswith("compile.passes[") and ":" in value
-        names_code = key == "module" or is_class or is_pass or _OVERRIDE.fullmatch(key)
-        if names_code and key not in flags and value.split(".")[0] not in _OURS:
-            raise ConfigError(
-                f"{FLAG} {path}: its config has {key} = {show(value)}, which would be imported, "
-                "and a plan is data. Give the config itself with --config (and --module), and the "
-                "flags that the plan was made with."
-            )
-
-
-def _check_paths(
-    path: Path, document: Mapping[str, Any], flags: frozenset[str], base: GraphTrainerConfig
-) -> None:
-    """Refuse a plan whose config reads or writes other files than the registry entry it began as,
-    unless flags give the same keys."""
-    without = dict(_texts(parse_toml(config_to_toml(base), "config"), ""))
-    named = {
-        key: value
-        for key, value in _texts(document, "")
-        if is_path(key, value)
-        and value not in ("", without.get(key))
-        and key.partition("[")[0] not in flags
-    }
-    if named:
-        files = ", ".join(f"{key} = {show(value)}" for key, value in named.items())
-        again = " ".join(f"--{key} {shlex.quote(value)}" for key, value in named.items())
-        raise ConfigError(
-            f"{FLAG} {path}: its config has {files}: a plan reads and writes no files that the "
-            f"command line does not name. Repeat what you trust: {again}; or give the config "
-            "itself with --config"
-        )
-
-
-def _texts(value: object, key: str) -> Iterator[tuple[str, str]]:
-    """Find every text of a config, with its key."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from _texts(inner, f"{key}.{name}" if key else name)
-    elif isinstance(value, list):
-        for place, inner in enumerate(value):
-            yield from _texts(inner, f"{key}[{place}]")
-    elif isinstance(value, str):
-        yield key, value
 
 
 def _check_compile(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:

@@ -20,11 +20,16 @@ from graph_trainer.train import leave, run
 from tests.integration.launch import report
 
 STEPS = 5
+PLANNED = [
+    *("--config", "debugmodel", "--training.seq_len", "32", "--training.local_batch_size", "1"),
+    # two microbatches a step
+    *("--training.global_batch_size", "4", "--debug.seed", "42"),
+]
 
 
 def words(folder: Path, plan: str, name: str, *flags: str) -> list[str]:
     dumped = str(folder / "out" / name)
-    return ["--plan", str(folder / plan), "--dump_folder", dumped, *flags]
+    return ["--plan", str(folder / plan), *PLANNED, "--dump_folder", dumped, *flags]
 
 
 def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> dict[str, Any]:

@@ -11,22 +11,18 @@ import pytest
 
 from graph_trainer.planner.saved_plan import read_plan
 from tests.integration.launch import ROOT, run_ranks
+from tests.integration.planned_run_worker import PLANNED
 
 pytestmark = pytest.mark.timeout(600)
 
 WORKER = Path(__file__).with_name("planned_run_worker.py")
-FLAGS = [
-    *("--training.seq_len", "32", "--training.local_batch_size", "1", "--debug.seed", "42"),
-    # two microbatches a step
-    *("--training.global_batch_size", "4"),
-]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("planned")
     command = [sys.executable, "-m", "graph_trainer", "plan", "--world-size", "2", "--hardware"]
-    command += ["cpu", "--save", str(made / "plan.json"), *FLAGS]
+    command += ["cpu", "--save", str(made / "plan.json"), *PLANNED]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
     )

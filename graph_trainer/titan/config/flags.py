@@ -233,7 +233,7 @@ The sections below that can be one of several components take --SECTION.type:
 
 _PLAN = """\
 --plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
-               show predicted beside measured; without --config, with its config
+               show predicted beside measured; give its --config and flags again
 """
 
 

@@ -6,7 +6,6 @@ sources (flags, file, registry entry) -> merge (each value checked) -> flags -> 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.fields import canonical
@@ -27,7 +26,6 @@ def load_config(
     *,
     world_size: int | None = None,
     prog: str = "graph-trainer train",
-    default: tuple[str, Mapping[str, Any]] | None = None,
 ) -> GraphTrainerConfig:
     """Load the checked config of a command line: flags over file over registry entry.
 
@@ -37,15 +35,13 @@ def load_config(
         world_size: the number of ranks that the degrees of parallelism have to multiply to. None
             takes it from the environment (WORLD_SIZE); without that, this check is left out.
         prog: the command's name in help texts and messages.
-        default: the config where the flags name no --config: its name in messages, and a parsed
-            document. None for debugmodel.
 
     Raises:
         ConfigError: anything wrong with names, file, flags or values.
     """
     flags = split_flags(argv)
     with _quiet_torchtitan():
-        source = read_source(flags.module, flags.config, default)
+        source = read_source(flags.module, flags.config)
         config = registry_entry(source.module, source.base, source.where)
         config.compile = _with_named_passes(config.compile, source, flags)
         config = apply_table(config, source.table, source.where)

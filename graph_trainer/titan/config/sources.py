@@ -6,7 +6,7 @@ import importlib.resources
 import inspect
 import os
 import pkgutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
@@ -35,29 +35,23 @@ class Source(NamedTuple):
     """The rest of the document."""
 
 
-def read_source(
-    module: str | None, name: str | None, default: tuple[str, Mapping[str, Any]] | None
-) -> Source:
+def read_source(module: str | None, name: str | None) -> Source:
     """Find and read the config that the flags name.
 
     Args:
         module: the value of --module, which overrides the file's `module`.
-        name: the value of --config.
-        default: as for `load_config`.
+        name: the value of --config; None means debugmodel.
 
     Raises:
         ConfigError: there is no such module or config, or the file cannot be used.
     """
     if module is not None:
         module = registry_module(module).__name__.removesuffix(".config_registry")
-    if name is None and default is not None:
-        where, table = default[0], dict(default[1])
-    else:
-        name = name or DEFAULT_CONFIG
-        path = find_config(module or DEFAULT_MODULE, name)
-        if path is None:
-            return Source(f"config {name}", module or DEFAULT_MODULE, name, {})
-        where, table = str(path), read_toml(path, "--config")
+    name = name or DEFAULT_CONFIG
+    path = find_config(module or DEFAULT_MODULE, name)
+    if path is None:
+        return Source(f"config {name}", module or DEFAULT_MODULE, name, {})
+    where, table = str(path), read_toml(path, "--config")
     in_file = {"module": table.pop("module", None), "base": table.pop("base", None)}
     for key, value in in_file.items():
         if value is not None and not isinstance(value, str):

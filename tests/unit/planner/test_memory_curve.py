@@ -30,6 +30,7 @@ def plan():
     return make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
 
 
+@pytest.mark.full
 def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     points = memory_curve(plan, lambda line: None)
     fixed = [point.policy for point in points if point.limit_bytes is None]

@@ -110,6 +110,7 @@ def extra_reduction(where):
     return on_rank
 
 
+@pytest.mark.full
 def test_a_branch_on_the_rank_is_seen_on_all_ranks_only():
     config = config_of(shard=5, on_rank=extra_reduction(lambda rank: rank == 2))
     proof = verify_order(config, 5, device="cpu")
@@ -120,7 +121,9 @@ def test_a_branch_on_the_rank_is_seen_on_all_ranks_only():
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("where", [lambda rank: rank == 0, lambda rank: rank == 4])
+@pytest.mark.parametrize(
+    "where", [lambda rank: rank == 0, lambda rank: rank == 4], ids=["first", "last"]
+)
 def test_a_branch_on_the_first_or_the_last_rank_is_seen_by_representatives(where):
     config = config_of(shard=5, on_rank=extra_reduction(where))
     with pytest.raises(gt.VerificationError, match=r"ranks 0 and \d .*all_reduce\(sum\)"):
@@ -164,6 +167,7 @@ def test_parameters_that_are_laid_out_in_another_way_need_every_rank():
         verify_order(config_of(shard=2, on_rank=on_rank), 2, device="cpu")
 
 
+@pytest.mark.full
 def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     """The last of 3 ranks holds less, and alone it would keep a pass that the others may not."""
     monkeypatch.setattr("graph_trainer.planner.verify_order.MOST_CLASSES", 1)

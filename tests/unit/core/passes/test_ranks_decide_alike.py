@@ -97,7 +97,7 @@ def buckets(strategy="size", **options):
     return {"bucket_collectives": BucketCollectivesOptions(strategy=strategy, **options)}
 
 
-@pytest.mark.parametrize("cap_kib", [2.2, 4.5, 100.0])
+@pytest.mark.parametrize("cap_kib", [pytest.param(2.2, marks=pytest.mark.full), 4.5, 100.0])
 def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_kib):
     for rows in (9, 8):
         make = functools.partial(pairs, rows)
@@ -107,6 +107,7 @@ def test_unlike_parts_of_tensor_parallelism_are_merged_alike_or_not_at_all(cap_k
         assert bool(told) is (rows == 9 and cap_kib < 100)
 
 
+@pytest.mark.full
 def test_unlike_parts_of_tensor_parallelism_are_scheduled_alike_or_not_at_all():
     """Nine rows over two ranks: costs differ, and with them what overlaps with what."""
     hardware = machine(
@@ -130,6 +131,7 @@ def test_padding_does_not_move_the_borders_of_buckets(max_span):
     assert not told, "they need not even ask"
 
 
+@pytest.mark.full
 def test_auto_asks_the_slowest_links_of_an_axis():
     config = {"options": buckets("auto"), "hardware": load_hardware("h100-sxm")}
 

@@ -37,7 +37,7 @@ from graph_trainer.core.passes.plan_memory.table import (
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
-from graph_trainer.testing import captured, targets
+from graph_trainer.testing import captured, fake_mesh, targets
 from tests.examples import examples
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
 
@@ -56,10 +56,16 @@ ON_CPU = replace(MACHINE, device="cpu", memory_reserved_gib=0.0)
 SIZE = Size(layers=5, dim=128, heads=4, hidden=344, vocabulary=64)
 
 
-@pytest.fixture
-def stack():
+@pytest.fixture(scope="module")
+def captured_stack():
     torch.manual_seed(0)
     return captured(LlamaStack(SIZE), torch.zeros(16, 2048, dtype=torch.int64))
+
+
+@pytest.fixture
+def stack(captured_stack):
+    fake_mesh(4)  # each test has groups of its own, of the same names
+    return copy_graph(captured_stack)
 
 
 def planned(joint, limit, policy="budget", hardware=MACHINE, **more):
@@ -391,6 +397,7 @@ def test_what_a_file_cannot_decide_is_refused(stack):
             )
 
 
+@pytest.mark.full
 def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
     """Of more blocks where memory is short, and of none where nothing is recomputed."""
     # with as many tokens inputs of blocks take more than gradients
