@@ -8,7 +8,7 @@ from dataclasses import replace
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.context import ActivationPolicy, one_rank
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError
@@ -40,16 +40,13 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[CurvePoint]:
         # nothing is planned without a limit
         auto = passes.reshard_after_forward == "auto"
         reshard = "default" if auto else passes.reshard_after_forward
-        fixed = replace(passes, activation_policy=policy, reshard_after_forward=reshard)
+        fixed = with_policy(passes, policy, reshard_after_forward=reshard)
         points.append(_point(plan, joint, fixed))
     least, most = (chosen(point.needed_bytes for point in points) for chosen in (min, max))
     for limit in _limits(least, most):
         on_progress(f"a limit of {gib(limit)} GiB")
-        limited = replace(
-            passes,
-            activation_policy="budget",
-            reshard_after_forward="auto",
-            memory_limit_gib=limit / GIB,
+        limited = with_policy(
+            passes, "budget", reshard_after_forward="auto", memory_limit_gib=limit / GIB
         )
         try:
             points.append(_point(plan, joint, limited))

@@ -19,7 +19,7 @@ from graph_trainer.core.passes.context import ActivationPolicy, AllReduceMax, on
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import Hardware
@@ -236,9 +236,9 @@ def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassCo
         if (layer := layer_of(spec.name)) is not None
     )
     options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
-    return replace(
+    return with_policy(
         passes,
-        activation_policy="none",  # what its checkpoint wrappers recompute was traced
+        "none",  # what its checkpoint wrappers recompute was traced
         passes=("default", overlap_fsdp.name),
         disable_passes=(bucket_collectives.name, schedule_overlap.name),
         options={overlap_fsdp.name: options},

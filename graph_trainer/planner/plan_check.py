@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
@@ -49,8 +50,13 @@ class PlanCheck:
     @classmethod
     def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
         """Compare the config and the versions of this run with those of the plan in a file."""
+        planned = plan.config_table()
+        if config.compile.hardware is None and "hardware" in planned.get("compile", {}):
+            # what the run simulates; in the plan it is what --hardware said
+            named = detect_hardware().hardware.name
+            config = replace(config, compile=replace(config.compile, hardware=named))
         now = parse_toml(config_to_toml(config), "config")
-        config_differs = differences(plan.config_table(), now)
+        config_differs = differences(planned, now)
         return cls(plan, path, config_differs, differences(plan.versions, versions()))
 
     def check(self, captured: Fingerprint, rank: int) -> None:
@@ -110,11 +116,13 @@ def load_config_and_plan(
     if FLAG not in values:
         return load_config(rest, world_size=world_size), None
     path = Path(values[FLAG])
+    if {"-h", "--help"} & {*rest}:
+        return load_config(rest, world_size=world_size), None
     plan = read_plan(path)
     if "config" not in flag_keys(rest):
         raise ConfigError(
             f"{FLAG} {path}: a plan is compared with a run and names nothing to train. Give the "
-            "--config that it was made with, and the flags."
+            "--config that it was made with (debugmodel where there was none), and the flags."
         )
     ranks = world_size_from_environment() if world_size is None else world_size
     if ranks not in (None, plan.world_size):

@@ -114,7 +114,8 @@ def entry_text(entry: Entry, ranks: str) -> str:
     """Format an entry, with `ranks` as the text for its ranks."""
     kind, _, inputs, reduction = entry
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
-    return f"{kind}{f'({reduction})' if reduction else ''} of {sizes} over {ranks}"
+    rows = "rows of " if kind == "all_to_all_single" else ""
+    return f"{kind}{f'({reduction})' if reduction else ''} of {rows}{sizes} over {ranks}"
 
 
 def ranks_text(ranks: tuple[int, ...]) -> str:

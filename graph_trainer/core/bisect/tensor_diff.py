@@ -48,7 +48,7 @@ def digest(value: Any) -> str:
 
 
 def compare(wanted: Results, actual: Results) -> list[Difference]:
-    """List every value that differs: in the order of `wanted`, then those only in `found`."""
+    """List every value that differs: in the order of `wanted`, then those only in `actual`."""
     differences: list[Difference | None] = []
     for name in dict.fromkeys((*wanted, *actual)):
         if name in wanted and name in actual:

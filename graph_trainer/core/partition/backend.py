@@ -169,11 +169,13 @@ def _checked(
                 "setting, and partition='tags' repeats the cut of gt.partition: give "
                 "partition='min_cut', or run_passes an activation policy"
             )
-        if name == "activation_memory_budget" and not 0 < value <= 1:
+        if name == "activation_memory_budget" and not (
+            isinstance(value, (int, float)) and 0 < value <= 1
+        ):
             raise ConfigError(
                 f"gt.backend(settings={{'{name}': {value!r}}}): this part of what is saved without "
-                "a budget must be above 0, where PyTorch's partitioner would save inputs alone and "
-                "draw random numbers twice, and at most 1"
+                "a budget must be a number above 0, where PyTorch's partitioner would save inputs "
+                "alone and draw random numbers twice, and at most 1"
             )
         if name not in of_inductor | of_autograd:
             hint = did_you_mean(name, of_inductor | of_autograd, otherwise=".")

@@ -51,7 +51,12 @@ from graph_trainer.core.torch_private_compile import (
     written_inputs,
 )
 
-_RECOMPUTE = (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+_DECIDES = (
+    (CheckpointPolicy.MUST_RECOMPUTE, False),
+    (CheckpointPolicy.MUST_SAVE, True),
+    (CheckpointPolicy.PREFER_RECOMPUTE, False),
+)
+"""Whether a result is saved, by its policy or that of the op that made it, the strongest first."""
 
 
 def repartition(
@@ -59,13 +64,13 @@ def repartition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Partition AOTAutograd's joint graph of a partitioned step where that step was cut.
 
-    Forward is what its outputs and the marked nodes need; all else that the gradients need is
-    backward, wherever it is in the graph, recomputation and repeated gathers included. What has an
-    effect, an assertion for example, runs once, in the half in which it was traced. Saved is
-    what backward reads and what is marked; other results of forward are computed again, right
-    before their first reader. MUST_RECOMPUTE and PREFER_RECOMPUTE win over a mark. Random numbers
-    are always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of
-    ops around the step, as autograd does.
+    Forward is what its outputs need, and nodes that are marked or tagged MUST_SAVE; all else that
+    the gradients need is backward, wherever it is in the graph, recomputation and repeated gathers
+    included. What has an effect, an assertion for example, runs once, in the half in which it was
+    traced. Saved is what backward reads and what is marked; other results of forward are computed
+    again, right before their first reader. A recompute policy wins over a mark. Random numbers are
+    always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of ops
+    around the step, as autograd does.
 
     A graph without gradients is left to PyTorch's partitioner. Linear in nodes.
 
@@ -85,6 +90,7 @@ def repartition(
     _merge_gathers(joint.graph, _forward(joint, num_fwd_outputs))
     forward = _forward(joint, num_fwd_outputs)
     _recompute(joint, forward, num_fwd_outputs)
+    _merge_gathers(joint.graph, forward)  # recomputation reads what backward gathers anyway
     backward = _backward(joint, forward, num_fwd_outputs)
     for node in reversed(list(joint.graph.nodes)):
         if node.op != "call_function":
@@ -140,7 +146,11 @@ def repartition_by_min_cut(
             is_kept |= role_of(source) is Role.UNSHARD or waits_for_copy(source)
         if is_kept:
             set_recompute_policy(node, CheckpointPolicy.MUST_SAVE)
-    return min_cut_of_tags(joint, inputs, **rest)
+    halves = min_cut_of_tags(joint, inputs, **rest)
+    for half in halves:  # recomputation reads what backward gathers anyway
+        _merge_gathers(half.graph, set())
+        half.recompile()
+    return halves
 
 
 def _read_instead(value: fx.Node, clone: fx.Node) -> None:
@@ -171,7 +181,7 @@ def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
         elif node.op == "call_function" and (
             is_marked_saved(node)
             or must_be_in_forward(node)
-            or (traced_in_forward(node) and _must_run(node))
+            or (traced_in_forward(node) and (_must_run(node) or _decision(node)))
         ):
             roots.append(node)
     return _ancestors(joint.graph, roots, set())
@@ -221,9 +231,10 @@ def _decision(node: fx.Node) -> bool | None:
     if runs_once(source) or may_write(source.target):
         return True
     policies = (recompute_policy(source), recompute_policy(node))
-    if any(policy in _RECOMPUTE for policy in policies):
-        return False
-    return True if is_marked_saved(source) or CheckpointPolicy.MUST_SAVE in policies else None
+    for policy, is_saved in _DECIDES:
+        if policy in policies:
+            return is_saved
+    return True if is_marked_saved(source) else None
 
 
 def _source(node: fx.Node) -> fx.Node:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
+from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
@@ -187,6 +189,22 @@ def unmet_settings(
         )
         lacks = (lacking(selected, disabled, each) for each in own or built_in)
         yield from (Unmet(setting, value, *lack) for lack in lacks if lack is not None)
+
+
+def idle_fields(options: Any, settings: RunSettings) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+    """Yield the fields that are set and have no effect beside the others, as `acts_with` declares:
+    the field, the other one, and that one's values with which the field would act.
+
+    Args:
+        options: options of a pass, or the settings themselves.
+        settings: of the run, for what is no option of the pass.
+    """
+    for each in fields(options):
+        if getattr(options, each.name) == each.default:
+            continue
+        for other, values in each.metadata.get("acts_with", {}).items():
+            if getattr(options if hasattr(options, other) else settings, other) not in values:
+                yield each.name, other, values
 
 
 def lacking(

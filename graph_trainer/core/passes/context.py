@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -29,6 +29,18 @@ ActivationPolicy = Literal["none", "selective", "full", "layers", "budget", "fil
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 AllReduceMax = Callable[[int], int]
 """All-reduces (max) an int over all ranks. Every rank must call it equally often."""
+
+
+def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
+    """Declare a field, of a run's settings or of a pass's options, that has an effect only where
+    others have certain values; elsewhere another value than its default is refused.
+
+    Args:
+        default: the field's default.
+        others: by name of a field of the same class, or else of a setting of the run, the values
+            with which this one acts.
+    """
+    return field(default=default, metadata={"acts_with": others})
 
 
 def one_rank(number: int) -> int:
@@ -59,17 +71,17 @@ class RunSettings:
     "file": what `memory_table` says; see `plan_memory`. "user": what checkpoints in the model ask
     for, which every policy carries out, and nothing else."""
 
-    recompute_matmuls_of: tuple[str, ...] = ()
+    recompute_matmuls_of: tuple[str, ...] = acts_with((), activation_policy=("selective",))
     """Parts of module names whose matrix products "selective" recomputes without counting them."""
 
-    recompute_every_nth_block: int = 2
+    recompute_every_nth_block: int = acts_with(2, activation_policy=("layers",))
     """Of which blocks "layers" keeps the input only: every nth, counted from 1. With 3 the third is
     the first."""
 
-    memory_table: Any = None
+    memory_table: Any = acts_with(None, activation_policy=("file",))
     """The `MemoryTable` that "file" follows."""
 
-    allow_offload: bool = False
+    allow_offload: bool = acts_with(False, activation_policy=("budget",))
     """Whether "budget" may keep inputs of blocks in host memory, where the device has its own."""
 
     pipeline_parallel: bool = False

@@ -20,12 +20,14 @@ from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
     check_bitwise,
+    idle_fields,
     lacking,
     registered_passes,
     resolve_passes,
     unmet_settings,
 )
 from graph_trainer.core.passes.context import (
+    ActivationPolicy,
     AllReduceMax,
     PassContext,
     RunSettings,
@@ -186,18 +188,29 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     partitioner decides.
 
     Raises:
-        PassError: as `run_passes`; the config asks for a plan of memory, which needs the passes up
-            to rematerialization.
+        PassError: as `run_passes`; the config asks for what other passes do.
     """
-    if config.activation_policy == "budget" or config.reshard_after_forward == "auto":
-        raise PassError(
-            'activation_policy "budget" and reshard_after_forward "auto" need the passes up to '
-            "rematerialization, which do not run on an exported step: give them to run_passes, "
-            "before gt.partition"
-        )
     settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
     selected = resolve_passes(config.passes, config.disable_passes)
     tags = [p for p in selected if p.stage is Stage.TAG]
+    asked = {
+        f'activation_policy = "{config.activation_policy}"': config.activation_policy == "budget",
+        'reshard_after_forward = "auto"': config.reshard_after_forward == "auto",
+        "allow_offload": config.allow_offload,
+        "memory_limit_gib": config.memory_limit_gib is not None,
+        "verify_passes": config.verify_passes,
+    }
+    asked |= {
+        f"the pass '{p.name}' (stage {p.stage.name})": p not in tags
+        for p in selected
+        if not p.default or p.name not in registered_passes()
+    }
+    asked |= {f"options of '{name}'": name not in {p.name for p in tags} for name in config.options}
+    if too_late := [what for what, is_asked in asked.items() if is_asked]:
+        raise PassError(
+            f"{too_late[0]} would have no effect on an exported step, of which only passes of "
+            "stage TAG run: give it to run_passes, before gt.partition"
+        )
     known = registered_passes() | {p.name: p for p in selected}
     others = [p for p in known.values() if p.stage is not Stage.TAG]
     _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
@@ -230,6 +243,19 @@ def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
         options={name: given for name, given in config.options.items() if name not in out},
         decisions=first.decisions,
     )
+
+
+def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
+    """Return `config` with another policy for activations, and at their defaults the settings and
+    options that have no effect beside it. `more` are other fields to replace."""
+    config = replace(config, activation_policy=policy, **more)
+    options = {name: _without_idle(given, config) for name, given in config.options.items()}
+    return replace(_without_idle(config, config), options=options)
+
+
+def _without_idle(given: Any, config: PassConfig) -> Any:
+    defaults = {f.name: f.default for f in fields(given)}
+    return replace(given, **{name: defaults[name] for name, *_ in idle_fields(given, config)})
 
 
 class PassStep(NamedTuple):
@@ -310,6 +336,13 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
             raise PassError(f"options are given for '{name}', which is not in the pass list")
         if lack := lacking(selected, config.disable_passes, known[name]):
             raise PassError(f"what is given as options of '{name}' {'. '.join(lack)}")
+    given = [(config, ""), *((o, f" of '{name}'") for name, o in config.options.items())]
+    for options, of in given:
+        for idle, other, values in idle_fields(options, config):
+            raise PassError(
+                f"{idle} = {getattr(options, idle)!r}{of} has no effect. Set {other} to "
+                f"{' or '.join(map(repr, values))}, or leave {idle} out"
+            )
 
 
 def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:

@@ -34,7 +34,7 @@ from graph_trainer.core.graph.ops import (
     is_wait,
 )
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, acts_with
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import PassError
 
@@ -65,11 +65,11 @@ _ATTENTION = re.compile(r"scaled_dot_product|(flash|efficient|flex|varlen).*att(
 class TagActivationsOptions:
     """What `tag_activations` may be told beside the policy, activation_checkpoint.type."""
 
-    matmuls: Matmuls = "every_second"
+    matmuls: Matmuls = acts_with("every_second", activation_policy=("selective",))
     """What "selective" does with the matrix products of linear layers: "every_second" recomputes
     the second, fourth, ... of each block, as torchtitan does; "keep" none; "recompute" all."""
 
-    regather: Regather = "policy"
+    regather: Regather = acts_with("policy", activation_policy=("selective", "full", "layers"))
     """Whether backward repeats the all-gathers of tensor parallelism: "always" costs
     communication, "never" the memory of their results. "policy": under "full" only. Reductions
     are repeated under "full" alone, and not with "never"."""

@@ -149,6 +149,14 @@ class _Checks:
                 "not a number of blocks",
                 'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
             )
+            spec = self.config.model_spec
+            blocks = len(getattr(spec.model, "layers", ())) if spec is not None else 0
+            self.require(
+                not blocks or section.layers <= blocks,
+                "activation_checkpoint.layers",
+                f"more than the {blocks} blocks of the model, so none would be recomputed",
+                f"Set 1 to {blocks}.",
+            )
         if isinstance(section, FileAC.Config):
             self.require(
                 bool(section.path),

@@ -7,12 +7,14 @@ from typing import Any
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
+    idle_fields,
     lacking,
     load_pass,
     registered_passes,
     resolve_passes,
     unmet_settings,
 )
+from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.messages import Origin, bad_value, did_you_mean, show
@@ -75,9 +77,17 @@ def check_passes(whole: GraphTrainerConfig, where: Origin) -> None:
             raise bad_value(where, key, value, problem, f"{remedy}, or leave {key} out.")
     if config.mode == "eager":
         return
+    policy = POLICIES.get(type(whole.activation_checkpoint), "none")
+    for section in changed_sections(config):
+        options = getattr(config, section)
+        for idle, other, values in idle_fields(options, RunSettings(activation_policy=policy)):
+            key, acting = f"compile.{section}.{idle}", " or ".join(map(show, values))
+            other = _KEYS.get(other, f"compile.{section}.{other}")
+            remedy = f"Set {other} to {acting}, or leave {key} out."
+            raise bad_value(where, key, getattr(options, idle), "has no effect", remedy)
     settings = {
         "reshard_after_forward": whole.parallelism.fsdp_reshard_after_forward,
-        "activation_policy": POLICIES.get(type(whole.activation_checkpoint), "none"),
+        "activation_policy": policy,
         "allow_offload": config.allow_offload,
     }
     for setting, value, problem, remedy in unmet_settings(listed, disabled, settings):

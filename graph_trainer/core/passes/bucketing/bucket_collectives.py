@@ -20,7 +20,7 @@ from graph_trainer.core.passes.bucketing.assign import (
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.passes.context import PassContext, acts_with, fingerprint
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
@@ -42,10 +42,10 @@ class BucketCollectivesOptions:
     size, whichever size is fastest when simulated on `compile.hardware`, or no collective.
     """
 
-    cap_mib: float = 25.0
+    cap_mib: float = acts_with(25.0, strategy=("size",))
     """For "size": MiB of a bucket, of its input or output, whichever is larger."""
 
-    max_span: int = 1000
+    max_span: int = acts_with(1000, strategy=_BY_SIZE)
     """
     For "size" and "auto": how many nodes of the graph lie between the first and the last
     collective of a bucket, at most. A longer bucket moves more compute and keeps its results alive.

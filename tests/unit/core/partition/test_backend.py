@@ -443,8 +443,9 @@ def test_a_compiler_that_does_not_exist_is_refused():
         ("eager", "tags", {"enable_autograd_cache": True}, "this setting has no effect"),
         ("inductor", "min_cut", {"custom_partitioner_fn": None}, "this setting has no effect"),
         ("inductor", "tags", {"_pre_fusion_custom_pass": None}, "this setting has no effect"),
-        ("eager", "min_cut", {"activation_memory_budget": 0}, "must be above 0"),
+        ("eager", "min_cut", {"activation_memory_budget": 0}, "must be a number above 0"),
         ("eager", "min_cut", {"activation_memory_budget": 1.5}, "at most 1"),
+        ("eager", "min_cut", {"activation_memory_budget": "0.5"}, "must be a number above 0"),
         ("eager", "mincut", {}, "partition is 'mincut'; it must be one of tags, min_cut"),
     ],
 )

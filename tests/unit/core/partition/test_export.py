@@ -1,6 +1,7 @@
 """ExportedStep: AOTAutograd's joint graph, changed and compiled in one order only."""
 
 import operator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -69,9 +70,7 @@ NOT_MERGED = {"bucket_collectives": BucketCollectivesOptions(strategy="none")}
 @pytest.mark.parametrize("where", ["exported", "joint"])
 def test_passes_tag_the_exported_graph_or_the_one_before(partition, where):
     """Whole chains are gathered again, although the recomputation of another region reads them."""
-    config = gt.PassConfig(
-        reshard_after_forward="always", activation_policy="full", options=NOT_MERGED
-    )
+    config = gt.PassConfig(reshard_after_forward="always", activation_policy="full")
     model, joint, args = plain_decoder()
     if where == "joint":
         deduplicate_unshards(joint)
@@ -85,7 +84,7 @@ def test_passes_tag_the_exported_graph_or_the_one_before(partition, where):
             exported.tag(config)
         exported.compile(partition=partition, on_partition=seen)
     model, passed, _ = plain_decoder()
-    gt.run_passes(passed, config)
+    gt.run_passes(passed, replace(config, options=NOT_MERGED))
     wanted = counts_of(gt.partition(passed, model, compare_ranks=False))
     assert seen.counts()[:2] == wanted[:2]
 
@@ -114,11 +113,59 @@ def calls(module, kind):
     return sum(node.op == "call_function" and kind(node) for node in module.graph.nodes)
 
 
-def test_a_plan_of_memory_is_refused(step):
+@pytest.mark.parametrize("options", [{}, NOT_MERGED], ids=["merged", "one by one"])
+@pytest.mark.parametrize("partition", ["tags", "min_cut"])
+@pytest.mark.parametrize("reshard", ["default", "always"])
+def test_recomputation_reads_what_backward_gathers_anyway(reshard, partition, options):
+    """An activation policy tagged later gathers no parameter twice."""
+    model, joint, args = plain_decoder()
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=reshard, options=options))
+    step, seen = gt.partition(joint, model, compare_ranks=False), Seen()
+    with gt.ExportedStep(step, *args) as exported:
+        through(exported)
+        exported.tag(gt.PassConfig(activation_policy="full"))
+        exported.compile(partition=partition, on_partition=seen)
+    assert seen.counts()[:2] == counts_of(step)[:2]
+    assert seen.counts() != counts_of(step)  # the policy has acted
+
+
+@pytest.mark.parametrize(
+    ("cut_with", "asked", "options"),
+    [
+        ("never", "always", {}),
+        ("never", "default", {}),
+        ("default", "always", {}),
+        ("always", "never", {}),
+        ("default", "never", NOT_MERGED),
+    ],
+)
+def test_a_way_to_reshard_that_comes_too_late_is_refused(cut_with, asked, options):
+    model, joint, args = plain_decoder()
+    gt.run_passes(joint, gt.PassConfig(reshard_after_forward=cut_with, options=options))
+    with gt.ExportedStep(gt.partition(joint, model, compare_ranks=False), *args) as exported:
+        through(exported)
+        exported.tag(gt.PassConfig(reshard_after_forward=cut_with))
+        with pytest.raises(gt.PassError, match=f'"{asked}" comes too late for this step'):
+            exported.tag(gt.PassConfig(reshard_after_forward=asked))
+
+
+@pytest.mark.parametrize(
+    ("asked", "what"),
+    [
+        ({"activation_policy": "budget", "memory_limit_gib": 1.0}, 'activation_policy = "budget"'),
+        ({"reshard_after_forward": "auto"}, 'reshard_after_forward = "auto"'),
+        ({"memory_limit_gib": 1.0}, "memory_limit_gib"),
+        ({"allow_offload": True}, "allow_offload"),
+        ({"verify_passes": True}, "verify_passes"),
+        ({"passes": ["default", "overlap_fsdp"]}, "the pass 'overlap_fsdp' .stage SCHEDULE."),
+        ({"options": NOT_MERGED}, "options of 'bucket_collectives'"),
+    ],
+)
+def test_what_other_passes_do_is_refused(step, asked, what):
     with gt.ExportedStep(step, *batch()) as exported:
         through(exported)
-        with pytest.raises(gt.PassError, match="need the passes up to rematerialization"):
-            exported.tag(gt.PassConfig(activation_policy="budget", memory_limit_gib=1.0))
+        with pytest.raises(gt.PassError, match=f"{what} would have no effect on an exported step"):
+            exported.tag(gt.PassConfig(**asked))
 
 
 def test_tags_need_only_the_passes_that_write_them(step, monkeypatch):

@@ -107,6 +107,23 @@ def test_a_policy_of_recomputation_wins_over_a_mark(policy):
     assert aten.tanh.default in targets(graphs[1])
 
 
+def test_to_save_an_output_wins_over_preferring_to_compute_its_op_again():
+    def function(x, weight):
+        out, mean, rstd = torch.native_layer_norm(x, [4], weight, None, 1e-5)
+        return out.sum()
+
+    def tag(joint):
+        (norm,) = joint.graph.find_nodes(
+            op="call_function", target=aten.native_layer_norm.default, sort=True
+        )
+        set_recompute_policy(norm, CheckpointPolicy.PREFER_RECOMPUTE)
+        for part in norm.users:
+            set_recompute_policy(part, CheckpointPolicy.MUST_SAVE)
+
+    forward, backward = compiled(function, [x(3, 4), x(4)], tag)
+    assert aten.native_layer_norm.default not in targets(backward)
+
+
 def test_a_mark_on_an_op_of_several_results_is_one_on_them():
     def function(x, weight):
         with annotate(MARK):

@@ -106,9 +106,8 @@ def run(joint: JointGraph, chosen: dict) -> None:
         *MERGES,
         *(n for n in SCHEDULES if n in chosen["schedule"]),
     ]
-    bucketing = BucketCollectivesOptions(
-        strategy=chosen["strategy"], cap_mib=chosen["cap_kib"] * KIB
-    )
+    caps = {"cap_mib": chosen["cap_kib"] * KIB} if chosen["strategy"] == "size" else {}
+    bucketing = BucketCollectivesOptions(strategy=chosen["strategy"], **caps)
     options = {"bucket_collectives": bucketing}
     if "schedule_overlap" in names:
         options["schedule_overlap"] = ScheduleOverlapOptions(prefetch_depth=chosen["depth"])

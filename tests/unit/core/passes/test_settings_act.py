@@ -12,10 +12,12 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import is_backward, module_of, parameters_of, role_of
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.catalogue import registered_passes
+from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.catalogue import idle_fields, registered_passes
 from graph_trainer.core.passes.context import ActivationPolicy, ReshardAfterForward, RunSettings
-from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.passes.pipeline import PassConfig, with_policy
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.passes.tag_activations import TagActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
@@ -154,6 +156,49 @@ def test_options_need_what_their_pass_relies_on():
     given = {"bucket_collectives": registered_passes()["bucket_collectives"].options_type()}
     with pytest.raises(gt.PassError, match="pass tag_buckets is not in compile.passes"):
         gt.run_passes(small(), PassConfig(passes=["bucket_collectives"], options=given))
+
+
+@pytest.mark.parametrize(
+    ("given", "remedy"),
+    [
+        ({"allow_offload": True}, "'budget'"),
+        ({"memory_table": MemoryTable((), None, ())}, "'file'"),
+        ({"activation_policy": "full", "recompute_every_nth_block": 3}, "'layers'"),
+        ({"activation_policy": "full", "recompute_matmuls_of": ("up",)}, "'selective'"),
+        ({"options": {"tag_activations": TagActivationsOptions(matmuls="keep")}}, "'selective'"),
+        (
+            {"options": {"tag_activations": TagActivationsOptions(regather="always")}},
+            "'selective' or 'full' or 'layers'",
+        ),
+        ({"options": {"bucket_collectives": BucketCollectivesOptions(cap_mib=5.0)}}, "'size'"),
+        (
+            {"options": {"bucket_collectives": BucketCollectivesOptions(max_span=9)}},
+            "'size' or 'auto'",
+        ),
+    ],
+)
+def test_what_no_other_field_reads_is_refused(given, remedy):
+    (name,) = (given.get("options") or {"": None}).keys()
+    with pytest.raises(gt.PassError, match=f"has no effect. Set .* to {remedy}, or leave"):
+        gt.run_passes(small(), PassConfig(**given))
+    assert not name or name in registered_passes()
+
+
+@pytest.mark.parametrize("policy", get_args(ActivationPolicy))
+def test_another_policy_is_told_nothing_that_it_does_not_read(policy):
+    table = MemoryTable((), None, ())
+    before = PassConfig(
+        activation_policy="layers",
+        recompute_every_nth_block=3,
+        options={"tag_activations": TagActivationsOptions(regather="never")},
+    )
+    after = with_policy(before, policy, **({"memory_table": table} if policy == "file" else {}))
+    assert after.activation_policy == policy
+    assert not list(idle_fields(after, after))
+    for options in after.options.values():
+        assert not list(idle_fields(options, after))
+    if policy == "layers":
+        assert after == before
 
 
 # --- every value of every setting, every pass ------------------------------------------------

@@ -129,6 +129,21 @@ IN_FILES = (
         '[compile]\npasses = ["bucket_collectives"]\n[compile.bucketing]\nstrategy = "size"',
     ),
     Bad(
+        "compile.bucketing.cap_mib = 5.0: has no effect",
+        'Set compile.bucketing.strategy to "size", or leave compile.bucketing.cap_mib out.',
+        "[compile.bucketing]\ncap_mib = 5",
+    ),
+    Bad(
+        'compile.tag_activations.matmuls = "keep": has no effect',
+        'Set activation_checkpoint.type to "selective", or leave',
+        '[activation_checkpoint]\ntype = "full"\n[compile.tag_activations]\nmatmuls = "keep"',
+    ),
+    Bad(
+        "activation_checkpoint.layers = 7: more than the 6 blocks of the model",
+        "Set 1 to 6.",
+        '[activation_checkpoint]\ntype = "layers"\nlayers = 7',
+    ),
+    Bad(
         'parallelism.fsdp_reshard_after_forward = "always": has no effect: the pass rematerialize',
         'Take "rematerialize" out of compile.disable_passes, or set '
         'parallelism.fsdp_reshard_after_forward = "never".',
