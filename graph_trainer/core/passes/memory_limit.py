@@ -61,6 +61,8 @@ class Budget:
         context: PassContext,
         device_memory: DeviceMemoryOf = unknown,
         host_memory: DeviceMemoryOf = unknown,
+        *,
+        follows_plan: bool = False,
     ) -> None:
         limit = context.memory_limit_gib
         if limit is not None and not 0 <= limit < math.inf:
@@ -72,6 +74,7 @@ class Budget:
         self._limit = limit
         self._device_memory = device_memory
         self._host_memory = host_memory
+        self._follows_plan = follows_plan
         self._latest: int | None = None
 
     @property
@@ -122,9 +125,15 @@ class Budget:
         hardware = self._context.hardware_for(joint)
         if self.is_over(joint):
             advice = self._advice(joint, hardware, report, raised, f"Raise {KEY}, or set")
+            planned = (
+                "What is kept is planned for the first batch, and every later one follows: let the "
+                "largest come first, and the plan leaves room for it. "
+                if self._follows_plan
+                else ""
+            )
             raise MemoryLimitError(
                 f"{KEY} = {self._limit:g}: the step needs {gib(self.needed(joint))} GiB on the "
-                f"rank that needs most. This rank needs {advice}"
+                f"rank that needs most. {planned}This rank needs {advice}"
             )
         self._check_host(joint, hardware)
         if self._limit is not None or self._device_memory is unknown:

@@ -36,6 +36,7 @@ from graph_trainer.core.passes.context import (
 )
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
@@ -135,7 +136,8 @@ def pass_by_pass(
     _check_settings(joint, config, selected)
     steps, simulated_on = _prepare(joint, config, run, selected)
     _check_history(joint, [step.graph_pass for step in steps])
-    budget = Budget(run, config.device_memory, config.host_memory)
+    follows_plan = plan_memory.name in config.decisions
+    budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
     first = measure(joint, "capture", 0.0)

@@ -200,6 +200,15 @@ def test_a_later_graph_follows_the_first(stack):
     assert followed.decisions["plan_memory"] == joint.decisions["plan_memory"]
 
 
+def test_a_larger_batch_than_the_one_planned_for_is_told_to_come_first(stack):
+    least, most = peaks(stack)
+    limit = (least + most) // 2
+    joint, *_ = planned(captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64)), limit)
+    with pytest.raises(gt.MemoryLimitError, match="planned for the first batch.*largest come fir"):
+        planned(stack, limit, decisions=joint.decisions)
+    planned(stack, limit)  # where it comes first there is room
+
+
 def test_a_table_of_another_model_is_refused_by_name(stack):
     joint, *_ = planned(stack, peaks(stack)[1])
     table = joint.decisions["plan_memory"]
