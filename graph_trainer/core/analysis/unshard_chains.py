@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.parameter_flow import computed_from_one_parameter
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -62,6 +63,11 @@ def is_layout_only(node: fx.Node) -> bool:
     )
 
 
+def is_form_in_forward(node: fx.Node) -> bool:
+    """Return whether a node of forward or loss only makes another form of its inputs."""
+    return not is_backward(node) and is_layout_only(node)
+
+
 def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
     """Return the chain of every parameter that forward gathers, in the order of their first nodes.
 
@@ -69,35 +75,23 @@ def unshard_chains(joint: JointGraph) -> list[UnshardChain]:
     nested all-gathers over several mesh dimensions, views after the last wait, and the split ->
     getitem -> cat of uneven shards. Linear in nodes.
     """
-    owner: dict[fx.Node, UnshardChain] = {}
-    chains: list[UnshardChain] = []
-    for spec, placeholders in joint.inputs_of(InputKind.PARAMETER):
-        chain = UnshardChain(spec.name)
-        chains.append(chain)
-        for placeholder in placeholders:
-            owner[placeholder] = chain
+    owner = computed_from_one_parameter(joint, is_form_in_forward)
+    chains = {
+        spec.name: UnshardChain(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER)
+    }
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
-        inputs = node.all_input_nodes
-        owners = list(dict.fromkeys(owner[n] for n in inputs if n in owner))
-        if not owners:
+        if node in owner:
+            chains[owner[node]].nodes.append(node)
             continue
-        if (
-            len(owners) == 1
-            and not is_backward(node)
-            and all(n in owner for n in inputs)
-            and is_layout_only(node)
-        ):
-            owner[node] = owners[0]
-            owners[0].nodes.append(node)
-            continue
-        for chain in owners:
-            if all(n.op == "placeholder" for n in inputs if owner.get(n) is chain):
-                continue  # reads the shard: no gathered tensor stays alive for it
+        # a node that reads the shard alone keeps no gathered tensor alive
+        gathered = [n for n in node.all_input_nodes if n in owner and n.op != "placeholder"]
+        for name in dict.fromkeys(owner[n] for n in gathered):
+            chain = chains[name]
             (chain.backward_readers if is_backward(node) else chain.forward_readers).append(node)
-    gathered = [c for c in chains if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
-    return sorted(gathered, key=lambda c: c.nodes[0])
+    unsharded = [c for c in chains.values() if any(role_of(n) is Role.UNSHARD for n in c.nodes)]
+    return sorted(unsharded, key=lambda c: c.nodes[0])
 
 
 def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:

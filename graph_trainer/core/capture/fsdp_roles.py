@@ -5,13 +5,17 @@ from __future__ import annotations
 from torch import fx
 
 from graph_trainer.core.analysis.collective_kinds import Result
+from graph_trainer.core.analysis.parameter_flow import (
+    computed_from_one_parameter,
+    leading_to_one_gradient,
+)
 from graph_trainer.core.graph.annotations import (
     Role,
     annotate_node,
     annotation,
     role_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written_arguments
 
 
@@ -24,8 +28,8 @@ def find_fsdp_roles(joint: JointGraph) -> None:
     with zeros of its shape. Nodes between the parameter and its gather, a cast or that padding,
     are part of the unshard. A node that has a role keeps it. Linear in nodes.
     """
-    parameter = _parameters(joint)
-    gradient = _gradients(joint)
+    parameter = computed_from_one_parameter(joint, _is_one_form)
+    gradient = leading_to_one_gradient(joint, _is_read_once)
     seen: set[fx.Node] = set()
     for node in joint.graph.nodes:
         source = node.all_input_nodes[0] if is_wait(node) else node
@@ -34,40 +38,20 @@ def find_fsdp_roles(joint: JointGraph) -> None:
             continue
         if kind.result is Result.GATHERED and source in parameter:
             _mark_unshard(node, parameter, seen)
-        elif kind.reduces and gradient.get(source):
+        elif kind.reduces and source in gradient:
             _mark(node, Role.REDUCE_GRAD, gradient[source])
 
 
-def _parameters(joint: JointGraph) -> dict[fx.Node, str]:
-    """Map every node that is computed from one parameter and nothing else to the parameter."""
-    parameter = {
-        node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
-    }
-    for node in joint.graph.nodes:
-        inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or written_arguments(node):
-            continue
-        names = {parameter.get(n) for n in inputs}
-        if len(names) == 1 and (len(inputs) == 1 or node.target is aten.cat.default):
-            (name,) = names
-            if name is not None:
-                parameter[node] = name
-    return parameter
+def _is_one_form(node: fx.Node) -> bool:
+    """Return whether a node makes another form of its input: a cast, a view, padding."""
+    inputs = node.all_input_nodes
+    return not written_arguments(node) and (len(inputs) == 1 or node.target is aten.cat.default)
 
 
-def _gradients(joint: JointGraph) -> dict[fx.Node, str | None]:
-    """Map every node that reaches one gradient output and nothing else to its parameter."""
-    output = joint.output_node()
-    gradient: dict[fx.Node, str | None] = {}
-    for name, node in joint.gradients():
-        gradient[node] = None if node in gradient else name
-    for node in reversed(joint.graph.nodes):
-        users = [u for u in node.users if u is not output]
-        if users:
-            only = users[0] if len(node.users) == 1 else None
-            single = only is not None and len(only.all_input_nodes) == 1
-            gradient[node] = gradient.get(only) if single else None  # type: ignore[arg-type]
-    return gradient
+def _is_read_once(node: fx.Node) -> bool:
+    """Return whether a node has one reader, which reads nothing else or returns it."""
+    reader, *others = node.users
+    return not others and (reader.op == "output" or len(reader.all_input_nodes) == 1)
 
 
 def _mark_unshard(gather: fx.Node, parameter: dict[fx.Node, str], seen: set[fx.Node]) -> None:

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import collective_inputs
-from graph_trainer.core.analysis.unshard_chains import is_layout_only
+from graph_trainer.core.analysis.parameter_flow import computed_from_one_parameter
+from graph_trainer.core.analysis.unshard_chains import is_form_in_forward
 from graph_trainer.core.graph.annotations import (
     block_of,
     bucket_tag,
@@ -154,20 +155,14 @@ def _places(joint: JointGraph) -> dict[str, str]:
 
 def _first_readers(joint: JointGraph) -> dict[str, int]:
     """Return the position of the first node of forward that computes with each parameter."""
-    shows = {
-        node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
-    }
+    shows = computed_from_one_parameter(joint, is_form_in_forward)
     first: dict[str, int] = {}
     for position, node in enumerate(joint.graph.nodes):
-        shown = {shows[n] for n in node.all_input_nodes if n in shows}
-        if node.op != "call_function" or not shown or is_backward(node):
+        if node.op != "call_function" or node in shows or is_backward(node):
             continue
-        alone = len(shown) == 1 and all(n in shows for n in node.all_input_nodes)
-        if alone and is_layout_only(node):
-            shows[node] = shown.pop()
-            continue
-        for name in shown:
-            first.setdefault(name, position)
+        for source in node.all_input_nodes:
+            if source in shows:
+                first.setdefault(shows[source], position)
     return first
 
 

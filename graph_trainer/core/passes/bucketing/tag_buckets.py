@@ -7,6 +7,10 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.collective_kinds import Result
+from graph_trainer.core.analysis.parameter_flow import (
+    computed_from_one_parameter,
+    leading_to_one_gradient,
+)
 from graph_trainer.core.graph.annotations import (
     Role,
     is_backward,
@@ -15,7 +19,7 @@ from graph_trainer.core.graph.annotations import (
     set_bucket_tag,
     tensors_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import has_effect, is_collective, is_wait, plain_kind
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -48,8 +52,8 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     Relies on FSDP roles and phases. Changes metadata only. Linear in nodes.
     """
     writes = LastWrites(joint.graph)
-    source = _sources(joint, writes)
-    goal = _goals(joint, writes)
+    source = computed_from_one_parameter(joint, lambda node: _moves(node, writes))
+    goal = leading_to_one_gradient(joint, lambda node: _moves(node, writes))
     for node in joint.graph.nodes:
         if not is_collective(node) or not _is_plain(node, writes):
             continue
@@ -89,35 +93,3 @@ def _moves(node: fx.Node, writes: LastWrites) -> bool:
         or "as_strided" in str(node.target)
         or any(writes.is_written(n) for n in (node, *node.all_input_nodes))
     )
-
-
-def _sources(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
-    """Return the parameter of every node that depends on one parameter and nothing else."""
-    source = {
-        node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
-    }
-    for node in joint.graph.nodes:
-        sources = {source.get(n) for n in node.all_input_nodes}
-        name = sources.pop() if len(sources) == 1 else None
-        if name is not None and node.op == "call_function" and _moves(node, writes):
-            source[node] = name
-    return source
-
-
-def _goals(joint: JointGraph, writes: LastWrites) -> dict[fx.Node, str]:
-    """Return the parameter of every node that leads to its gradient and nothing else."""
-    output = joint.output_node()
-    returned: dict[fx.Node, set[str]] = {}
-    for parameter, node in joint.gradients():
-        returned.setdefault(node, set()).add(parameter)
-    others = set(joint.output_values()) - returned.keys()
-    goal: dict[fx.Node, str] = {}
-    for node in reversed(joint.graph.nodes):
-        if node.op != "call_function" or node in others:
-            continue
-        goals: set[str | None] = {goal.get(user) for user in node.users if user is not output}
-        goals |= returned.get(node, set())
-        name = goals.pop() if len(goals) == 1 else None
-        if name is not None and _moves(node, writes):
-            goal[node] = name
-    return goal

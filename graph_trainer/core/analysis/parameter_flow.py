@@ -1,0 +1,48 @@
+"""Which nodes are computed from one parameter alone, and which lead to one gradient alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import fx
+
+from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+
+Through = Callable[[fx.Node], bool]
+"""Whether a node passes on the parameter that it is computed from, or the gradient it leads to."""
+
+
+def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
+    """Return the FQN of the parameter of every node that is computed from one parameter and nothing
+    else, by ops for which `through` is true; placeholders included. Linear in nodes."""
+    source = {
+        node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
+    }
+    for node in joint.graph.nodes:
+        if node.op != "call_function":
+            continue
+        names = {source.get(n) for n in node.all_input_nodes}
+        name = names.pop() if len(names) == 1 else None
+        if name is not None and through(node):
+            source[node] = name
+    return source
+
+
+def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
+    """Return the FQN of the parameter of every node whose result goes into the gradient of one
+    parameter and nothing else, by ops for which `through` is true. Linear in nodes."""
+    output = joint.output_node()
+    returned: dict[fx.Node, set[str]] = {}
+    for parameter, node in joint.gradients():
+        returned.setdefault(node, set()).add(parameter)
+    others = set(joint.output_values()) - returned.keys()
+    goal: dict[fx.Node, str] = {}
+    for node in reversed(joint.graph.nodes):
+        if node.op != "call_function" or node in others:
+            continue
+        names: set[str | None] = {goal.get(user) for user in node.users if user is not output}
+        names |= returned.get(node, set())
+        name = names.pop() if len(names) == 1 else None
+        if name is not None and through(node):
+            goal[node] = name
+    return goal
