@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from graph_trainer.core.analysis.one_process import run as run
+from graph_trainer.core.analysis.one_process import values_for as values_for
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
@@ -38,12 +39,11 @@ from graph_trainer.core.graph.joint_graph import (
     Signature,
     compute_nodes,
 )
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassStep, run_one
 from graph_trainer.core.passes.verify_numbers import ALIKE, NOT_COMPARED, Numbers
-from graph_trainer.core.runtime.one_process import run as run
-from graph_trainer.core.runtime.one_process import values_for as values_for
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
 from graph_trainer.core.torch_private import FakeTensorMode, c10d_functional, clear_sharding_cache
 from graph_trainer.core.torch_private_groups import init_fake_process_group

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.graph.host_copies import WAIT_COPY, WAIT_COPY_IN_PLACE
 from graph_trainer.errors import ConfigError
 
 
@@ -103,10 +102,11 @@ def waits_for_copies_in_place() -> Iterator[None]:
     from torch._inductor.lowering import lowerings, register_lowering
 
     ours: dict[Any, Any] = {}
+    copies = torch.ops.graph_trainer  # by name: graph/host_copies.py is above this file
 
-    @register_lowering(WAIT_COPY, type_promotion_kind=None, lowering_dict=ours)
+    @register_lowering(copies.wait_copy.default, type_promotion_kind=None, lowering_dict=ours)
     def wait_copy(copy: Any, source: Any) -> Any:
-        FallbackKernel.create(WAIT_COPY_IN_PLACE, copy, source)
+        FallbackKernel.create(copies.wait_copy_.default, copy, source)
         return copy
 
     with unittest.mock.patch.dict(lowerings, ours):

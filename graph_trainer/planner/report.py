@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import Any
 
-from graph_trainer.core.analysis.collective_kinds import mergeable_kinds
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
+from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.report import standing_remarks

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
+from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
 from graph_trainer.core.torch_private import TorchDispatchMode
 
 WARM_UP = 3

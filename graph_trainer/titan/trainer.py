@@ -26,7 +26,7 @@ from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
 from graph_trainer.core.runtime.step import Gradients
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints

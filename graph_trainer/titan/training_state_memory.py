@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 import torch
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.context import OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.simulation.simulate import OtherMemory

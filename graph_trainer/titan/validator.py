@@ -12,7 +12,7 @@ from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.tools.logging import logger
 
 from graph_trainer.core.capture.trace import LossFn
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.training.step_cache import TrainStep
 
 Within = Callable[[], AbstractContextManager[None]]
 _Call = tuple[nn.Module, torch.Tensor, dict[str, Any]]

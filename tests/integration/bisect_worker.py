@@ -22,9 +22,9 @@ from graph_trainer.core.graph.annotations import (
     module_of,
 )
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import predicted_memory
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
 from graph_trainer.train import leave, run

@@ -14,9 +14,9 @@ import graph_trainer as gt
 from graph_trainer.core.graph.annotations import is_backward
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.torch_private import c10d_functional
 from graph_trainer.core.torch_private_groups import process_groups
+from graph_trainer.core.training.step_cache import TrainStep
 from tests.unit.core.passes.rank_order import InnerFirst, OuterFirst, sum_of_squares
 
 GATHER = c10d_functional.all_gather_into_tensor.default

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.training.step_cache import TrainStep
 from tests.integration.issued import expected_events
 from tests.integration.matrix import MATRIX, Case, Flags, Holds, rows
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.train import leave
 from tests.integration.launch import report
 

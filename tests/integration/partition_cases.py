@@ -14,7 +14,7 @@ from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.partition.repartition import PARTITIONS, repartition, repartition_by_min_cut
-from graph_trainer.core.runtime import step_cache
+from graph_trainer.core.training import step_cache
 from tests.integration.matrix import FP32, FSDP4_TP2, PARTITIONED, Flags
 from tests.integration.recorded import EAGER, Recorded, differing
 

@@ -10,7 +10,6 @@ from functools import cache
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import CollectiveKind, kind_named
 from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     Phase,
@@ -21,6 +20,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     tensors_of,
 )
+from graph_trainer.core.graph.collective_kinds import CollectiveKind, kind_named
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.core.analysis.collective_kinds import Ranks
-from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.torch_private_groups import mesh_slices
 
 Partition = tuple[Ranks, ...]

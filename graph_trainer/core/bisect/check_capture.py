@@ -11,15 +11,15 @@ from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
 from graph_trainer.core.bisect.replay import Observed, StartingPoint, gradients_of, named_results
-from graph_trainer.core.bisect.tensor_diff import Difference, Results, compare, digest
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.ops import OpOverload
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.exchange import gather_from_ranks
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.step import Gradients, Step
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.tensor_diff import Difference, Results, compare, digest
 from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import VerificationError
 
 _LEARNING_RATE = 1e-3

@@ -11,7 +11,6 @@ from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import Storage
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.bisect.tensor_diff import Difference, digest, distance
 from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
@@ -24,6 +23,7 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     written_arguments,
 )
+from graph_trainer.core.tensor_diff import Difference, digest, distance
 from graph_trainer.core.torch_private import pytree
 
 Same = Callable[[fx.Node], bool | None]

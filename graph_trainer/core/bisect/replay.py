@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.bisect.tensor_diff import Results
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.python_state import PythonState
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.runtime.step import Gradients, Step, compile
+from graph_trainer.core.tensor_diff import Results
 from graph_trainer.core.torch_private import pytree, swap_tensors
 
 Observe = Callable[[fx.Node, Any], None]

@@ -12,7 +12,6 @@ from torch import nn
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.bisect.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.bisect.tensor_diff import Difference, compare
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
@@ -24,6 +23,7 @@ from graph_trainer.core.ordering.exchange import (
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.sharding.process_groups import groups_agreed_on
+from graph_trainer.core.tensor_diff import Difference, compare
 from graph_trainer.errors import VerificationError
 
 CAPTURE = "capture"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.joint_graph import Input, InputKind
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CaptureError
 

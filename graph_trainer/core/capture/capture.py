@@ -32,11 +32,11 @@ from graph_trainer.core.capture.rng_replay import (
 )
 from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.joint_graph import Input, JointGraph, Signature, with_parts
 from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.parameter_flow import (
     computed_from_one_parameter,
     leading_to_one_gradient,
@@ -15,6 +14,7 @@ from graph_trainer.core.graph.annotations import (
     annotation,
     role_of,
 )
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written_arguments
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import torch
 
-from graph_trainer.core.capture.subclasses import unwrap
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import is_traceable_wrapper_subclass, storage_id
 
 Range = tuple[int, int]

@@ -20,8 +20,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from graph_trainer.core.analysis.collective_kinds import IN_PLACE_NAMESPACE
 from graph_trainer.core.graph.annotations import module_of, tensors_of, value_of
+from graph_trainer.core.graph.collective_kinds import IN_PLACE_NAMESPACE
 from graph_trainer.core.graph.ops import (
     OpOverload,
     Storage,

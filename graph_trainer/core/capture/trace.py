@@ -33,7 +33,6 @@ from graph_trainer.core.capture.side_effects import (
     refuse_uninitialised,
     views_out_of_place,
 )
-from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotation,
@@ -42,6 +41,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import Input, InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.ops import storage_roots
+from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     FakeTensorMode,

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.capture.subclasses import Layout
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
+from graph_trainer.core.graph.subclasses import Layout
 from graph_trainer.errors import VerificationError
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import (
+from graph_trainer.core.graph.annotations import inferred_value, value_of
+from graph_trainer.core.graph.collective_kinds import (
     IN_PLACE_NAMESPACE,
     CollectiveKind,
     Effect,
     kind_of_op,
 )
-from graph_trainer.core.graph.annotations import inferred_value, value_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.torch_private import (
     HigherOrderOperator,

@@ -9,13 +9,13 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
-from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.analysis.collective_purpose import (
     Traffic,
     data_parallel_groups,
     traffic_of,
 )
 from graph_trainer.core.analysis.collectives import Collective, collectives
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.members import (
     REMEDY,

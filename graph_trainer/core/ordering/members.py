@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
-from graph_trainer.core.analysis.collective_kinds import Ranks
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.ordering.sequences import Issued
 from graph_trainer.errors import VerificationError
 

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from graph_trainer.core.analysis.collective_kinds import Ranks
 from graph_trainer.core.analysis.collectives import Inputs
 from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.ordering.members import (
     REMEDY,
     check_member,

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
 from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.partition import repartition
 from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.partition.step import PartitionedStep, partitioned_step_of

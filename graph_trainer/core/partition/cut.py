@@ -15,7 +15,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
@@ -48,6 +47,7 @@ from graph_trainer.core.graph.ops import (
     value_storages,
     written_arguments,
 )
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.rematerialize import to_be_recomputed
 from graph_trainer.errors import PassError
 

@@ -18,7 +18,6 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.unshard_chains import is_layout_only, unshard_chains
-from graph_trainer.core.capture.subclasses import Layout, unwrap
 from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
@@ -41,6 +40,7 @@ from graph_trainer.core.graph.joint_graph import (
     Signature,
 )
 from graph_trainer.core.graph.ops import has_effect, is_collective, is_getitem, is_wait
+from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
 from graph_trainer.core.partition.cut import peak_bytes

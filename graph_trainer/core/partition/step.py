@@ -10,7 +10,6 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.model_state import refuse_shared_memory
-from graph_trainer.core.capture.subclasses import unwrap, wrap
 from graph_trainer.core.graph.joint_graph import (
     InputKind,
     JointGraph,
@@ -20,6 +19,7 @@ from graph_trainer.core.graph.joint_graph import (
 )
 from graph_trainer.core.graph.ops import has_effect
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.runtime.backends.base import BoxedFunction

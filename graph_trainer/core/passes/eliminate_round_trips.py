@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     copy_annotations,
     infer_value,
@@ -19,6 +18,7 @@ from graph_trainer.core.graph.annotations import (
     tensor_of,
     value_of,
 )
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (

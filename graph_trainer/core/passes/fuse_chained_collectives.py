@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.tensor import DTensor, Shard
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of, partition_of
-from graph_trainer.core.capture.subclasses import wrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
@@ -24,6 +23,7 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     written_arguments,
 )
+from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from graph_trainer.core.analysis.collective_kinds import KINDS, Result
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
@@ -17,6 +16,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     value_of,
 )
+from graph_trainer.core.graph.collective_kinds import KINDS, Result
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
 from graph_trainer.core.units import MIB

@@ -17,13 +17,13 @@ from graph_trainer.core.analysis.blocks import (
     is_read_elsewhere,
     may_run_again,
 )
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     module_of,
     recompute_policy,
     set_recompute_policy,
     tensor_of,
 )
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (

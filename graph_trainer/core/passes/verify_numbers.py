@@ -11,20 +11,20 @@ import torch.distributed as dist
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
-from graph_trainer.core.bisect.tensor_diff import Difference, Results, compare
-from graph_trainer.core.graph.annotations import tensor_of, tensors_of
-from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind, with_parts
-from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
-from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.sequences import may_communicate
-from graph_trainer.core.passes.report import EQUAL
-from graph_trainer.core.runtime.one_process import (
+from graph_trainer.core.analysis.one_process import (
     REDUCTIONS,
     SIMULATED,
     OneProcess,
     same_random_numbers,
     values_for,
 )
+from graph_trainer.core.graph.annotations import tensor_of, tensors_of
+from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind, with_parts
+from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.sequences import may_communicate
+from graph_trainer.core.passes.report import EQUAL
+from graph_trainer.core.tensor_diff import Difference, Results, compare
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import VerificationError

@@ -25,8 +25,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import FUNCTIONAL_NAMESPACES
 from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.ordering.exchange import is_collective_failure, reason_of

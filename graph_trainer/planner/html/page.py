@@ -14,7 +14,7 @@ import jinja2
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from graph_trainer.core.analysis.collective_kinds import shown_name
+from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.units import format_bytes
 from graph_trainer.planner.html.drawn import PURPOSES, drawn
 from graph_trainer.planner.plan import Plan

@@ -15,7 +15,7 @@ from graph_trainer.cli import main as cli
 from graph_trainer.cli.bisect import verdict_table
 from graph_trainer.core.bisect.node_diff import NodeDifference
 from graph_trainer.core.bisect.search import Row, Verdict
-from graph_trainer.core.bisect.tensor_diff import Difference
+from graph_trainer.core.tensor_diff import Difference
 
 NAN, INF = math.nan, math.inf
 

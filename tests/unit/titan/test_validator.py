@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.titan.validator import CapturedValidator, with_captured_forward
 
 from torchtitan.components.validate import BaseValidator, Validator  # isort: skip

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     annotate_node,
@@ -22,6 +21,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     tensor_of,
 )
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
 from graph_trainer.core.graph.ops import argument, aten, collective_kind, schema_of
 from graph_trainer.core.passes.bucketing.assign import Member

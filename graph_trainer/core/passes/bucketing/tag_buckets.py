@@ -6,7 +6,6 @@ from enum import StrEnum
 
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.parameter_flow import (
     computed_from_one_parameter,
     leading_to_one_gradient,
@@ -19,6 +18,7 @@ from graph_trainer.core.graph.annotations import (
     set_bucket_tag,
     tensors_of,
 )
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import has_effect, is_collective, is_wait, plain_kind

@@ -27,10 +27,10 @@ from itertools import accumulate
 
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Result
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of, tensors_of
+from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (

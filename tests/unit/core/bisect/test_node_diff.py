@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from graph_trainer.core.analysis.one_process import OneProcess
 from graph_trainer.core.bisect.node_diff import first_difference, partners_of
 from graph_trainer.core.graph.annotations import Phase, copy_annotations
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.runtime.one_process import OneProcess
 from graph_trainer.testing import Builder, values_for
 from tests.unit.graphs import aten, c10d
 

@@ -11,9 +11,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 import graph_trainer as gt
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.bisect.search import bisect_passes
-from graph_trainer.core.bisect.tensor_diff import Difference, compare, digest, distance
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.core.tensor_diff import Difference, compare, digest, distance
 from tests.unit.graphs import aten
 
 NAN, INF = math.nan, math.inf

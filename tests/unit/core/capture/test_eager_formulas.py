@@ -7,7 +7,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.bisect.tensor_diff import compare
+from graph_trainer.core.tensor_diff import compare
 from tests.unit.core.capture.steps import check_against_eager
 
 

@@ -25,8 +25,8 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
 )
 from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import assert_same, check_pass, fake_mesh, mean_square, run
 from tests.unit.core.capture.steps import check_against_eager, check_step

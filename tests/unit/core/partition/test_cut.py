@@ -5,6 +5,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
+from graph_trainer.core.analysis.one_process import OneProcess, same_random_numbers
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -22,7 +23,6 @@ from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
 from graph_trainer.core.graph.ops import is_collective, storage_roots
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.passes.rematerialize import rematerialize
-from graph_trainer.core.runtime.one_process import OneProcess, same_random_numbers
 from graph_trainer.testing import Builder, assert_same, run, values_for
 from tests.unit.core.graph import test_registered_effects  # noqa: F401  its op
 from tests.unit.graphs import ALL_REDUCE, BACKWARD, GATHER, aten, captured_decoder, unshards

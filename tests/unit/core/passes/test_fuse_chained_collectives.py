@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
-from graph_trainer.core.capture.subclasses import unwrap
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes import fuse_chained_collectives
 from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_all_gathers,

@@ -15,9 +15,9 @@ from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
-from graph_trainer.core.runtime.step_cache import TrainStep
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, need_of, predicted_memory
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import assert_same, code, run
 from tests.unit.core.simulation.machines import machine

@@ -9,7 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.collective_kinds import (
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
+from graph_trainer.core.graph.collective_kinds import (
     FUNCTIONAL_NAMESPACES,
     KINDS,
     UNKNOWN,
@@ -17,8 +19,6 @@ from graph_trainer.core.analysis.collective_kinds import (
     mergeable_kinds,
     shown_name,
 )
-from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.simulation.simulate import simulate

@@ -6,8 +6,8 @@ import torch.distributed as dist
 from torch import nn
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.collective_kinds import KINDS, Effect
-from graph_trainer.core.runtime.one_process import REDUCTIONS, SIMULATED, run, values_for
+from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run, values_for
+from graph_trainer.core.graph.collective_kinds import KINDS, Effect
 from graph_trainer.testing import Builder, become, mean_square
 from tests.unit.graphs import ALL_REDUCE, GATHER, SCATTER, aten, c10d
 

@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.annotations import tensor_of
+from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, with_parts
 from graph_trainer.core.graph.ops import given_value
 from graph_trainer.core.torch_private_groups import process_groups

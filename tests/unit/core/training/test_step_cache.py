@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.core.runtime.step_cache import TrainStep
+from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import check_step
 
@@ -136,7 +136,7 @@ def test_a_failed_compilation_leaves_nothing_behind(monkeypatch):
         raise gt.CaptureError("no compiler here")
 
     with monkeypatch.context() as patched:
-        patched.setattr("graph_trainer.core.runtime.step_cache.compile", fail)
+        patched.setattr("graph_trainer.core.training.step_cache.compile", fail)
         with pytest.raises(gt.CaptureError, match="no compiler here"):
             recorded.step(other, X)
     recorded.check(one, X, captures=1)  # the graph from before was kept

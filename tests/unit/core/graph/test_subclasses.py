@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
-from graph_trainer.core.capture.subclasses import plain_type, unwrap, wrap
+from graph_trainer.core.graph.subclasses import plain_type, unwrap, wrap
 from graph_trainer.testing import become
 
 
