@@ -115,9 +115,9 @@ def verdict_table(verdict: Verdict) -> RenderableType:
 def _cells(row: Row, compared: int) -> list[str]:
     if not row.ranks:
         return [row.name, f"{row.nodes:,}", "0", f"none of {compared}", "", "", ""]
-    first = row.found[row.ranks[0]][0]
+    first = row.differences[row.ranks[0]][0]
     what = f"{first.name} ({first.note})" if first.note else first.name
-    number = max(len(differences) for differences in row.found)
+    number = max(map(len, row.differences))
     amounts = [f"{first.max_abs:.3g}", f"{first.max_rel:.3g}"]
     return [row.name, f"{row.nodes:,}", f"{number}", what, *amounts, _ranks(row.ranks)]
 
@@ -141,7 +141,7 @@ def _conclusion(verdict: Verdict) -> str:
             f"'{culprit}' is the first pass that changes the numbers. Every node that leads there "
             "and can be compared has the value that it had before; compare the graphs themselves."
         )
-    ranks = [rank for rank, found in enumerate(verdict.nodes) if found is not None]
+    ranks = [rank for rank, each in enumerate(verdict.nodes) if each is not None]
     return "\n".join(
         [
             f"'{culprit}' is the first pass that changes the numbers. The first node that differs:",

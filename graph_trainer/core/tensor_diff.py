@@ -22,9 +22,9 @@ class Difference:
     name: str
     """ "loss", "gradient of FQN" or "buffer FQN"."""
     max_abs: float
-    """The largest |found - wanted|; NaN where one of the two is not a number."""
+    """The largest |actual - wanted|; NaN where one of the two is not a number."""
     max_rel: float
-    """The largest |found - wanted| / max(|found|, |wanted|)."""
+    """The largest |actual - wanted| / max(|actual|, |wanted|)."""
     note: str = ""
     """A difference in shape or dtype, or that one of the two values is missing."""
 

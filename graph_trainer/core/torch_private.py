@@ -253,20 +253,20 @@ def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
     look-up. torch 2.11 to 2.15.
     """
     hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
-    found: list[Callable[..., Any]] = [hook for hooks in hooks_of_all for hook in hooks.values()]
+    hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
     for module in model.modules():
         contents = vars(module)
         if "forward" in contents:
-            found.append(contents["forward"])
+            hooks.append(contents["forward"])
         for kind in _HOOKS:
-            if hooks := contents[kind]:
-                found += hooks.values()
+            if of_kind := contents[kind]:
+                hooks += of_kind.values()
         for parameter in module._parameters.values():
             if parameter is not None and (
                 parameter._backward_hooks or parameter._post_accumulate_grad_hooks
             ):
-                found += [hook for hooks in tensor_hooks(parameter) for hook in hooks]
-    return tuple(found)
+                hooks += [hook for each in tensor_hooks(parameter) for hook in each]
+    return tuple(hooks)
 
 
 def clear_saved_tensors(ctx: Any) -> None:

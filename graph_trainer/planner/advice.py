@@ -57,15 +57,15 @@ def _with_a_lower_limit(plan: Plan, load: LoadConfig, on_progress: OnProgress) -
     flags = ("--compile.memory_limit_gib", f"{plan.hardware.memory_gib:g}")
     on_progress(f"trying {' '.join(flags)}")
     try:
-        found = make_plan(
+        planned = make_plan(
             load(flags), plan.world_size, plan.hardware, rank=plan.rank, every_pass=False
         )
     except GraphTrainerError:  # nothing can be done within it
         return []
-    if found.need.total >= plan.need.total:  # a table that no limit changes
+    if planned.need.total >= plan.need.total:  # a table that no limit changes
         return []
-    tokens = found.tokens_per_second_per_gpu
-    return [Advice(flags, found.need.total, tokens, found.fits)]
+    tokens = planned.tokens_per_second_per_gpu
+    return [Advice(flags, planned.need.total, tokens, planned.fits)]
 
 
 # with fewer layers the ends of a step take up too much of what a schedule may spend

@@ -157,7 +157,7 @@ def _first_op(
             pass
         with ModuleTracker() as tracker, _Search(known, tracker) as search:
             eager(model, *batches[-1])
-    return search.found
+    return search.place
 
 
 class _Search(TorchDispatchMode):
@@ -165,7 +165,7 @@ class _Search(TorchDispatchMode):
 
     def __init__(self, known: set[str], tracker: ModuleTracker) -> None:
         super().__init__()
-        self._known, self._tracker, self.found = known, tracker, ""
+        self._known, self._tracker, self.place = known, tracker, ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -179,7 +179,7 @@ class _Search(TorchDispatchMode):
         view = isinstance(func, OpOverload) and any(r.alias_info for r in func._schema.returns)
         skipped = view or "empty" in str(func)
         if not skipped and not all(digest(tensor) in self._known for tensor in tensors):
-            self.found = self.found or f"{func} in {self._place()}"
+            self.place = self.place or f"{func} in {self._place()}"
         return result
 
     def _place(self) -> str:

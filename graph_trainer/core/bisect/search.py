@@ -39,14 +39,14 @@ class Row:
     """The pass, or "capture" for the graph before any pass."""
     nodes: int
     """Number of nodes of rank 0's graph that compute."""
-    found: list[list[Difference]]
+    differences: list[list[Difference]]
     """By rank, what differs from eager: the loss, then gradients and buffers in the model's
     order."""
 
     @property
     def ranks(self) -> list[int]:
         """The ranks on which something differs."""
-        return [rank for rank, differences in enumerate(self.found) if differences]
+        return [rank for rank, each in enumerate(self.differences) if each]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +137,7 @@ def bisect_passes(
         row = Row(report.name, gathered[0][0], [differences for _, differences in gathered])
         rows.append(row)
         place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
-        words = f"differs on {len(row.ranks)} of {len(row.found)} ranks"
+        words = f"differs on {len(row.ranks)} of {len(row.differences)} ranks"
         on_event(f"{place}: {words if row.ranks else 'bitwise equal on every rank'}")
         if row.ranks:
             break

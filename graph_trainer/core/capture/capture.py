@@ -20,7 +20,6 @@ from graph_trainer.core.capture.model_state import (
     refuse_state_among_constants,
     state_of,
 )
-from graph_trainer.core.capture.module_settings import ModuleSettings
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
@@ -36,6 +35,7 @@ from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.joint_graph import Input, JointGraph, Signature, with_parts
 from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
 from graph_trainer.errors import CaptureError

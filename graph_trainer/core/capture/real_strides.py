@@ -156,7 +156,7 @@ def _real_layouts(
     small = _smaller_sizes(given, gap)
     while True:
         try:
-            found = _run_small(op, args, kwargs, small)
+            real_results = _run_small(op, args, kwargs, small)
             break
         except Exception as error:
             exact = all(size == to for size, to in small.items())
@@ -175,7 +175,7 @@ def _real_layouts(
         (_scaled(real.shape, real.stride(), fake.shape), real.dtype)
         if isinstance(fake, torch.Tensor)
         else ((), None)
-        for real, fake in zip(pytree.tree_leaves(found), results, strict=True)
+        for real, fake in zip(pytree.tree_leaves(real_results), results, strict=True)
     ]
 
 

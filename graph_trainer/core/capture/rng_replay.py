@@ -330,7 +330,7 @@ def _check_draws_nothing(node: fx.Node) -> None:
 def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]]) -> None:
     """Refuse a draw that is repeated for a tensor computed otherwise, as dropout of a gradient."""
     numbers: dict[object, int] = {}
-    found: dict[fx.Node, int] = {}
+    number: dict[fx.Node, int] = {}
     first = {again: original for original, again in repeated}
 
     def read(node: fx.Node) -> object:
@@ -340,7 +340,7 @@ def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]
         def described(argument: fx.Node) -> int | str:
             # the default generator is a node too, another one in each call
             tensor = isinstance(value_of(argument), torch.Tensor)
-            return found[argument] if tensor and argument not in overwritten else "any"
+            return number[argument] if tensor and argument not in overwritten else "any"
 
         return "any" if shape_only else fx.map_arg((node.args, node.kwargs), described)
 
@@ -352,11 +352,11 @@ def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]
                 "is recomputed must draw as forward did: draw the mask once and use it twice"
             )
         if node.target in _SAME_VALUE:
-            found[node] = found[node.args[0]]
+            number[node] = number[node.args[0]]
             continue
-        args = repr(fx.map_arg((node.args, node.kwargs), lambda n: found[n]))
+        args = repr(fx.map_arg((node.args, node.kwargs), lambda n: number[n]))
         own = first.get(node, node) if is_random(node) else node.op == "call_function" or node
-        found[node] = numbers.setdefault((str(node.target), args, own), len(numbers))
+        number[node] = numbers.setdefault((str(node.target), args, own), len(numbers))
 
 
 def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> tuple[fx.Node, list[fx.Node]]:

@@ -17,6 +17,7 @@ import torch
 from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
+from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.subclasses import Layout
 from graph_trainer.errors import VerificationError
 
@@ -100,8 +101,8 @@ class JointGraph:
     """Name of the module's class, for messages."""
     model: weakref.ref[nn.Module] | None = None
     """The captured model; None where it is not known."""
-    settings: Any = None
-    """The `ModuleSettings` of the captured model; None where they are not known."""
+    settings: ModuleSettings | None = None
+    """Of the captured model; None where they are not known."""
     rounding: tuple[str, ...] = ()
     """Why the graph as captured is equal to eager up to rounding only; empty for equal bits."""
     history: list[str] = field(default_factory=list)

@@ -56,8 +56,8 @@ class PassReport:
         """Count the collectives of one kind, in one phase or in all."""
         return sum(
             number
-            for (found, where), number in self.collectives.items()
-            if found == kind and (phase is None or where == phase.value)
+            for (of_kind, where), number in self.collectives.items()
+            if of_kind == kind and (phase is None or where == phase.value)
         )
 
 

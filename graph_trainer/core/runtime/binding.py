@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
-from graph_trainer.core.capture.module_settings import autocast_enabled
 from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, Output
+from graph_trainer.core.graph.module_settings import autocast_enabled
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.errors import CaptureError

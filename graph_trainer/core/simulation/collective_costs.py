@@ -71,10 +71,10 @@ def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
     On a CPU `OrderedGloo` runs, and the table of `collective_kinds` says how many. NCCL takes its
     buffers once for a group, outside the caching allocator. Linear in nodes.
     """
-    found = {}
+    bytes_of = {}
     for node in joint.graph.nodes if device == "cpu" else ():
         kind = collective_kind(node)
         if kind is not None and is_collective(node):
             sent = [t.nbytes for t in collective_inputs(node)]
-            found[node] = kind.cpu_bytes(sent, [t.nbytes for t in tensors_of(node)])
-    return {node: scratch for node, scratch in found.items() if scratch}
+            bytes_of[node] = kind.cpu_bytes(sent, [t.nbytes for t in tensors_of(node)])
+    return {node: scratch for node, scratch in bytes_of.items() if scratch}

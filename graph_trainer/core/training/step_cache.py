@@ -16,9 +16,9 @@ from torch import nn
 
 from graph_trainer.core.capture.call_signature import Batch, constant_key
 from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.module_settings import defaults_of
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.ordering.exchange import (
     LargestOfAllRanks,

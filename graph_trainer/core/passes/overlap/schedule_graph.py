@@ -225,7 +225,7 @@ class ScheduleGraph:
     def _reads(self) -> list[set[int]]:
         """Return by place what must run before: what a node reads, the node before it that used the
         same written storage, and the one before it that had an effect."""
-        found: list[set[int]] = []
+        reads_of: list[set[int]] = []
         touched: dict[Storage, int] = {}
         effect: int | None = None
         for place, node in enumerate(self.nodes):
@@ -241,8 +241,8 @@ class ScheduleGraph:
                     reads.add(effect)
                 effect = place
             reads.discard(place)
-            found.append(reads)
-        return found
+            reads_of.append(reads)
+        return reads_of
 
     def _chains_of_gathers(self) -> list[list[fx.Node]]:
         """Return every gather that may move, after the nodes that prepare it from parameters."""

@@ -125,7 +125,7 @@ def test_right_passes_are_found_right_and_the_model_stays_as_it_was():
     assert verdict.culprit is None and verdict.nodes == []
     listed = [p.name for p in resolve_passes(["default"])]
     assert [row.name for row in verdict.rows] == ["capture", *listed, idle.name]
-    assert all(row.found == [[]] for row in verdict.rows)
+    assert all(row.differences == [[]] for row in verdict.rows)
     assert verdict.compared == 1 + 6 + 3, "loss, gradients, buffers"
     assert f"{len(listed) + 1} of {len(listed) + 1}" in lines[-1]
     after = model.state_dict()
@@ -142,7 +142,7 @@ def test_a_wrong_pass_and_its_node_are_found():
     node = verdict.first_node
     assert (node.name, node.kept) == ("mul_1", True) and "5.00001" in node.after
     assert node.difference.max_rel == pytest.approx(2e-6, rel=0.1)
-    differences = verdict.rows[-1].found[0]
+    differences = verdict.rows[-1].differences[0]
     assert differences[0].name == "loss" and 0 < differences[0].max_rel < 1e-4
 
 
@@ -153,7 +153,7 @@ def test_a_pass_that_changes_only_a_buffer_is_found():
         node.args = (node.args[0], 2)
 
     verdict, _ = examined(passes=[own(forget)])
-    assert [d.name for d in verdict.rows[-1].found[0]] == ["buffer norm.num_batches_tracked"]
+    assert [d.name for d in verdict.rows[-1].differences[0]] == ["buffer norm.num_batches_tracked"]
     assert verdict.first_node.op == "aten.add_.Tensor"
 
 
