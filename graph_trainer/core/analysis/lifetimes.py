@@ -1,5 +1,10 @@
 """When each storage of a graph is made and last used, and the bytes alive at every node."""
 
+# The idea: one pass over the nodes sets, for each storage (what an op allocates, and not its views),
+# the place of its last reader. A collective is asynchronous: what it reads and writes is in use
+# until the wait, so the wait counts as a reader of both. Then bytes alive at a place are a running
+# sum: each storage adds its bytes where it is made and takes them off after its last reader.
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -99,6 +104,7 @@ def lifetimes(
                 for started in pending.pop(storage, ()):
                     use_work(started, place)
                     use([(started, SCRATCH)], place)
+    # never waited for: in use to the end
     for started in {n for several in pending.values() for n in several}:
         use_work(started, len(order) - 1)
     on_host = {s: num for s, num in size.items() if is_copy_to_host(s[0])}

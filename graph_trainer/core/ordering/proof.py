@@ -1,5 +1,11 @@
 """The order check of all ranks at once: proof that they cannot wait for each other for ever."""
 
+# The idea: ranks hang in two ways. Two members of a group issue different collectives on it: found
+# by comparing their lists. Or every group agrees, and ranks wait in a cycle over several groups:
+# found by running all ranks as far as they come; who is then stuck, waits in a cycle. A rank stands
+# for its class, and a group for all parallel groups along the same axes, so that the work does not
+# grow with the ranks.
+
 from __future__ import annotations
 
 from collections import defaultdict
@@ -246,6 +252,7 @@ def _cycle(programs: _Programs, *, blocking: bool) -> list[str]:
                 waiting[step].append(rank)
                 stuck[rank] = step
                 break
+    # who is stuck waits for a member that is stuck too: follow that until a rank comes again
     path: dict[int, str] = {}
     rank = min(stuck, default=-1)
     while stuck and rank not in path:

@@ -1,5 +1,10 @@
 """Cut a joint graph into a forward graph and a backward graph, where its phases say."""
 
+# The idea: which nodes are forward's is known from their phases, so nothing is searched. The work is
+# in what backward reads of forward. A value is saved as it is where forward leaves it alone after
+# the reader's place in the joint graph; where forward writes it later, backward would read what the
+# joint graph never showed it, and a clone made right before that write is saved instead.
+
 from __future__ import annotations
 
 import bisect
@@ -146,6 +151,7 @@ def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
     for node in reversed(joint.graph.nodes):
         if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
             forward |= {node, *node.all_input_nodes}
+    # from the top, so that a wait for one part of a tuple follows the part
     for node in joint.graph.nodes:
         if is_wait(node) or is_getitem(node):
             source = node.all_input_nodes[0]
@@ -211,6 +217,7 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
             if value not in readable or node in seeds:
                 continue
             _check_tensor(value, node)
+            # which write of forward comes next after the reader, if any
             writers = by_forward[roots[value]]
             place = bisect.bisect(writers, order[node], key=order.__getitem__)
             if place == len(writers):

@@ -19,7 +19,7 @@ from graph_trainer.core.graph.annotations import parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.memory_limit import Budget, remedies
-from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
+from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate

@@ -12,8 +12,7 @@ from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, fingerprint
 from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
-from graph_trainer.core.passes.overlap.schedule_state import KEY, ScheduleOverlapOptions
-from graph_trainer.core.passes.overlap.scheduler import Scheduler
+from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.timeline import play

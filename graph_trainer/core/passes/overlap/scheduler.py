@@ -1,17 +1,85 @@
 """Put a graph in an order in which communication overlaps with compute, within a memory limit."""
 
+# The idea: walk the nodes in the order of the graph with a clock. A collective occupies its group
+# and not the clock; a wait moves the clock to the collective's end. At each node look what may
+# start early (the next gathers, a reduction whose inputs are there, what leads to the next other
+# collective), what may still wait (waits, and what only leads to gradients), and where the clock
+# would stand still, run later nodes that do not depend on the wait. Memory is an account by place:
+# what runs early or late takes from the headroom of the places in between.
+
 from __future__ import annotations
 
-from graph_trainer.core.passes.overlap.schedule_graph import Kind, LaunchGroup, ScheduleGraph
-from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions, ScheduleState
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from graph_trainer.core.passes.overlap.schedule_graph import (
+    Kind,
+    LaunchGroup,
+    ScheduleGraph,
+    Stored,
+)
+from graph_trainer.core.simulation.timeline import stretched
+from graph_trainer.core.units import MIB
+from graph_trainer.errors import PassError
+
+KEY = "compile.schedule_overlap"
 _WINDOW = 256
 """Nodes that are considered to fill one gap."""
 _PATH = 256
 """Nodes that may run before others because they lead to a collective, at most."""
 
 
-class Scheduler(ScheduleState):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleOverlapOptions:
+    """How far collectives and compute may move, and what that may cost."""
+
+    prefetch_depth: int = 2
+    """How many gathers, of a bucket each, are in flight beyond the one that is being used."""
+
+    max_in_flight_mib: float = 2560.0
+    """MiB that may be alive, at any node, beyond what is alive there in the graph's own order:
+    parameters gathered ahead, gradients being reduced, results computed early."""
+
+    max_peak_growth: float = 0.03
+    """By what part the predicted peak of what the graph allocates may grow."""
+
+    max_consecutive_compute: int = 8
+    """
+    How many matrix products or attentions may run between the moment when a reduction could
+    start and its start, if memory allows that start, and how many a node that is run early may
+    overtake.
+    """
+
+    def __post_init__(self) -> None:
+        ahead = "0 (no gather ahead of its place) or more"
+        growth = "a part of the peak, 0 or more: 0.03 for three percent"
+        for name, holds, wanted in (
+            ("prefetch_depth", self.prefetch_depth >= 0, ahead),
+            ("max_in_flight_mib", 0 < self.max_in_flight_mib < math.inf, "a number of MiB above 0"),
+            ("max_peak_growth", 0 <= self.max_peak_growth < math.inf, growth),
+            ("max_consecutive_compute", self.max_consecutive_compute >= 1, "at least 1"),
+        ):
+            if not holds:
+                raise PassError(f"{KEY}.{name} is {getattr(self, name):g}; it must be {wanted}")
+
+
+@dataclass(slots=True, eq=False)
+class Deferred:
+    """A wait, and the nodes after it, that run later than in the graph."""
+
+    ends: float
+    """The simulated time at which the collective ends."""
+    places: list[int]
+    bytes: int = 0
+    counted: set[Stored] = field(default_factory=set)
+    """What the nodes allocate, and what stays allocated for them."""
+    has_run: bool = False
+
+
+class Scheduler:
     """A list scheduler with simulated time. `run` returns the places in their new order.
 
     Nodes run in the order of the graph, except that
@@ -22,10 +90,46 @@ class Scheduler(ScheduleState):
       them, when memory is short, or at the end;
     - nodes that lead to the next other collective run before heavy nodes that do not;
     - where compute would wait, nodes that do not depend on the wait run first.
+
+    `headroom` has, by place, the bytes that may be alive there beyond what the graph keeps alive in
+    its own order, less what has been allocated ahead of its place. Deferred nodes keep bytes alive
+    as well (`deferred_bytes`) and run when these no longer fit. Memory that is freed early is never
+    subtracted, so that the account is an upper bound.
     """
 
     def __init__(self, graph: ScheduleGraph, options: ScheduleOverlapOptions) -> None:
-        super().__init__(graph, options)
+        self.graph = graph
+        self.options = options
+        self.max_in_flight = int(options.max_in_flight_mib * MIB)
+        allowed = [
+            [fewer + int(peak * options.max_peak_growth) for fewer in places]
+            for peak, places in graph.headroom
+        ]
+        self.headroom = [min(several) for several in zip(*allowed, strict=True)]
+        self.order: list[int] = []
+        self.done = [False] * len(graph.nodes)
+        self.now = 0.0
+        self.ends: dict[int, float] = {}
+        """By collective, the time at which it ends."""
+        self.num_heavy = 0
+        self.deferred: dict[int, Deferred] = {}
+        self.deferred_bytes = 0
+        self.in_flight: set[int] = set()
+        """Gathers that have started and whose wait has not run."""
+        self.bytes_in_flight = 0
+        self.ready: set[int] = set()
+        """Indices of the reductions whose inputs have all run."""
+        self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
+        self._by_end: list[tuple[float, int, Deferred]] = []
+        self._bytes_of = {each.start: each.bytes for each in graph.gathers}
+        self._missing = [
+            {p for place in each.places for p in graph.reads[place]} - {*each.places}
+            for each in graph.reductions
+        ]
+        self._waiting: dict[int, list[int]] = defaultdict(list)
+        for index, inputs in enumerate(self._missing):
+            for place in inputs:
+                self._waiting[place].append(index)
         self.heavy_until = [0]
         for heavy in graph.heavy:
             self.heavy_until.append(self.heavy_until[-1] + heavy)
@@ -68,6 +172,164 @@ class Scheduler(ScheduleState):
         self.run_inputs(place)
         if place in self.graph.issuer:
             self._fill(place, self.ends[self.graph.issuer[place]])
+
+    # --- one node --------------------------------------------------------------------------
+
+    def emit(self, place: int) -> None:
+        """Run a node now: append it to the order and advance the time."""
+        graph = self.graph
+        assert not self.done[place] and all(self.done[p] for p in graph.reads[place])
+        self.done[place] = True
+        self.order.append(place)
+        seconds = graph.seconds[place]
+        if place in graph.group:
+            group = graph.group[place]
+            self.ends[place] = max(self.now, self._group_ends[group]) + seconds
+            self._group_ends[group] = self.ends[place]
+            if place in self._bytes_of:
+                self.in_flight.add(place)
+                self.bytes_in_flight += self._bytes_of[place]
+        elif place in graph.issuer:
+            start = graph.issuer[place]
+            self.now = max(self.now, self.ends[start])
+            if start in self.in_flight:
+                self.in_flight.discard(start)
+                self.bytes_in_flight -= self._bytes_of[start]
+        elif seconds:
+            communicating = max(self._group_ends.values(), default=0.0) - self.now
+            self.now += stretched(seconds, communicating, graph.hardware)
+            self.num_heavy += graph.heavy[place]
+        for index in self._waiting.pop(place, ()):
+            self._missing[index].discard(place)
+            if not self._missing[index]:
+                self.ready.add(index)
+
+    def has_ended(self, wait: int) -> bool:
+        """Return whether the collective of a wait has ended."""
+        start = self.graph.issuer[wait]
+        return self.done[start] and self.ends[start] <= self.now
+
+    # --- later -----------------------------------------------------------------------------
+
+    def defer(self, place: int) -> bool:
+        """Defer a node whose collective has not ended, or that reads deferred nodes.
+
+        Returns False where the node has to run now.
+        """
+        graph, kind = self.graph, self.graph.kind[place]
+        if kind is Kind.WAIT:
+            start = graph.issuer[place]
+            if self.has_ended(place):
+                return False
+            if self.done[start]:
+                self._add_deferred(Deferred(self.ends[start], []), place)
+                return True
+        if kind not in (Kind.FREE, Kind.TAIL, Kind.WAIT):
+            return False
+        sources = [self.deferred[p] for p in sorted(graph.reads[place]) if p in self.deferred]
+        if not sources or (kind is Kind.FREE and len(sources) < len(graph.reads[place])):
+            return False
+        self._add_deferred(max(sources, key=lambda each: each.ends), place)
+        return True
+
+    def _add_deferred(self, deferred: Deferred, place: int) -> None:
+        """Defer a node with others, and count the memory that this keeps alive."""
+        deferred.places.append(place)
+        self.deferred[place] = deferred
+        new = {*self.graph.makes[place], *self.graph.keeps_alive[place]} - deferred.counted
+        deferred.counted |= new
+        added = sum(s.bytes for s in new)
+        deferred.bytes += added
+        self.deferred_bytes += added
+        if len(deferred.places) == 1:
+            heapq.heappush(self._by_end, (deferred.ends, place, deferred))
+
+    def run_deferred(self, deferred: Deferred) -> None:
+        """Run deferred nodes; from the wait for a second collective on, the rest is deferred."""
+        if deferred.has_run:
+            return
+        deferred.has_run = True
+        self.deferred_bytes -= deferred.bytes
+        for place in deferred.places:
+            del self.deferred[place]
+        for index, place in enumerate(deferred.places):
+            if self.done[place]:  # it ran as an input of other deferred nodes, which this one reads
+                continue
+            start = self.graph.issuer.get(place)
+            if index and start is not None and self.ends[start] > self.now:
+                rest = Deferred(self.ends[start], [])
+                for later in deferred.places[index:]:
+                    if not self.done[later]:
+                        self._add_deferred(rest, later)
+                return
+            self.run_with_inputs(place)
+
+    def run_with_inputs(self, place: int) -> None:
+        """Run a node, before it what it reads."""
+        self.run_inputs(place)
+        if not self.done[place]:
+            self.emit(place)
+
+    def run_inputs(self, place: int) -> None:
+        """Run what a node reads and has not run."""
+        for source in sorted(self.graph.reads[place]):
+            while source in self.deferred:
+                self.run_deferred(self.deferred[source])
+            if not self.done[source]:  # prepares a gather, or is about to run with deferred nodes
+                self.run_with_inputs(source)
+
+    def run_ended(self) -> None:
+        """Run the deferred nodes whose collective has ended."""
+        while self._by_end and (self._by_end[0][2].has_run or self._by_end[0][0] <= self.now):
+            self.run_deferred(heapq.heappop(self._by_end)[2])
+
+    def run_oldest(self) -> bool:
+        """Run the deferred nodes whose collective ends first. Returns whether there were any."""
+        while self._by_end:
+            deferred = heapq.heappop(self._by_end)[2]
+            if not deferred.has_run:
+                self.run_deferred(deferred)
+                return True
+        return False
+
+    def run_beyond_limit(self, place: int) -> None:
+        """Run deferred nodes until those that remain fit into memory at a place."""
+        while self.deferred_bytes and self.deferred_bytes > min(
+            self.max_in_flight, self.headroom[place]
+        ):
+            self.run_oldest()
+
+    # --- earlier ---------------------------------------------------------------------------
+
+    def run_early(self, places: Sequence[int], place: int, scratch_bytes: int = 0) -> bool:
+        """Run nodes before `place`, in order, if memory allows. Returns whether they ran.
+
+        Running them takes `scratch_bytes` beside what they allocate.
+        """
+        inside = set(places)
+        alive = peak = 0
+        stay: list[Stored] = []
+        freed: dict[int, int] = defaultdict(int)
+        for each in places:
+            for stored in self.graph.makes[each]:
+                alive += stored.bytes
+                if stored.last in inside and stored.readers <= inside:
+                    freed[stored.last] += stored.bytes
+                elif stored.born > place:
+                    stay.append(stored)
+            peak = max(peak, alive)
+            alive -= freed[each]
+        if peak + scratch_bytes > self.headroom[place] - self.deferred_bytes:
+            return False
+        total = sum(stored.bytes for stored in stay)
+        if stay and total > min(self.headroom[place : max(s.born for s in stay)]):
+            return False
+        for stored in stay:
+            for between in range(place, stored.born):
+                self.headroom[between] -= stored.bytes
+        for each in places:
+            self.emit(each)
+        return True
 
     # --- gathers and reductions ------------------------------------------------------------
 

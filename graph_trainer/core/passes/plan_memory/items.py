@@ -1,5 +1,9 @@
 """What is decided at once: a block's activations, where its inputs wait, or its parameters."""
 
+# The idea: whatever trades memory for time becomes one kind of thing, a list of choices with bytes
+# and nanoseconds, so that one planner weighs a block's activations against its parameters or its
+# input in host memory by the same price.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

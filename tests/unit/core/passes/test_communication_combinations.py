@@ -15,7 +15,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
-from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
+from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from tests.examples import examples
 from tests.unit.core.passes.rank_order import OuterFirst, run_world, world_of
 from tests.unit.core.simulation.machines import machine

@@ -23,7 +23,7 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.overlap.schedule_graph import Kind, ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
-from graph_trainer.core.passes.overlap.schedule_state import ScheduleOverlapOptions
+from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.testing import assert_same, captured, check_pass, run
