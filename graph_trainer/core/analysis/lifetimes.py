@@ -1,9 +1,9 @@
 """When each storage of a graph is made and last used, and the bytes alive at every node."""
 
-# The idea: one pass over the nodes sets, for each storage (what ops allocate, not their views),
-# the place of its last reader. A collective is asynchronous: what it reads and writes is in use
-# until the wait, so the wait counts as a reader of both. Then bytes alive at a place are a running
-# sum: each storage adds its bytes where it is made and takes them off after its last reader.
+# The idea: one pass over the nodes sets, for each storage (what ops allocate, not their views), the
+# place of its last reader. A collective is asynchronous: what it reads and writes is in use until
+# the wait, so the wait counts as a reader of both. Then bytes alive at a place are a running sum:
+# each storage adds its bytes where it is made and takes them off after its last reader.
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Cut a joint graph into a forward graph and a backward graph, where its phases say."""
 
 # The idea: which nodes are forward's is known from their phases, so nothing is searched. The work
-# is in what backward reads of forward. A value is saved as it is where forward leaves it alone after
-# the reader's place in the joint graph; where forward writes it later, backward would read what the
-# joint graph never showed it, and a clone made right before that write is saved instead.
+# is in what backward reads of forward. A value is saved as it is where forward leaves it alone
+# after the reader's place in the joint graph; where forward writes it later, backward would read
+# what the joint graph never showed it, and a clone made right before that write is saved instead.
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The best choices for one block at every price of memory, found by HiGHS."""
 
 # The idea: a block's choice is an integer program, small enough to solve exactly. It is solved for
-# the two ends (fewest bytes, least time) and then for the price of memory at which the ends are worth the
-# same: a better choice there is a corner of the convex hull, and the two sides of it are searched
-# again; none there means that the two ends are neighbours.
+# the two ends (fewest bytes, least time) and then for the price of memory at which the ends are
+# worth the same: a better choice there is a corner of the convex hull, and the two sides of it are
+# searched again; none there means that the two ends are neighbours.
 
 from __future__ import annotations
 
