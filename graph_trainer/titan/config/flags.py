@@ -1,74 +1,143 @@
-"""Command line flags on top of a config, with torchtitan's own flag rules."""
+"""Read a command line into one nested table, and show its help."""
 
-import contextlib
 import dataclasses
-import io
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import tyro
 from torchtitan.config import ConfigManager
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
+from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.fields import (
     NONE,
+    alternatives,
     is_nullable,
     section_classes,
     settable_hints,
     short_names,
 )
-from graph_trainer.titan.config.merge import apply_table
 from graph_trainer.titan.config.messages import COMMAND_LINE, show
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
-_TYPE = re.compile(r"--[^=]*\.type(=|$)")
-_PASSES = "--compile.passes"
+_EXAMPLES = {
+    "--module": "graph_trainer.llama3",
+    "--config": "debugmodel",
+    "--tyro-print-completion": "bash",
+    "--tyro-write-completion": "bash",
+}
+
+
+class FlagText(str):
+    """The text of a flag's value. How it is read depends on the type of the field."""
+
+    def read(self, hint: Any) -> Any:
+        """Read the text as TOML, for a field of type `hint`.
+
+        What is no TOML value is a string, and so is everything where the field takes nothing but
+        strings. None is no value, where the field may have none; a list may be written a,b,c.
+        A flag without a value sets a boolean to true.
+        """
+        kinds = alternatives(hint)
+        if self is NO_VALUE:
+            return True if bool in kinds else self
+        if self == "None" and is_nullable(hint):
+            return None
+        value = self._as_toml()
+        if not isinstance(value, str):
+            return str(self) if all(map(_is_text, kinds)) else value
+        lists = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+        if lists and not self.startswith("["):
+            (entry, *_) = get_args(lists[0])
+            return [FlagText(part).read(entry) for part in self.split(",")]
+        return value
+
+    def _as_toml(self) -> Any:
+        try:
+            table = parse_toml(f"value = {self}", "value")
+        except ConfigError:
+            return str(self)
+        return table["value"] if len(table) == 1 else str(self)
+
+
+def _is_text(kind: Any) -> bool:
+    return kind in (str, type(None)) or get_origin(kind) is Literal
+
+
+NO_VALUE = FlagText("")
+"""The value of a flag that has none."""
 
 
 @dataclass(frozen=True)
 class Flags:
-    """The command line, split into parts that are read one after the other."""
+    """A command line."""
 
     module: str | None
     config: str | None
-    types: dict[str, Any]
-    """Nested table of the `--section.type name` flags."""
-    passes: list[str]
-    """The entries of --compile.passes, which stays in `rest`."""
-    rest: list[str]
+    table: dict[str, Any]
+    """Nested table of the keys: values are `FlagText`, or false for `--section.no-key`."""
+    shown: list[str]
+    """The words that ask for help or for a shell's completion instead of a run."""
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys and tables that are set, as `section` and `section.key`."""
+        return frozenset(_paths(self.table, ""))
 
 
-def flag_keys(args: Sequence[str]) -> frozenset[str]:
-    """Return the keys that a command line's flags set, as `section.key`."""
-    names = (a[2:].partition("=")[0].replace("-", "_") for a in args if a.startswith("--"))
-    # --section.no_key is how a boolean is set to false.
-    return frozenset(k for name in names for k in (name, name.replace(".no_", ".")))
+def _paths(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
 
 
-def split_flags(argv: Sequence[str]) -> Flags:
-    """Take --module, --config and --<section>.type out of the command line.
+def read_flags(argv: Sequence[str]) -> Flags:
+    """Read a command line.
 
     Raises:
-        ConfigError: one of these without a value.
+        ConfigError: --module or --config without a value, a word that no flag takes, or one key
+            as a value and as a section.
     """
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
-    examples = {word.partition("=")[0]: "none" for word in words if _TYPE.match(word)}
-    examples |= {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
-    values, rest = take_flags(words, examples)
+    values, words = take_flags(words, _EXAMPLES)
     module, config = values.pop("--module", None), values.pop("--config", None)
-    types: dict[str, Any] = {}
-    for flag, value in values.items():
-        table = types
-        *sections, key = flag[2:].replace("-", "_").split(".")
+    shown = [word for word in words if word in ("-h", "--help")]
+    for flag, shell in values.items():
+        shown += [flag, shell]
+    words = [word for word in words if word not in shown]
+    table: dict[str, Any] = {}
+    while words:
+        name, equals, text = words.pop(0).partition("=")
+        *sections, key = name[2:].replace("-", "_").split(".")
+        if not name.startswith("--") or not key:
+            raise ConfigError(
+                f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag, and a "
+                "list is one value: a,b,c or [1, 2]. `graph-trainer train --help` lists every flag."
+            )
+        value: FlagText | bool = NO_VALUE
+        if equals:
+            value = FlagText(text)
+        elif words and not words[0].startswith("--"):
+            value = FlagText(words.pop(0))
+        elif key.startswith("no_"):
+            key, value = key.removeprefix("no_"), False
+        inside = table
         for section in sections:
-            table = table.setdefault(section, {})
-        table[key] = value
-    passes, _ = take_flags(rest, {_PASSES: "default"})
-    return Flags(module, config, types, passes.get(_PASSES, "").split(","), rest)
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                break
+        if not isinstance(inside, dict) or isinstance(inside.get(key), dict):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: one flag gives this section a value and another one of "
+                "its keys. Keep one of both."
+            )
+        inside[key] = value
+    return Flags(module, config, table, shown)
 
 
 def take_flags(
@@ -103,54 +172,35 @@ def take_flags(
     return values, rest
 
 
-def parse_flags(config: Any, args: list[str], prog: str) -> Any:
-    """Return a copy of `config` with the flags applied; `prog` is the command's name in the help.
+def show_help(config: Any, words: Sequence[str], prog: str) -> None:
+    """Print what `words` ask for, --help or a shell's completion, with the values of `config`.
+
+    Args:
+        prog: the command's name in the text.
 
     Raises:
-        ConfigError: an unknown flag, or a value that it does not take.
-        SystemExit: after --help, with code 0.
+        SystemExit: always; with code 0 but for a shell that tyro does not know.
     """
     registry = tyro.constructors.ConstructorRegistry()
     ConfigManager.register_tyro_rules(registry)
     registry.primitive_rule(_texts)
-    printed = io.StringIO()
-    try:
-        with contextlib.ExitStack() as redirected:
-            # Help goes to the terminal unchanged; an error is caught and worded as ours.
-            if not {"-h", "--help"} & set(args):
-                redirected.enter_context(contextlib.redirect_stdout(printed))
-                redirected.enter_context(contextlib.redirect_stderr(printed))
-            parsed, unknown = tyro.cli(
-                type(config),
-                args=args,
-                default=config,
-                registry=registry,
-                prog=prog,
-                description=_DESCRIPTION.format(
-                    plan=_PLAN if prog.endswith("train") else "",
-                    sections="\n".join(_typed_sections(config)),
-                ),
-                config=(tyro.conf.AvoidSubcommands,),
-                return_unknown_args=True,
-            )
-    except SystemExit as e:
-        if not e.code:
-            print(printed.getvalue(), end="")
-            raise
-        text = printed.getvalue()
-        refused = _refused_value(text, args, config)
-        raise refused or ConfigError(_plain_message(text, args, prog)) from None
-    except Exception as e:  # the checks in a config class refused the merged values
-        raise ConfigError(
-            f"{COMMAND_LINE}: {' '.join(args)}: refused: {e}. Change one of these flags."
-        ) from e
-    if unknown:
-        raise _unknown_flag(unknown, config, prog)
-    return parsed
+    tyro.cli(
+        type(config),
+        args=list(words),
+        default=config,
+        registry=registry,
+        prog=prog,
+        description=_DESCRIPTION.format(
+            plan=_PLAN if prog.endswith("train") else "",
+            sections="\n".join(_typed_sections(config)),
+        ),
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    sys.exit(0)
 
 
 def _texts(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
-    """Write tuples of texts as torchtitan's rule writes lists: a,b,c."""
+    """Show tuples of texts as torchtitan's rule shows lists: a,b,c."""
     if kind.type != tuple[str, ...]:
         return None
     return PrimitiveConstructorSpec(
@@ -162,73 +212,15 @@ def _texts(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]]
     )
 
 
-def _unknown_flag(unknown: list[str], config: Any, prog: str) -> ConfigError:
-    name, equals, value = next((u for u in unknown if u.startswith("-")), unknown[0]).partition("=")
-    if not equals:  # the word that follows it, unless that is a flag
-        following = unknown[unknown.index(name) + 1 :][:1]
-        value = next((word for word in following if not word.startswith("--")), "")
-    remedy = f"`{prog} --help` lists every flag."
-    if not name.startswith("--"):
-        return ConfigError(
-            f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag. {remedy}"
-        )
-    return _as_in_a_file(config, name, value) or ConfigError(
-        f"{COMMAND_LINE}: {name} {value}: unknown flag. {remedy}"
-    )
-
-
-def _as_in_a_file(config: Any, name: str, value: str) -> ConfigError | None:
-    """Return the error of a file with this text as the key's value; None where it has none."""
-    table: Any = value
-    for part in reversed(name[2:].replace("-", "_").split(".")):
-        table = {part: table}
-    try:
-        apply_table(config, table, COMMAND_LINE)
-    except ConfigError as error:
-        return error
-    return None
-
-
-def _refused_value(text: str, args: list[str], config: Any) -> ConfigError | None:
-    """Return our error for a value that tyro could not read; None where its message is another."""
-    named = re.search(r"Error parsing\s+(--[\w.-]*\w):", text)
-    if named is None:
-        return None
-    key = named[1].replace("-", "_")
-    for i, arg in enumerate(args):
-        name, equals, value = arg.partition("=")
-        if name.replace("-", "_") == key:
-            value = value if equals else next(iter(args[i + 1 :]), "")
-            return _as_in_a_file(config, named[1], value)
-    return None
-
-
-def _plain_message(text: str, args: list[str], prog: str) -> str:
-    """Return the problem in tyro's message as one line, with underscores in flags."""
-    # tyro writes a title, the problem and help, with a line of dashes in between.
-    _, *parts = re.split(r"\n\s*-{3,}\s*\n", text)
-    message = " ".join((parts[0] if parts else text).split()).rstrip(".")
-    message = re.sub(r"--[\w.-]*\w", lambda m: "--" + m.group()[2:].replace("-", "_"), message)
-    if section := re.match(r"Error parsing ([a-z_.-]+):", message):
-        # The check of a section, whose message has no flag in it.
-        prefix = f"--{section.group(1).replace('-', '_')}."
-        given = [
-            " ".join(args[i : i + 2])
-            for i, a in enumerate(args)
-            if a.replace("-", "_").startswith(prefix.replace("-", "_"))
-        ]
-        message += f" (given {', '.join(given)})" if given else ""
-    return f"{COMMAND_LINE}: {message}. `{prog} --help` says what each flag takes."
-
-
 _DESCRIPTION = """\
 Train a model from one captured graph.
 
 --module NAME  a package of configs (default graph_trainer.llama3)
 --config NAME  one of its configs, or a path to a .toml file (default debugmodel)
 {plan}
-Flags override the file, the file overrides its base. Lists are written a,b,c. \
-The sections below that can be one of several components take --SECTION.type:
+Flags override the file, the file overrides its base. Values are written as in TOML; text needs no \
+quotes, a list of texts is a,b,c, and None is no value. The sections below that can be one of \
+several components take --SECTION.type:
 {sections}"""
 
 _PLAN = """\

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.fields import canonical
-from graph_trainer.titan.config.flags import Flags, flag_keys, parse_flags, split_flags
+from graph_trainer.titan.config.flags import Flags, FlagText, read_flags, show_help
 from graph_trainer.titan.config.merge import apply_table
 from graph_trainer.titan.config.messages import COMMAND_LINE, Origin
 from graph_trainer.titan.config.run_config import (
@@ -39,21 +39,19 @@ def load_config(
     Raises:
         ConfigError: anything wrong with names, file, flags or values.
     """
-    flags = split_flags(argv)
+    flags = read_flags(argv)
     with _quiet_torchtitan():
         source = read_source(flags.module, flags.config)
         config = registry_entry(source.module, source.base, source.where)
         config.compile = _with_named_passes(config.compile, source, flags)
         config = apply_table(config, source.table, source.where)
-        if flags.types:
-            config = apply_table(config, flags.types, COMMAND_LINE)
-        if flags.rest:
-            config = parse_flags(config, flags.rest, prog)
-        config = canonical(config)
+        config = canonical(apply_table(config, flags.table, COMMAND_LINE))
+        if flags.shown:
+            show_help(config, flags.shown, prog)
         check_config(
             config,
             world_size_from_environment() if world_size is None else world_size,
-            origin=Origin(source.where, flag_keys(argv)),
+            origin=Origin(source.where, flags.keys()),
         )
     return config
 
@@ -62,14 +60,13 @@ def _with_named_passes(
     config: GraphCompileConfig, source: Source, flags: Flags
 ) -> GraphCompileConfig:
     """Give [compile] the sections of the passes that file and flags name."""
-    section = source.table.get("compile")
-    in_file = section.get("passes") if isinstance(section, Mapping) else None
-    for where, entries in (
-        (source.where, in_file if isinstance(in_file, list | tuple) else ()),
-        (COMMAND_LINE, flags.passes),
-    ):
+    for where, table in ((source.where, source.table), (COMMAND_LINE, flags.table)):
+        section = table.get("compile")
+        entries = section.get("passes") if isinstance(section, Mapping) else None
+        if isinstance(entries, FlagText):
+            entries = entries.read(list[str])
         try:
-            config = with_passes(config, entries)
+            config = with_passes(config, entries if isinstance(entries, list) else ())
         except (ConfigError, PassError) as error:
             raise ConfigError(f"{where}: {error}") from error
     return config

@@ -22,6 +22,7 @@ from graph_trainer.titan.config.fields import (
     short_names,
     table_class,
 )
+from graph_trainer.titan.config.flags import NO_VALUE, FlagText
 from graph_trainer.titan.config.messages import (
     COMMAND_LINE,
     bad_value,
@@ -156,10 +157,19 @@ class _Merge:
     def value(self, value: Any, hint: Any, current: Any, path: str) -> Any:
         """Return `value` as a value of type `hint`; a section's table is merged into `current`."""
         members, entries = section_classes(hint), table_class(hint)
+        if isinstance(value, FlagText):
+            value = value.read(hint)
+        elif self.where == COMMAND_LINE and isinstance(value, Mapping) and not members:
+            # --section.list.0.key and --section.table.key change what is there
+            if entries and current:
+                return self.changed_entries(value, entries, current, path)
+            value = _laid_over(current, value)
         if members and isinstance(value, Mapping):
             return self.section(value, members, is_nullable(hint), current, path)
         if members:
             remedy = f"Write its keys under a [{path}] heading."
+            if self.where == COMMAND_LINE:
+                remedy = f"Set its keys, as --{path}.key value."
             raise bad_value(self.where, path, value, "expected a section", remedy)
         if entries and isinstance(value, list | tuple):
             return [self.value(v, entries, None, f"{path}[{i}]") for i, v in enumerate(value)]
@@ -169,6 +179,20 @@ class _Merge:
             return adapter.validate_python(canonical(value, hint))
         except ValidationError as error:
             raise self.wrong_type(error, value, hint, path) from None
+
+    def changed_entries(
+        self, table: Mapping[str, Any], cls: type, current: list[Any], path: str
+    ) -> list[Any]:
+        """Return a list of tables with the entries changed whose index is a key of `table`."""
+        entries = list(current)
+        for index, value in table.items():
+            if index not in map(str, range(len(entries))) or not isinstance(value, Mapping):
+                problem = f"the list has the entries 0 to {len(entries) - 1}"
+                remedy = f"Write --{path}.0.key value, or the whole list as TOML."
+                raise bad_value(self.where, f"{path}.{index}", value, problem, remedy)
+            i = int(index)
+            entries[i] = self.merge(cls, entries[i], value, f"{path}[{i}].")
+        return entries
 
     def wrong_type(self, error: ValidationError, value: Any, hint: Any, path: str) -> ConfigError:
         """Make our message of pydantic's findings, which are one for each member of a union."""
@@ -188,6 +212,12 @@ class _Merge:
             remedy = f"{guess}Write {join_or(show(c) for c in choices)}."
             return bad_value(self.where, path, value, "not one of the known values", remedy)
         kinds = [_EXPECTED.get(f["type"], (f["msg"], "...")) for f in findings]
+        expected = join_or(dict.fromkeys(name for name, _ in kinds))
+        if value is NO_VALUE:
+            return ConfigError(
+                f"{self.where}: --{path} has no value: expected {expected}. Write for example "
+                f"--{path} {kinds[0][1]}."
+            )
         unset = f', or list "{path.rpartition(".")[2]}" in this section\'s unset for no value'
         if self.where == COMMAND_LINE:
             unset = f", or --{path} None for no value"
@@ -197,7 +227,7 @@ class _Merge:
             self.where,
             path,
             value,
-            f"expected {join_or(dict.fromkeys(name for name, _ in kinds))}",
+            f"expected {expected}",
             remedy + (unset if is_nullable(hint) else "") + ".",
         )
 
@@ -252,6 +282,16 @@ class _Merge:
             fitting = join_or(m.__qualname__ for m in members)
             raise refused(f"not a config class for this section, which takes {fitting}")
         return cls
+
+
+def _laid_over(current: Any, flags: Any) -> Any:
+    """Return the free-form table `current` with the keys that flags set."""
+    if isinstance(flags, FlagText):
+        return flags.read(Any)
+    if not isinstance(flags, Mapping):
+        return flags
+    table = dict(current) if isinstance(current, Mapping) else {}
+    return table | {key: _laid_over(table.get(key), value) for key, value in flags.items()}
 
 
 def _choices(hint: Any) -> list[Any]:

@@ -127,6 +127,33 @@ def test_flags_take_dashes_or_underscores_and_negation():
     assert config.debug.seed == 3
 
 
+def test_flags_follow_toml_and_their_field():
+    flags = {
+        "compile.passes": '["default", "overlap_fsdp"]',
+        "compile.disable_passes": "[]",
+        "checkpoint.enable": "true",
+        "checkpoint.folder": "2024",
+        "compile.memory_limit_gib": "8",
+        "debug.seed": "None",
+        "lr_scheduler.min_lr_factor": "1e-1",
+        "override.imports": '["a.b", ["c.d", {x = 1}]]',
+        "optimizer.param_groups.0.optimizer_kwargs.lr": "1e-3",
+        "optimizer.param_groups.0.optimizer_kwargs.betas": "[0.8, 0.9]",
+    }
+    before = load_config([]).optimizer.param_groups
+    config = load_config([word for key, text in flags.items() for word in (f"--{key}", text)])
+    assert config.compile.passes == ["default", "overlap_fsdp"]
+    assert config.compile.disable_passes == []
+    assert config.checkpoint.enable is True and config.checkpoint.folder == "2024"
+    limit = config.compile.memory_limit_gib
+    assert type(limit) is float and limit == 8 and config.debug.seed is None
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert config.override.imports == ["a.b", ("c.d", {"x": 1})]
+    (group,) = config.optimizer.param_groups
+    kept = {**before[0].optimizer_kwargs, "lr": 1e-3, "betas": (0.8, 0.9)}
+    assert group.optimizer_kwargs == kept and group.pattern == before[0].pattern
+
+
 def test_type_flags_choose_components():
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
