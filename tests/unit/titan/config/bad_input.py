@@ -47,11 +47,11 @@ KEYS_AND_TYPES = (
     Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned" or "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
-        'compile.passes = ["default", "rematerialise"]: "rematerialise" is not a pass',
-        "Did you mean rematerialize? Known passes: ",
+        'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
+        "did you mean 'rematerialize'? Known passes: ",
         '[compile]\npasses = ["default", "rematerialise"]',
     ),
-    Bad('compile.disable_passes = ["dedup_unshards"]', "Did you mean deduplicate_unshards"),
+    Bad('compile.disable_passes = ["dedup_unshards"]', "did you mean 'deduplicate_unshards'?"),
     Bad("compile.enable = true", "set compile.mode, compile.backend"),
     Bad('compile.components = ["loss"]', "set compile.mode, compile.backend"),
     Bad('model_spec = { name = "x" }', "`base` names"),
@@ -233,7 +233,7 @@ IN_FILES = (
         "[compile]\nallow_offload = true",
     ),
     Bad(
-        "activation_checkpoint.layers = 0: not a number of blocks",
+        "activation_checkpoint.layers = 0: below 1",
         'activation_checkpoint.type = "none"',
         '[activation_checkpoint]\ntype = "layers"\nlayers = 0',
     ),

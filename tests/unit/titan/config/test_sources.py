@@ -13,12 +13,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.convert import to_graph_trainer_config
+from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
+from graph_trainer.titan.config.run_config import (
+    GraphTrainerConfig,
+    pass_config,
+    to_graph_trainer_config,
+)
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
 from graph_trainer.titan.config.sources import config_folders, find_config
-from graph_trainer.titan.config.validate import check_config
 from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
