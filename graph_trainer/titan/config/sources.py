@@ -109,12 +109,7 @@ def bad_value(where: str | Origin, key: str, value: Any, problem: str, remedy: s
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
-_EXAMPLES = {
-    "--module": "graph_trainer.llama3",
-    "--config": "debugmodel",
-    "--tyro-print-completion": "bash",
-    "--tyro-write-completion": "bash",
-}
+_EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 
 
 class FlagText(str):
@@ -189,11 +184,12 @@ def read_flags(argv: Sequence[str]) -> Flags:
     """
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
     values, words = take_flags(words, _EXAMPLES)
-    module, config = values.pop("--module", None), values.pop("--config", None)
     shown = [word for word in words if word in ("-h", "--help")]
     words = [word for word in words if word not in shown]
-    for flag, shell in values.items():
-        shown += [flag, shell]
+    for place, word in enumerate(words):
+        if word.startswith("--tyro-"):  # completion: a shell follows, and perhaps a file
+            shown, words = words[place:], words[:place]
+            break
     table: dict[str, Any] = {}
     while words:
         name, equals, text = words.pop(0).partition("=")
@@ -221,7 +217,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
                 "its keys. Keep one of both."
             )
         inside[key] = value
-    return Flags(module, config, table, shown)
+    return Flags(values.get("--module"), values.get("--config"), table, shown)
 
 
 def take_flags(

@@ -157,6 +157,16 @@ def test_flags_follow_toml_and_their_field():
     assert group.optimizer_kwargs == kept and group.pattern == before[0].pattern
 
 
+def test_a_shells_completion_is_printed_or_written(tmp_path, capsys):
+    for words in (["--tyro-print-completion", "bash"], ["--tyro-write-completion", "bash"]):
+        file = [str(tmp_path / "completion")] if "write" in words[0] else []
+        with pytest.raises(SystemExit) as ended:
+            load_config(["--training.steps", "3", *words, *file])
+        assert not ended.value.code
+    assert "--training.steps" in capsys.readouterr().out
+    assert "--training.steps" in (tmp_path / "completion").read_text()
+
+
 def test_type_flags_choose_components():
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
