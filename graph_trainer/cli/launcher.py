@@ -164,7 +164,7 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
     0 ranks leave the number to the degrees of parallelism.
     """
     from graph_trainer.planner.plan_check import load_config_and_plan
-    from graph_trainer.titan.config.validate import check_config, wanted_ranks
+    from graph_trainer.titan.config.check import check_config, wanted_ranks
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
     if not ranks:

@@ -4,7 +4,7 @@ from torchtitan.components.optimizer import default_adamw
 from torchtitan.models.llama3 import config_registry as torchtitan_registry
 from torchtitan.models.llama3 import model_registry
 
-from graph_trainer.titan.config.convert import to_graph_trainer_config
+from graph_trainer.titan.config.run_config import to_graph_trainer_config
 from graph_trainer.titan.trainer import GraphTrainer
 
 

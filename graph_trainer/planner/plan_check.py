@@ -13,12 +13,11 @@ from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint, first_difference
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
-from graph_trainer.titan.config.flags import flag_keys, take_flags
+from graph_trainer.titan.config.check import world_size_from_environment
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.messages import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.config.validate import world_size_from_environment
+from graph_trainer.titan.config.sources import read_flags, show, take_flags
 
 FLAG = "--plan"
 _CAUSES_SHOWN = 8
@@ -119,7 +118,7 @@ def load_config_and_plan(
     if {"-h", "--help"} & {*rest}:
         return load_config(rest, world_size=world_size), None
     plan = read_plan(path)
-    if "config" not in flag_keys(rest):
+    if read_flags(rest).config is None:
         raise ConfigError(
             f"{FLAG} {path}: a plan is compared with a run and names nothing to train. Give the "
             "--config that it was made with (debugmodel where there was none), and the flags."

@@ -29,9 +29,9 @@ from graph_trainer.planner.files import Texts
 from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
-from graph_trainer.titan.config.messages import did_you_mean, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.sources import did_you_mean, show
 
 SCHEMA: Final = "graph_trainer.saved_plan/2"
 """Changes with every change of the format."""

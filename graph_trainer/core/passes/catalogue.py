@@ -136,8 +136,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
         else:
             selected.append(load_pass(entry) if ":" in entry else _lookup(entry, known, "passes"))
     for name in disable_passes:
-        if name not in known and name not in {p.name for p in selected}:
-            _lookup(name, known, "disable_passes")
+        _lookup(name, known | {p.name: p for p in selected}, "disable_passes")
     selected = [p for p in selected if p.name not in disable_passes]
     _check_unique(selected)
     if "default" in passes:

@@ -1,13 +1,17 @@
-"""The config files' JSON schema, from which editors complete and check them."""
+"""What users read of the keys: --help, a shell's completion, and the JSON schema for editors."""
 
 import dataclasses
 import inspect
 import pkgutil
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union
 
 import docstring_parser
+import tyro
 from pydantic import TypeAdapter
+from torchtitan.config import ConfigManager
+from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.titan.config.fields import (
@@ -196,3 +200,70 @@ def _class_documentation(cls: type) -> str:
 
 def _joined(paragraphs: Iterable[str | None]) -> str:
     return " ".join(" ".join(p.split()) for p in paragraphs if p)
+
+
+def show_help(config: Any, words: Sequence[str], prog: str) -> None:
+    """Print what `words` ask for, --help or a shell's completion, with the values of `config`.
+
+    Args:
+        prog: the command's name in the text.
+
+    Raises:
+        SystemExit: always; with code 0 but for a shell that tyro does not know.
+    """
+    registry = tyro.constructors.ConstructorRegistry()
+    ConfigManager.register_tyro_rules(registry)
+    registry.primitive_rule(_texts)
+    tyro.cli(
+        type(config),
+        args=list(words),
+        default=config,
+        registry=registry,
+        prog=prog,
+        description=_DESCRIPTION.format(
+            plan=_PLAN if prog.endswith("train") else "",
+            sections="\n".join(_typed_sections(config)),
+        ),
+        config=(tyro.conf.AvoidSubcommands,),
+    )
+    sys.exit(0)
+
+
+def _texts(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
+    """Show tuples of texts as torchtitan's rule shows lists: a,b,c."""
+    if kind.type != tuple[str, ...]:
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="A,B,C,...",
+        instance_from_str=lambda words: tuple(words[0].split(",")),
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda value: [",".join(value)],
+    )
+
+
+_DESCRIPTION = """\
+Train a model from one captured graph.
+
+--module NAME  a package of configs (default graph_trainer.llama3)
+--config NAME  one of its configs, or a path to a .toml file (default debugmodel)
+{plan}
+Flags override the file, the file overrides its base. Values are written as in TOML; text needs no \
+quotes, a list of texts is a,b,c, and None is no value. The sections below that can be one of \
+several components take --SECTION.type:
+{sections}"""
+
+_PLAN = """\
+--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
+               show predicted beside measured; give its --config and flags again
+"""
+
+
+def _typed_sections(config: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in settable_hints(type(config)).items():
+        if names := short_names(section_classes(hint)):
+            off = [NONE] if is_nullable(hint) else []
+            yield f"  --{prefix}{name}.type {{{','.join([*names, *off])}}}"
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from _typed_sections(value, f"{prefix}{name}.")

@@ -1,26 +1,255 @@
-"""Read what a command line names: the file, the registry module and its entry."""
+"""Where the keys of a config come from: the flags, the file and the registry entry they name."""
 
 import contextlib
 import importlib
 import importlib.resources
 import inspect
+import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.toml_file import read_toml
+from graph_trainer.core.suggest import nearest
+from graph_trainer.core.toml_file import parse_toml, read_toml
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.convert import to_graph_trainer_config
-from graph_trainer.titan.config.messages import bad_value, did_you_mean, join_or, show
-from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.fields import alternatives, is_nullable
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
+
+COMMAND_LINE = "command line"
+"""What messages call the place that flags come from."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where the keys of a merged config come from."""
+
+    file: str = "config"
+    """The file's name, or another name of the config for messages."""
+    flags: frozenset[str] = frozenset()
+    """The keys that flags set."""
+
+    def of(self, *keys: str) -> str:
+        """Return the command line where a flag set one of these keys, otherwise the file."""
+        return COMMAND_LINE if any(key in self.flags for key in keys) else self.file
+
+
+def show(value: Any) -> str:
+    """Format `value` as a TOML author would write it, cut after 80 characters."""
+    text = _as_toml(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return str(value)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Format the known names close to `name`: "Did you mean a, b or c? ", or ""."""
+    close = nearest(name, known)
+    return f"Did you mean {join_or(close)}? " if close else ""
+
+
+def did_you_mean_key(key: str, here: Iterable[str], everywhere: Iterable[str]) -> str:
+    """Do `did_you_mean` for a full key: its siblings, then its name in another section.
+
+    The right key in the wrong section is as common as a typo.
+
+    Args:
+        key: what was written, as `section.key`.
+        here: the known keys of the same section, as `section.key`.
+        everywhere: all known keys, as `section.key`.
+    """
+    leaf = key.rpartition(".")[2]
+    siblings = {k.rpartition(".")[2]: k for k in here}
+    everywhere = list(everywhere)
+    guesses = [siblings[near] for near in nearest(leaf, siblings)]
+    guesses += [k for k in everywhere if k.rpartition(".")[2] == leaf and k not in guesses]
+    guesses = guesses or nearest(key, everywhere)
+    return f"Did you mean {join_or(guesses[:3])}? " if guesses else ""
+
+
+def join_or(names: Iterable[str]) -> str:
+    """Join names: "a", "a or b", "a, b or c"."""
+    listed = list(names)
+    return ", ".join(listed[:-1]) + " or " + listed[-1] if len(listed) > 1 else "".join(listed)
+
+
+def bad_value(where: str | Origin, key: str, value: Any, problem: str, remedy: str) -> ConfigError:
+    """Make the error for a known key whose value cannot be used.
+
+    Args:
+        where: the file, or "command line", or the origin of a merged config's keys.
+        key: the full key, `section.key`.
+        value: what was given.
+        problem: what is wrong, a clause without a full stop.
+        remedy: what to write instead, a sentence.
+    """
+    place = where.of(key) if isinstance(where, Origin) else where
+    return ConfigError(f"{place}: {key} = {show(value)}: {problem}. {remedy}")
+
+
+# torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
+_SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
+_EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
+
+
+class FlagText(str):
+    """The text of a flag's value. How it is read depends on the type of the field."""
+
+    def read(self, hint: Any) -> Any:
+        """Read the text as TOML, for a field of type `hint`.
+
+        What is no TOML value is a string, and so is everything where the field takes nothing but
+        strings. None is no value, where the field may have none; a list may be written a,b,c.
+        A flag without a value sets a boolean to true.
+        """
+        kinds = alternatives(hint)
+        if self is NO_VALUE:
+            return True if bool in kinds else self
+        if self == "None" and is_nullable(hint):
+            return None
+        value = self._as_toml()
+        if not isinstance(value, str):
+            return str(self) if all(map(_is_text, kinds)) else value
+        lists = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+        if lists and not self.startswith("["):
+            (entry, *_) = get_args(lists[0])
+            return [FlagText(part).read(entry) for part in self.split(",")]
+        return value
+
+    def _as_toml(self) -> Any:
+        try:
+            table = parse_toml(f"value = {self}", "value")
+        except ConfigError:
+            return str(self)
+        return table["value"] if len(table) == 1 else str(self)
+
+
+def _is_text(kind: Any) -> bool:
+    return kind in (str, type(None)) or get_origin(kind) is Literal
+
+
+NO_VALUE = FlagText("")
+"""The value of a flag that has none."""
+
+
+@dataclass(frozen=True)
+class Flags:
+    """A command line."""
+
+    module: str | None
+    config: str | None
+    table: dict[str, Any]
+    """Nested table of the keys: values are `FlagText`, or false for `--section.no-key`."""
+    shown: list[str]
+    """The words that ask for help or for a shell's completion instead of a run."""
+
+    def keys(self) -> frozenset[str]:
+        """Return the keys and tables that are set, as `section` and `section.key`."""
+        return frozenset(_paths(self.table, ""))
+
+
+def _paths(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
+    for key, value in table.items():
+        yield prefix + key
+        if isinstance(value, Mapping):
+            yield from _paths(value, f"{prefix}{key}.")
+
+
+def read_flags(argv: Sequence[str]) -> Flags:
+    """Read a command line.
+
+    Raises:
+        ConfigError: --module or --config without a value, a word that no flag takes, or one key
+            as a value and as a section.
+    """
+    words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
+    values, words = take_flags(words, _EXAMPLES)
+    shown = [word for word in words if word in ("-h", "--help")]
+    words = [word for word in words if word not in shown]
+    for place, word in enumerate(words):
+        if word.startswith("--tyro-"):  # completion: a shell follows, and perhaps a file
+            shown, words = words[place:], words[:place]
+            break
+    table: dict[str, Any] = {}
+    while words:
+        name, equals, text = words.pop(0).partition("=")
+        *sections, key = name[2:].replace("-", "_").split(".")
+        if not name.startswith("--") or not key:
+            raise ConfigError(
+                f"{COMMAND_LINE}: unexpected {show(name)}: every value follows its flag, and a "
+                "list is one value: a,b,c or [1, 2]. `graph-trainer train --help` lists every flag."
+            )
+        value: FlagText | bool = NO_VALUE
+        if equals:
+            value = FlagText(text)
+        elif words and not words[0].startswith("--"):
+            value = FlagText(words.pop(0))
+        elif key.startswith("no_"):
+            key, value = key.removeprefix("no_"), False
+        inside = table
+        for section in sections:
+            inside = inside.setdefault(section, {})
+            if not isinstance(inside, dict):
+                break
+        if not isinstance(inside, dict) or isinstance(inside.get(key), dict):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {name}: one flag gives this section a value and another one of "
+                "its keys. Keep one of both."
+            )
+        inside[key] = value
+    return Flags(values.get("--module"), values.get("--config"), table, shown)
+
+
+def take_flags(
+    argv: Sequence[str], examples: Mapping[str, str]
+) -> tuple[dict[str, str], list[str]]:
+    """Take flags that have a value out of a command line.
+
+    Args:
+        argv: the command line.
+        examples: by flag, an example of its value.
+
+    Returns:
+        Value by flag, and the other words.
+
+    Raises:
+        ConfigError: one of the flags without a value.
+    """
+    values: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        flag, equals, value = word.partition("=")
+        if flag not in examples:
+            rest.append(word)
+            continue
+        value = value if equals else next(words, "")
+        if not value or (not equals and value.startswith("--")):
+            raise ConfigError(
+                f"{COMMAND_LINE}: {flag} has no value. Write for example {flag} {examples[flag]}."
+            )
+        values[flag] = value
+    return values, rest
 
 
 class Source(NamedTuple):

@@ -47,11 +47,11 @@ KEYS_AND_TYPES = (
     Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned" or "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
-        'compile.passes = ["default", "rematerialise"]: "rematerialise" is not a pass',
-        "Did you mean rematerialize? Known passes: ",
+        'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
+        "did you mean 'rematerialize'? Known passes: ",
         '[compile]\npasses = ["default", "rematerialise"]',
     ),
-    Bad('compile.disable_passes = ["dedup_unshards"]', "Did you mean deduplicate_unshards"),
+    Bad('compile.disable_passes = ["dedup_unshards"]', "did you mean 'deduplicate_unshards'?"),
     Bad("compile.enable = true", "set compile.mode, compile.backend"),
     Bad('compile.components = ["loss"]', "set compile.mode, compile.backend"),
     Bad('model_spec = { name = "x" }', "`base` names"),
@@ -233,7 +233,7 @@ IN_FILES = (
         "[compile]\nallow_offload = true",
     ),
     Bad(
-        "activation_checkpoint.layers = 0: not a number of blocks",
+        "activation_checkpoint.layers = 0: below 1",
         'activation_checkpoint.type = "none"',
         '[activation_checkpoint]\ntype = "layers"\nlayers = 0',
     ),
@@ -322,7 +322,6 @@ IN_FILES = (
     of_a_group('optimizer_kwargs = { lr = "x" }', TAKES, arguments="lr = 'x'"),
 )
 
-HELP = "`graph-trainer train --help` says"
 ON_THE_COMMAND_LINE = (
     Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz", "3"]),
     Bad('training.stepz = "3"', "Did you mean training.steps?", ["--training.stepz=3"]),
@@ -364,11 +363,33 @@ ON_THE_COMMAND_LINE = (
         "Set the GiB that a step may need",
         ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "0"],
     ),
-    Bad("Missing value for argument '--training.steps'", HELP, ["--training.steps"]),
     Bad(
-        "'sometimes' for argument '--parallelism.fsdp_reshard_after_forward'",
-        "one of ('default', 'always', 'never', 'auto')",
+        "--training.steps has no value: expected an integer",
+        "Write for example --training.steps 1",
+        ["--training.steps"],
+    ),
+    Bad(
+        'parallelism.fsdp_reshard_after_forward = "sometimes"',
+        'Write "default", "always", "never" or "auto"',
         ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
+    ),
+    Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
+    Bad(
+        "--training.steps: one flag gives this section a value",
+        "Keep one of both",
+        ["--training", "3", "--training.steps", "4"],
+    ),
+    Bad("training.steps = true: expected an integer", "= 1", ["--training.steps", "true"]),
+    Bad('checkpoint.enable = "True": expected true', "= true", ["--checkpoint.enable", "True"]),
+    Bad(
+        "optimizer.param_groups.1 = ",
+        "Write --optimizer.param_groups.0.key value",
+        ["--optimizer.param_groups.1.pattern", "x"],
+    ),
+    Bad(
+        "optimizer.param_groups[0].patern",
+        "Did you mean",
+        ["--optimizer.param_groups.0.patern", "x"],
     ),
     Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
     Bad(
@@ -376,8 +397,8 @@ ON_THE_COMMAND_LINE = (
         "set compile.mode",
         ["--compile.enable"],
     ),
-    Bad("--checkpoint.interval 0", "at least 1 step"),
-    Bad("--validator.steps 0", "must be positive or -1"),
+    Bad("checkpoint.interval = 0", "at least 1 step", ["--checkpoint.interval", "0"]),
+    Bad("validator.steps = 0", "must be positive or -1", ["--validator.steps", "0"]),
     Bad(
         "[activation_checkpoint] is switched off, so its keys (debug)",
         'Add type = "selective", "full", "layers", "budget"',
@@ -391,8 +412,8 @@ ON_THE_COMMAND_LINE = (
     Bad('dataloader.type = "hf"', 'Write "text", "huggingface"', ["--dataloader.type", "hf"]),
     Bad('trainign = { type = "x" }', "Did you mean training?", ["--trainign.type", "x"]),
     Bad(
-        "--dataloader.type has no value",
-        "Write for example --dataloader.type none",
+        'dataloader.type = "": no such type',
+        'Write "text", "huggingface"',
         ["--dataloader.type"],
     ),
     Bad("--config has no value", "Write for example --config debugmodel", ["--config"]),

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError, GraphTrainerError
-from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.merge import apply_table
-from graph_trainer.titan.config.validate import check_config
+from graph_trainer.titan.config.check import check_config
+from graph_trainer.titan.config.load import apply_table, load_config
 from tests.examples import examples
 from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE
 
@@ -113,6 +112,34 @@ def test_bad_flags_are_one_error_that_names_key_value_and_remedy(bad, capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_all_mistakes_of_a_file_and_of_the_flags_are_in_one_error(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(
+        f"{BASE}trainning = 3\n[training]\nsteps = 'ten'\nseq_len = true\n[debug]\nseeed = 1\n"
+        "[checkpoint]\ninterval = 0\n[[optimizer.param_groups]]\npatern = 1\n"
+    )
+    message = refused(["--config", str(path), "--debug.seed", "x", "--training.stepz", "3"])
+    lines = message.splitlines()
+    keys = ["trainning", "training.steps", "training.seq_len", "debug.seeed", "[checkpoint]"]
+    keys += ["optimizer.param_groups[0].patern", "[optimizer.param_groups[0]]"]
+    for line, key in zip(lines, keys, strict=False):
+        assert line.startswith(f"{path}: {key} "), line
+    rest = lines[len(keys) :]
+    assert [line.split(" = ")[0] for line in rest] == [
+        "command line: debug.seed",
+        "command line: training.stepz",
+    ]
+
+
+def test_all_values_out_of_bounds_are_in_one_error(tmp_path):
+    path = tmp_path / "bad.toml"
+    path.write_text(f"{BASE}[training]\nsteps = 0\ndisable_cuda_graphs = false\n")
+    first, second, third = refused(["--config", str(path), "--debug.seed=-1"]).splitlines()
+    assert first.startswith(f"{path}: training.steps = 0: ")
+    assert second.startswith("command line: debug.seed = -1: ")
+    assert third.startswith(f"{path}: training.disable_cuda_graphs = false: ")
+
+
 @pytest.mark.parametrize(
     ("flags", "ranks", "named"),
     [
@@ -202,7 +229,8 @@ def test_whatever_a_file_holds_gives_a_config_or_our_own_error(config, data):
         keys = st.sampled_from([*sections.get(name, ["y"]), "type", "unset"]) | st.text(max_size=5)
         table[name] = data.draw(TOML | st.dictionaries(keys, TOML, max_size=3))
     try:
-        changed = apply_table(config, table, "fuzz.toml")
+        changed, errors = apply_table(config, table, "fuzz.toml")
+        assert all("fuzz.toml: " in str(error) for error in errors)
         check_config(changed, data.draw(st.none() | st.integers(1, 64)))
     except GraphTrainerError as e:
         assert str(e)

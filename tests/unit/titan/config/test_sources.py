@@ -13,12 +13,15 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.convert import to_graph_trainer_config
+from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
+from graph_trainer.titan.config.run_config import (
+    GraphTrainerConfig,
+    pass_config,
+    to_graph_trainer_config,
+)
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
 from graph_trainer.titan.config.sources import config_folders, find_config
-from graph_trainer.titan.config.validate import check_config
 from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -125,6 +128,43 @@ def test_flags_take_dashes_or_underscores_and_negation():
     assert config.parallelism.fsdp_reshard_after_forward == "always"
     assert config.compile.passes == ["default"]
     assert config.debug.seed == 3
+
+
+def test_flags_follow_toml_and_their_field():
+    flags = {
+        "compile.passes": '["default", "overlap_fsdp"]',
+        "compile.disable_passes": "[]",
+        "checkpoint.enable": "true",
+        "checkpoint.folder": "2024",
+        "compile.memory_limit_gib": "8",
+        "debug.seed": "None",
+        "lr_scheduler.min_lr_factor": "1e-1",
+        "override.imports": '["a.b", ["c.d", {x = 1}]]',
+        "optimizer.param_groups.0.optimizer_kwargs.lr": "1e-3",
+        "optimizer.param_groups.0.optimizer_kwargs.betas": "[0.8, 0.9]",
+    }
+    before = load_config([]).optimizer.param_groups
+    config = load_config([word for key, text in flags.items() for word in (f"--{key}", text)])
+    assert config.compile.passes == ["default", "overlap_fsdp"]
+    assert config.compile.disable_passes == []
+    assert config.checkpoint.enable is True and config.checkpoint.folder == "2024"
+    limit = config.compile.memory_limit_gib
+    assert type(limit) is float and limit == 8 and config.debug.seed is None
+    assert config.lr_scheduler.min_lr_factor == 0.1
+    assert config.override.imports == ["a.b", ("c.d", {"x": 1})]
+    (group,) = config.optimizer.param_groups
+    kept = {**before[0].optimizer_kwargs, "lr": 1e-3, "betas": (0.8, 0.9)}
+    assert group.optimizer_kwargs == kept and group.pattern == before[0].pattern
+
+
+def test_a_shells_completion_is_printed_or_written(tmp_path, capsys):
+    for words in (["--tyro-print-completion", "bash"], ["--tyro-write-completion", "bash"]):
+        file = [str(tmp_path / "completion")] if "write" in words[0] else []
+        with pytest.raises(SystemExit) as ended:
+            load_config(["--training.steps", "3", *words, *file])
+        assert not ended.value.code
+    assert "--training.steps" in capsys.readouterr().out
+    assert "--training.steps" in (tmp_path / "completion").read_text()
 
 
 def test_type_flags_choose_components():

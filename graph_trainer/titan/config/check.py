@@ -2,54 +2,82 @@
 
 import math
 import os
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.hf_datasets import text_datasets
 
+from graph_trainer.core.passes.base import Pass
+from graph_trainer.core.passes.catalogue import (
+    WITHOUT_PASSES,
+    check_bitwise,
+    idle_fields,
+    lacking,
+    resolve_passes,
+    unmet_settings,
+)
+from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
+    POLICIES,
     BudgetAC,
     FileAC,
     LayersAC,
     activation_settings,
 )
 from graph_trainer.titan.config.fields import type_of
-from graph_trainer.titan.config.messages import Origin, bad_value, show
-from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.validate_components import check_data, check_optimizer
-from graph_trainer.titan.config.validate_passes import check_passes
+from graph_trainer.titan.config.run_config import (
+    GraphCompileConfig,
+    GraphTrainerConfig,
+    changed_sections,
+)
+from graph_trainer.titan.config.sources import Origin, bad_value, did_you_mean, join_or, show
+from graph_trainer.titan.data.corpus import open_corpus
+from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
 _LONGEST_TIMEOUT = 365 * 24 * 60 * 60  # seconds, a year; timedelta overflows far above
 
 _NOT_SHARDED = "not supported by graph_trainer's sharding"
 
 # torchtitan checks few of these bounds before ranks run, some by an assert; beyond others a run
-# hangs or divides by zero. Key -> the least value, or least and greatest; and a remedy, where there
-# is more to say than the bound.
-_LEAST: dict[str, tuple[int, str]] = {
-    "training.local_batch_size": (1, ""),
-    "training.seq_len": (1, ""),
-    "training.gc_freq": (1, ""),
-    "dataloader.seed": (0, ""),
-    "tokenizer.vocab_size": (258, "Set 258 or more: 256 bytes, begin and end of a document."),
-    "metrics.log_freq": (1, ""),
-    "checkpoint.interval": (1, ""),
-    "checkpoint.load_step": (-1, "Set the step to load, or -1 for the last one."),
-    "validator.freq": (1, ""),
-    "profiler.profile_freq": (1, ""),
-    "lr_scheduler.warmup_steps": (0, ""),
-    "lr_scheduler.total_steps": (1, ""),
-    "compile.max_graphs": (1, ""),
-}
-_BETWEEN: dict[str, tuple[int, int, str]] = {
+# hangs or divides by zero. Key -> the least and the greatest value, and a remedy, where there is
+# more to say than the bound.
+_BOUNDS: dict[str, tuple[int, float, str]] = {
+    "training.local_batch_size": (1, math.inf, ""),
+    "training.seq_len": (1, math.inf, ""),
     "training.steps": (1, 2**63 - 1, "Set training.steps to 1 or more, below 2**63."),
+    "training.gc_freq": (1, math.inf, ""),
+    "dataloader.seed": (0, math.inf, ""),
+    "tokenizer.vocab_size": (
+        258,
+        math.inf,
+        "Set 258 or more: 256 bytes, begin and end of a document.",
+    ),
+    "metrics.log_freq": (1, math.inf, ""),
+    "checkpoint.interval": (1, math.inf, ""),
+    "checkpoint.load_step": (-1, math.inf, "Set the step to load, or -1 for the last one."),
+    "validator.freq": (1, math.inf, ""),
+    "profiler.profile_freq": (1, math.inf, ""),
+    "lr_scheduler.warmup_steps": (0, math.inf, ""),
+    "lr_scheduler.total_steps": (1, math.inf, ""),
     "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
     "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
     "comm.init_timeout_seconds": (1, _LONGEST_TIMEOUT, "Set 1 second or more, at most a year."),
     "comm.train_timeout_seconds": (1, _LONGEST_TIMEOUT, "Set 1 second or more, at most a year."),
+    "compile.max_graphs": (1, math.inf, ""),
+    "activation_checkpoint.layers": (
+        1,
+        math.inf,
+        'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
+    ),
     "debug.seed": (0, 2**64 - 1, f"Set a seed from 0 to {2**64 - 1}, or unset it."),
 }
 # Key -> the only value that works, and why.
@@ -111,6 +139,7 @@ def check_config(
     """
     where = origin or Origin()
     check = _Checks(config, where)
+    check.bounds()
     check.values()
     check_optimizer(config.optimizer.param_groups, where)
     check.batch(check.mesh(world_size))
@@ -124,11 +153,14 @@ class _Checks:
     config: GraphTrainerConfig
     where: Origin
 
+    def refused(self, key: str, problem: str, remedy: str, *other_keys: str) -> ConfigError:
+        """Make the error of the value of `key`; a flag may have set one of the other keys."""
+        return bad_value(self.where.of(key, *other_keys), key, self.value(key), problem, remedy)
+
     def require(self, holds: bool, key: str, problem: str, remedy: str, *other_keys: str) -> None:
-        """Refuse the value of `key` unless `holds`; a flag may have set one of the other keys."""
+        """Refuse the value of `key` unless `holds`; the rest is as for `refused`."""
         if not holds:
-            place = self.where.of(key, *other_keys)
-            raise bad_value(place, key, self.value(key), problem, remedy)
+            raise self.refused(key, problem, remedy, *other_keys)
 
     def value(self, key: str) -> Any:
         """Return the value of a key; None where a component of a user's own lacks the key."""
@@ -143,12 +175,6 @@ class _Checks:
         name = type_of(section, [ActivationCheckpointing.Config]) if section else ""
         key = "activation_checkpoint.type"
         if isinstance(section, LayersAC.Config):
-            self.require(
-                section.layers >= 1,
-                "activation_checkpoint.layers",
-                "not a number of blocks",
-                'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
-            )
             spec = self.config.model_spec
             blocks = len(getattr(spec.model, "layers", ())) if spec is not None else 0
             self.require(
@@ -213,18 +239,23 @@ class _Checks:
             "compile.mode",
         )
 
-    def values(self) -> None:
-        """Check single values, and those of one section that depend on each other."""
-        for key, (least, remedy) in _LEAST.items():
+    def bounds(self) -> None:
+        """Check single values against the tables of bounds; the error has a line for each."""
+        errors: list[ConfigError] = []
+        for key, (low, high, remedy) in _BOUNDS.items():
             value = self.value(key)
-            holds = value is None or value >= least
-            self.require(holds, key, f"below {least}", remedy or f"Set {key} to {least} or more.")
-        for key, (low, high, remedy) in _BETWEEN.items():
-            value = self.value(key)
-            holds = value is None or low <= value <= high
-            self.require(holds, key, f"not between {low} and {high}", remedy)
+            if value is not None and not low <= value <= high:
+                bound = f"below {low}" if high == math.inf else f"not between {low} and {high}"
+                remedy = remedy or f"Set {key} to {low} or more."
+                errors.append(self.refused(key, bound, remedy))
         for key, (wanted, problem) in _ONLY.items():
-            self.require(self.value(key) == wanted, key, problem, f"Set {key} = {show(wanted)}.")
+            if self.value(key) != wanted:
+                errors.append(self.refused(key, problem, f"Set {key} = {show(wanted)}."))
+        if errors:
+            raise ConfigError("\n".join(map(str, errors)))
+
+    def values(self) -> None:
+        """Check values of one section that depend on each other, and what they name."""
         training, profiler = self.config.training, self.config.profiler
         self.require(
             training.global_batch_size == -1 or training.global_batch_size >= 1,
@@ -358,3 +389,172 @@ class _Checks:
             f"larger than the model's vocabulary of {vocabulary}",
             f"Set tokenizer.vocab_size to {vocabulary} or less.",
         )
+
+
+_KEYS = {
+    "reshard_after_forward": "parallelism.fsdp_reshard_after_forward",
+    "activation_policy": "activation_checkpoint.type",
+    "allow_offload": "compile.allow_offload",
+}
+"""Where a config has the settings of a run that passes carry out."""
+
+
+def check_passes(whole: GraphTrainerConfig, where: Origin) -> None:
+    """Refuse a list of passes that cannot run, and settings and options that it leaves without
+    effect.
+
+    Raises:
+        ConfigError: a name that is no pass, passes out of order, a setting or option without
+            effect.
+    """
+    config = whole.compile
+    try:
+        listed = resolve_passes(config.passes, config.disable_passes)
+        if config.bitwise:
+            check_bitwise(listed)
+    except PassError as error:
+        # A message begins with the list that it is about; an own pass's import has no such name.
+        key, _, problem = str(error).partition(": ")
+        if key not in ("compile.passes", "compile.disable_passes"):
+            key, problem = "compile.passes", str(error)
+        names = config.disable_passes if key == "compile.disable_passes" else config.passes
+        raise ConfigError(f"{where.of(key)}: {key} = {show(names)}: {problem}.") from error
+    disabled = config.disable_passes
+    for each in changed_sections(config).values():
+        if lack := lacking(listed, disabled, each):
+            key, value = next(changed_options(config, each))
+            problem, remedy = lack
+            raise bad_value(where, key, value, problem, f"{remedy}, or leave {key} out.")
+    if config.mode == "eager":
+        return
+    policy = POLICIES.get(type(whole.activation_checkpoint), "none")
+    for section in changed_sections(config):
+        options = getattr(config, section)
+        for idle, other, values in idle_fields(options, RunSettings(activation_policy=policy)):
+            key, acting = f"compile.{section}.{idle}", " or ".join(map(show, values))
+            other = _KEYS.get(other, f"compile.{section}.{other}")
+            remedy = f"Set {other} to {acting}, or leave {key} out."
+            raise bad_value(where, key, getattr(options, idle), "has no effect", remedy)
+    settings = {
+        "reshard_after_forward": whole.parallelism.fsdp_reshard_after_forward,
+        "activation_policy": policy,
+        "allow_offload": config.allow_offload,
+    }
+    for setting, value, problem, remedy in unmet_settings(listed, disabled, settings):
+        key, without = _KEYS[setting], WITHOUT_PASSES[setting]
+        place = where.of(key, "compile.passes", "compile.disable_passes")
+        raise bad_value(place, key, value, problem, f"{remedy}, or set {key} = {show(without)}.")
+
+
+def changed_options(config: GraphCompileConfig, of: Pass) -> Iterator[tuple[str, Any]]:
+    """Yield full key and value of each option of a pass that is not the default."""
+    options, default = getattr(config, of.section), of.options_type()
+    for field in fields(options):
+        value = getattr(options, field.name)
+        if value != getattr(default, field.name):
+            yield f"compile.{of.section}.{field.name}", value
+
+
+# torchtitan looks names up in a private function, when it builds the optimizer.
+_OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DistMuon": None}
+
+
+def check_optimizer(groups: list[Any], where: Origin) -> None:
+    """Refuse parameter groups that torchtitan could not make an optimizer of.
+
+    Raises:
+        ConfigError: no group, an unknown optimizer, a pattern that is no regular expression,
+            or arguments that the optimizer does not take.
+    """
+    if not groups:
+        raise bad_value(
+            where,
+            "optimizer.param_groups",
+            groups,
+            "no parameter would be trained",
+            'Add a [[optimizer.param_groups]] with pattern = ".*", or leave the key out.',
+        )
+    for i, group in enumerate(groups):
+        key = f"optimizer.param_groups[{i}]"
+        if group.optimizer_name not in _OPTIMIZERS:
+            raise bad_value(
+                where,
+                f"{key}.optimizer_name",
+                group.optimizer_name,
+                "not an optimizer of torchtitan's",
+                f"{did_you_mean(group.optimizer_name, _OPTIMIZERS)}"
+                f"Write {join_or(show(name) for name in _OPTIMIZERS)}.",
+            )
+        try:
+            re.compile(group.pattern)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise bad_value(
+                where,
+                f"{key}.pattern",
+                group.pattern,
+                f"not a regular expression ({error})",
+                'Write one that finds the names of the group\'s parameters, such as ".*".',
+            ) from error
+        _check_arguments(group, key, where)
+
+
+def _check_arguments(group: Any, key: str, where: Origin) -> None:
+    optimizer = _OPTIMIZERS[group.optimizer_name]
+    if optimizer is None:  # DistMuon reads the shapes of real parameters
+        return
+    try:
+        optimizer([torch.nn.Parameter(torch.empty(1))], **group.optimizer_kwargs)
+    except Exception as error:  # whatever torch says about an argument
+        raise ConfigError(
+            f"{where.of('optimizer.param_groups')}: {key}.optimizer_kwargs = "
+            f"{show(group.optimizer_kwargs)}: {group.optimizer_name} does not take them: {error}. "
+            f"Write what torch.optim.{group.optimizer_name} takes, such as {{ lr = 1e-3 }}."
+        ) from error
+
+
+def check_data(config: GraphTrainerConfig, where: Origin) -> None:
+    """Refuse datasets and tokenizers that are not there.
+
+    Raises:
+        ConfigError: with the section, the key, the value and a remedy.
+    """
+    for section in ("dataloader", "tokenizer"):
+        _check_dataset(getattr(config, section), section, where)
+    if config.validator.enable:
+        _check_dataset(config.validator.dataloader, "validator.dataloader", where)
+    if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(
+        config.hf_assets_path
+    ):
+        raise bad_value(
+            where,
+            "hf_assets_path",
+            config.hf_assets_path,
+            'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
+            'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
+        )
+
+
+def _check_dataset(component: Any, section: str, where: Origin) -> None:
+    if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
+        try:
+            open_corpus(component.dataset, component.dataset_path)
+        except ConfigError as e:
+            place = where.of(f"{section}.dataset", f"{section}.dataset_path")
+            raise ConfigError(f"{place}: {section}: {e}") from e
+    elif isinstance(component, text_datasets.HuggingFaceTextDataLoader.Config):
+        known = text_datasets.DATASETS
+        if component.dataset.lower() not in known:
+            raise bad_value(
+                where,
+                f"{section}.dataset",
+                component.dataset,
+                "not a dataset of torchtitan's",
+                f"{did_you_mean(component.dataset, known)}Write {' or '.join(known)}, or set "
+                f'{section}.type = "text" for the embedded text or files of your own.',
+            )
+    elif is_dataclass(component):  # several sources in one loader
+        for field in fields(component):
+            value = getattr(component, field.name)
+            for i, source in enumerate(value if isinstance(value, list) else []):
+                if is_dataclass(source):
+                    _check_dataset(source, f"{section}.{field.name}[{i}]", where)
