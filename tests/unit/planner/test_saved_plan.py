@@ -109,7 +109,6 @@ OPS = ("fingerprint", "ops")
         (["axes", "fsdp"], [0, 0], "classes: not one for each class of the axes"),
         (["axes", "fsdp"], [], "they multiply to 0 ranks"),
         (["classes"], {}, "classes: not one for each class of the axes"),
-        (["classes", "5"], "copied", "classes: not one for each class of the axes"),
         (["classes", "0", "extra"], 5, "classes.0.extra = 5: Extra inputs"),
         (["classes", "0", *OPS, 0], ["a"], "classes.0.fingerprint.ops.0.1: Field required"),
         (["classes", "0", *OPS, 0, 1], 7, "fingerprint.ops.0.1 = 7: Input should be a valid str"),
@@ -123,7 +122,7 @@ def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value,
     table = document
     for key in keys[:-1]:
         table = table[key]
-    table[keys[-1]] = document["classes"]["0"] if value == "copied" else value
+    table[keys[-1]] = value
     # json writes infinity as a word of its own; a number that overflows is what a file can have.
     path.write_text(json.dumps(document).replace("Infinity", "1e999"))
     with pytest.raises(ConfigError) as refused:
@@ -131,6 +130,14 @@ def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value,
     message = str(refused.value)
     assert message.startswith(f"--plan {path}: ") and problem in message, message
     assert "Name a file that `graph-trainer plan --save` wrote, or write the" in message
+
+
+def test_a_class_of_another_rank_is_refused(document, tmp_path):
+    path = tmp_path / "plan.json"
+    document["classes"]["5"] = document["classes"].pop("1")
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="classes: not one for each class of the axes"):
+        read_plan(path)
 
 
 def test_axes_of_too_many_classes_are_refused_before_they_are_listed(document, tmp_path):
