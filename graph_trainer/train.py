@@ -19,15 +19,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     Raises:
         GraphTrainerError: bad input, or a step that cannot be captured or agreed on.
     """
-    from graph_trainer.planner.plan_check import load_config_and_plan
+    from graph_trainer.planner.planned_run import load_run
 
-    config, plan = load_config_and_plan(sys.argv[1:] if argv is None else argv)
+    config, observer = load_run(sys.argv[1:] if argv is None else argv)
 
     import torch.distributed as dist
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger
 
-    from graph_trainer.planner.planned_run import observer_of
     from graph_trainer.titan.trainer import GraphTrainer
 
     init_logger()
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         enable=config.debug.enable_structured_logging,
     )
     trainer = GraphTrainer(config)
-    trainer.observer = observer_of(trainer, plan)
+    trainer.observer = observer
     try:
         if config.checkpoint.create_seed_checkpoint:
             trainer.checkpointer.save(curr_step=0, last_step=True)

@@ -69,13 +69,18 @@ def main(argv: Sequence[str]) -> int:
     _check_together(flags)
     _check_misspelt(words, vars(flags))
     hardware = load_hardware(flags.hardware)
-    announced = flags.world_size or world_size_from_environment()
-    config = load_config(words, world_size=announced, prog="graph-trainer train")
-    if config.compile.hardware is None:
-        words = [*words, "--compile.hardware", flags.hardware]
-        config = load_config(words, world_size=announced, prog="graph-trainer train")
-    world_size = announced or wanted_ranks(config)
-    check_config(config, world_size)
+    world_size = flags.world_size or world_size_from_environment()
+
+    def load(more: Sequence[str]) -> GraphTrainerConfig:
+        config = load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
+        if config.compile.hardware is None:  # as if --compile.hardware had been given
+            config.compile = replace(config.compile, hardware=flags.hardware)
+        return config
+
+    config = load(())
+    if world_size is None:
+        world_size = wanted_ranks(config)
+        check_config(config, world_size)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
@@ -83,9 +88,6 @@ def main(argv: Sequence[str]) -> int:
     _check_table(flags, config)
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
-
-    def load(more: Sequence[str]) -> GraphTrainerConfig:
-        return load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
 
     plan_of = partial(
         make_plan,
@@ -107,7 +109,8 @@ def main(argv: Sequence[str]) -> int:
         print(proof)
         return 0
     if flags.compare:
-        return _compare(flags, load, partial(plan_of, every_pass=False), hardware, world_size)
+        plan_one = partial(plan_of, every_pass=False)
+        return _compare(flags, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
     if not plan.fits:
@@ -212,6 +215,7 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
 
 def _compare(
     flags: argparse.Namespace,
+    config: GraphTrainerConfig,
     load: LoadConfig,
     plan_of: Callable[[GraphTrainerConfig], Plan],
     hardware: Hardware,
@@ -235,7 +239,7 @@ def _compare(
         document = {
             "schema": SCHEMA,
             "versions": versions(),
-            "config": config_to_toml(load(())),
+            "config": config_to_toml(config),
             "hardware": asdict(hardware),
             "runtime": flags.like,
             "world_size": world_size,

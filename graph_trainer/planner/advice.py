@@ -36,7 +36,7 @@ def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Advice
     if plan.memory_table is not None:
         return _with_a_lower_limit(plan, load, on_progress)
     on_progress("estimating from a few layers")
-    peak, speed = estimate(load(()), plan)
+    peak, speed = estimate(plan.config, plan)
     advice = []
     for flags in changes(plan.config, plan.world_size):
         on_progress(f"trying {' '.join(flags)}")

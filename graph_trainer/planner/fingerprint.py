@@ -2,58 +2,63 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
-from itertools import zip_longest
 
 import torch
+from pydantic import BaseModel, ConfigDict
 
 from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import module_of, tensors_of
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, compute_nodes
-from graph_trainer.core.ordering.sequences import Issued, issued_by, waited_text
+from graph_trainer.core.ordering.members import first_difference
+from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An item that the planned and the captured step must share, at the same position."""
+class Strict(BaseModel):
+    """A part of a plan's file: no value is converted when it is read, no key ignored."""
 
-    what: str
-    """The item; it is compared literally."""
-    where: str
-    """Module and node, for messages; they are not compared."""
-
-    def __str__(self) -> str:
-        return f"{self.what} {self.where}".rstrip()
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprint:
+Item = tuple[str, str]
+"""What both steps must have at the same position, compared literally; and for messages its module
+and node, which are not compared."""
+
+
+class Fingerprint(Strict):
     """The step of any rank of a class; groups are named by the mesh axes that they lie along."""
 
-    inputs: tuple[Entry, ...]
+    inputs: tuple[Item, ...]
     """Parameters, buffers and batch: names, dtypes and local shapes."""
-    computes: tuple[Entry, ...]
+    ops: tuple[Item, ...]
     """Every op with FLOPs, in order, with its result. All kernels of attention count as one op,
     causal or full, because the machine chooses among them. Views, copies and elementwise ops are
     left out, because they depend on the memory layout that a kernel needs."""
-    issues: tuple[Entry, ...]
+    collectives: tuple[Item, ...]
     """Every collective in order: kind, reduction, size, dtype, group, and its wait."""
 
-    @property
-    def digest(self) -> str:
-        """A hash of what is compared."""
-        parts = [[entry.what for entry in part] for part in self.parts().values()]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+    def difference(self, captured: Fingerprint) -> str | None:
+        """Describe the first item that a captured step has otherwise; None where none is."""
+        for kind, planned, now in (
+            ("input", self.inputs, captured.inputs),
+            ("op", self.ops, captured.ops),
+            ("collective", self.collectives, captured.collectives),
+        ):
+            before, after = [what for what, _ in planned], [what for what, _ in now]
+            if before != after:
+                place = first_difference(before, after)
+                return (
+                    f"{kind} {place} of {len(now)} (planned {len(planned)}): planned "
+                    f"{_text(planned, place)}; captured {_text(now, place)}"
+                )
+        return None
 
-    def parts(self) -> dict[str, tuple[Entry, ...]]:
-        """Return the three lists by the name of their items."""
-        return {"input": self.inputs, "op": self.computes, "collective": self.issues}
+
+def _text(items: tuple[Item, ...], place: int) -> str:
+    return " ".join(items[place]).rstrip() if place < len(items) else "nothing more"
 
 
 def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Fingerprint:
@@ -68,55 +73,33 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
     @cache
     def group(ranks: Ranks) -> str:
         """Name a group alike for all parallel groups through the ranks of a class."""
-        axes = classes.axes_of_group(ranks, rank) if rank in ranks else None
+        axes = classes.axes_of_group(ranks, rank)
         if axes is None:
             return f"ranks {list(ranks)}"
         along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
         return " and ".join(along) or "self"
 
-    def issue(each: Issued) -> Entry:
-        text = entry_text(each.entry, group(each.entry[1]))
-        return Entry(f"{text}, {waited_text(each)}", each.where)
-
-    issued = issued_by(joint, classes.num_ranks)
-    return Fingerprint(tuple(_inputs(joint)), tuple(_computes(joint)), tuple(map(issue, issued)))
-
-
-def first_difference(planned: Fingerprint, captured: Fingerprint) -> str | None:
-    """Describe the first item that differs, of both steps; None where nothing differs."""
-    pairs = zip(planned.parts().items(), captured.parts().values(), strict=True)
-    for (name, before), after in pairs:
-        for place, (a, b) in enumerate(zip_longest(before, after)):
-            if a is None or b is None or a.what != b.what:
-                return (
-                    f"{name} {place} of {len(after)} (planned {len(before)}): planned "
-                    f"{a or 'nothing more'}; captured {b or 'nothing more'}"
-                )
-    return None
-
-
-def _inputs(joint: JointGraph) -> Iterator[Entry]:
+    inputs, ops, collectives = [], [], []
     for kind in InputKind:
         for spec, placeholders in joint.inputs_of(kind):
-            shapes = [_tensor(t) for node in placeholders for t in tensors_of(node)]
+            shapes = [_shape(t) for node in placeholders for t in tensors_of(node)]
             trained = "trained " if spec.requires_grad else ""
-            yield Entry(f"{trained}{kind.value} '{spec.name}' {' '.join(shapes)}", "")
-
-
-def _computes(joint: JointGraph) -> Iterator[Entry]:
+            inputs.append((f"{trained}{kind.value} '{spec.name}' {' '.join(shapes)}", ""))
     for node in compute_nodes(joint.graph):
-        flops, kind = flops_of(node)
+        flops, kind_of_op = flops_of(node)
         if not flops:
             continue
         name = str(node.target)
-        if kind is Kind.ATTENTION:
+        if kind_of_op is Kind.ATTENTION:
             name = "attention backward" if "backward" in name else "attention"
             name = f"{'causal' if is_causal(node) else 'full'} {name}"
-        yield Entry(
-            f"{name} {_tensor(tensors_of(node)[0])}",
-            f"in module '{module_of(node)}' (node {node.name})",
-        )
+        where = f"in module '{module_of(node)}' (node {node.name})"
+        ops.append((f"{name} {_shape(tensors_of(node)[0])}", where))
+    for each in issued_by(joint, classes.num_ranks):
+        text = entry_text(each.entry, group(each.entry[1]))
+        collectives.append((f"{text}, {waited_text(each)}", each.where))
+    return Fingerprint(inputs=tuple(inputs), ops=tuple(ops), collectives=tuple(collectives))
 
 
-def _tensor(tensor: torch.Tensor) -> str:
+def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"

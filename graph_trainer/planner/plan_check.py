@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError, VerificationError
-from graph_trainer.planner.fingerprint import Fingerprint, first_difference
+from graph_trainer.planner.fingerprint import Fingerprint
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
 from graph_trainer.titan.config.check import world_size_from_environment
@@ -20,43 +21,37 @@ from graph_trainer.titan.config.serialize import config_to_toml
 from graph_trainer.titan.config.sources import read_flags, show, take_flags
 
 FLAG = "--plan"
-_CAUSES_SHOWN = 8
+_SHOWN = 8
 
-# The sections that a graph is made from; a message names their differences first.
-_MAKE_GRAPHS = (
-    "module",
-    "base",
-    "training",
-    "parallelism",
-    "compile",
-    "activation_checkpoint",
-    "loss",
+# What a graph is made from: a message names these differences first.
+_MAKES_GRAPHS = re.compile(
+    r"(versions|module|base|training|parallelism|compile|activation_checkpoint|loss)(\.|$)"
 )
-_NEVER = ("dump_folder",)
 
 
 @dataclass(frozen=True, slots=True)
 class PlanCheck:
-    """A plan that a run is compared with, and how config and versions differ from the plan's."""
+    """A plan that a run is compared with, and how the run's config and versions differ from it."""
 
     plan: SavedPlan
     path: Path
-    config_differs: tuple[str, ...]
-    """ "key: planned value, now value"; keys that change graphs come first."""
-    versions_differ: tuple[str, ...]
-    """ "package: planned version, now version"."""
+    differences: tuple[str, ...]
+    """ "key: planned value, now value"; what changes graphs comes first."""
 
     @classmethod
     def of(cls, plan: SavedPlan, path: Path, config: GraphTrainerConfig) -> PlanCheck:
-        """Compare the config and the versions of this run with those of the plan in a file."""
-        planned = plan.config_table()
+        """Compare config and versions of this run with those of the plan in a file.
+
+        Raises:
+            ConfigError: the plan's config is not TOML.
+        """
+        planned = parse_toml(plan.config, f"{FLAG} {path}: config")
         if config.compile.hardware is None and "hardware" in planned.get("compile", {}):
             # what the run simulates; in the plan it is what --hardware said
             named = detect_hardware().hardware.name
             config = replace(config, compile=replace(config.compile, hardware=named))
-        now = parse_toml(config_to_toml(config), "config")
-        config_differs = differences(planned, now)
-        return cls(plan, path, config_differs, differences(plan.versions, versions()))
+        now = parse_toml(config_to_toml(config), "config") | {"versions": versions()}
+        return cls(plan, path, differences(planned | {"versions": plan.versions}, now))
 
     def check(self, captured: Fingerprint, rank: int) -> None:
         """Refuse a step that is not the one planned for this global rank.
@@ -64,32 +59,24 @@ class PlanCheck:
         Raises:
             VerificationError: with the first difference and its likely cause.
         """
-        planned = self.plan.fingerprint(self.plan.of_rank(rank))
-        difference = first_difference(planned, captured)
+        difference = self.plan.of_rank(rank).fingerprint.difference(captured)
         if difference is not None:
+            cause = self.remark() or (
+                f"Config and versions are the plan's; it was captured for '{self.plan.device}'"
+            )
             raise VerificationError(
-                f"rank {rank} captured another step than {self.path} has: {difference}. "
-                f"{self._causes()} Train what was planned, or write the plan again with "
-                "`graph-trainer plan --save`, or leave out --plan."
+                f"rank {rank} captured another step than {self.path} has: {difference}. {cause}. "
+                "Train what was planned, or write the plan again with `graph-trainer plan --save`, "
+                "or leave out --plan."
             )
 
-    def _causes(self) -> str:
-        causes = []
-        if self.config_differs:
-            causes.append(f"The config differs from the plan's: {_some(self.config_differs)}.")
-        if self.versions_differ:
-            causes.append(f"Versions differ: {_some(self.versions_differ)}.")
-        return " ".join(causes) or (
-            f"Config and versions are the plan's; it was captured for '{self.plan.device}'."
-        )
-
-    def remarks(self) -> list[str]:
-        """Return a warning for versions and one for a config that differ from the plan's."""
-        differing = {
-            f"{self.path} was made by other versions": self.versions_differ,
-            f"the config is not the one of {self.path}": self.config_differs,
-        }
-        return [f"{what}: {_some(each)}" for what, each in differing.items() if each]
+    def remark(self) -> str:
+        """Describe how config and versions differ from the plan's; empty where they do not."""
+        if not self.differences:
+            return ""
+        more = len(self.differences) - _SHOWN
+        shown = "; ".join(self.differences[:_SHOWN]) + (f"; and {more} more" if more > 0 else "")
+        return f"Config or versions are not those of {self.path}: {shown}"
 
 
 def load_config_and_plan(
@@ -112,11 +99,9 @@ def load_config_and_plan(
             nothing.
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
-    if FLAG not in values:
+    if FLAG not in values or {"-h", "--help"} & {*rest}:
         return load_config(rest, world_size=world_size), None
     path = Path(values[FLAG])
-    if {"-h", "--help"} & {*rest}:
-        return load_config(rest, world_size=world_size), None
     plan = read_plan(path)
     if read_flags(rest).config is None:
         raise ConfigError(
@@ -130,18 +115,32 @@ def load_config_and_plan(
             f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
         )
     config = load_config(rest, world_size=plan.world_size)
-    _check_compile(path, plan, config)
+    if config.compile.mode == "eager":
+        raise ConfigError(
+            f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
+            'could be compared with a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
+        )
+    names = pass_names(config)
+    if names != plan.passes:
+        raise ConfigError(
+            f"{FLAG} {path}: planned with the passes {', '.join(plan.passes) or 'none'}, but "
+            f"compile.passes and compile.disable_passes ask for {', '.join(names) or 'none'}. Set "
+            "them as planned, or write the plan again with `graph-trainer plan --save`."
+        )
     return config, PlanCheck.of(plan, path, config)
 
 
 def differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
     """List the keys whose values differ, those that change graphs first."""
     before, after = dict(_flat(planned, "")), dict(_flat(now, ""))
-    keys = [
-        key for key in before | after if before.get(key) != after.get(key) and key not in _NEVER
-    ]
-    keys.sort(key=lambda key: key.split(".")[0] not in _MAKE_GRAPHS)
-    return tuple(f"{k}: planned {_shown(before, k)}, now {_shown(after, k)}" for k in keys)
+    keys = [key for key in before | after if before.get(key) != after.get(key)]
+    keys.sort(key=lambda key: _MAKES_GRAPHS.match(key) is None)
+    return tuple(
+        f"{key}: planned {show(before[key]) if key in before else 'unset'}, "
+        f"now {show(after[key]) if key in after else 'unset'}"
+        for key in keys
+        if key != "dump_folder"
+    )
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
@@ -150,28 +149,3 @@ def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
-
-
-def _shown(table: Mapping[str, Any], key: str) -> str:
-    return show(table[key]) if key in table else "unset"
-
-
-def _some(differences: Sequence[str]) -> str:
-    more = len(differences) - _CAUSES_SHOWN
-    shown = "; ".join(differences[:_CAUSES_SHOWN])
-    return f"{shown}; and {more} more" if more > 0 else shown
-
-
-def _check_compile(path: Path, plan: SavedPlan, config: GraphTrainerConfig) -> None:
-    if config.compile.mode == "eager":
-        raise ConfigError(
-            f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "
-            'could be compared with a plan. Set compile.mode = "aot_fx_trace", or leave out --plan.'
-        )
-    names = pass_names(config)
-    if names != list(plan.passes):
-        raise ConfigError(
-            f"{FLAG} {path}: planned with the passes {', '.join(plan.passes) or 'none'}, but "
-            f"compile.passes and compile.disable_passes ask for {', '.join(names) or 'none'}. Set "
-            "them as planned, or write the plan again with `graph-trainer plan --save`."
-        )

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator
+import statistics
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,31 +18,185 @@ from rich.table import Table
 from torch import nn
 
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
+from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
-from graph_trainer.planner.plan_check import PlanCheck
-from graph_trainer.planner.run_metrics import (
-    WARM_UP,
-    WATCHED_STEP,
-    IssuedCollectives,
-    Measured,
-    StepTimes,
-)
-from graph_trainer.planner.saved_plan import SavedPlan
+from graph_trainer.planner.plan_check import PlanCheck, load_config_and_plan
+from graph_trainer.planner.saved_plan import Predicted
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.observer import RunObserver
-from graph_trainer.titan.trainer import GraphTrainer
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes
 
+from torchtitan.tools import utils  # isort: skip
 from torchtitan.tools.logging import logger  # isort: skip
 
 SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
+WATCHED_STEP = 2
+"""The step in which collectives and the bytes that the graph makes are counted."""
+WARM_UP = 3
+"""Steps that are not timed: the first captures, and the second is slowed down by counting."""
+_STEPS_KEPT = 1000
+
+
+def load_run(words: Sequence[str]) -> tuple[GraphTrainerConfig, RunObserver]:
+    """Load the config of a command line and make the observer of its run, on each rank.
+
+    With --plan FILE the observer refuses any step that the file did not plan.
+
+    Raises:
+        ConfigError: as `load_config_and_plan`.
+    """
+    config, check = load_config_and_plan(words)
+    return config, ReportedRun() if check is None else PlannedRun(check, config)
+
+
+class ReportedRun(RunObserver):
+    """Prints what the passes did to each captured graph, on rank 0."""
+
+    def graph_reported(self, report: Report) -> None:
+        """Print the table of the passes."""
+        if dist.get_rank() == 0:
+            print_table(report_table(report))
+
+
+class PlannedRun(ReportedRun):
+    """Refuses a step that is not the planned one, and compares predicted with measured."""
+
+    def __init__(self, check: PlanCheck, config: GraphTrainerConfig) -> None:
+        self._check = check
+        self._config = config
+        self._on_cuda = utils.device_type == "cuda"
+        self._steps = 0
+        # start and end of the latest steps after warm-up
+        self._spans: deque[tuple[Any, Any]] = deque(maxlen=_STEPS_KEPT)
+        self._measured: dict[str, float] = {}  # by field of `Predicted`
+        self._issued: dict[str, int] | None = None  # collectives of one microbatch by kind
+
+    def first_graph(self, joint: JointGraph) -> None:
+        """Refuse a graph that is not the planned one; log on rank 0 what else is not as planned.
+
+        Raises:
+            VerificationError: with the first difference.
+        """
+        rank = dist.get_rank()
+        captured = fingerprint_of(joint, rank, self._check.plan.rank_classes)
+        self._check.check(captured, rank)
+        if rank == 0 and self._check.differences:
+            logger.warning(self._check.remark())
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """While entered: one step, timed on the device without waiting for it."""
+        self._steps += 1
+        start = self._now()
+        yield
+        if self._steps > WARM_UP:
+            self._spans.append((start, self._now()))
+
+    def _now(self) -> Any:
+        if not self._on_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextlib.contextmanager
+    def microbatch(self) -> Iterator[None]:
+        """While entered: count collectives and bytes, once, in step WATCHED_STEP."""
+        if self._steps != WATCHED_STEP or self._issued is not None:
+            yield
+            return
+        live = LiveStorages()
+        # Inductor's code does not allocate op by op.
+        sees_memory = find_backend(self._config.compile.backend).dispatches_ops
+        with live if sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
+            yield
+        self._issued = issued.count
+        if sees_memory:
+            self._measured["made_bytes"] = live.peak_bytes
+
+    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Measure gradients and the allocator's maxima.
+
+        torchtitan resets the allocator's maxima when it logs, so they are read after every
+        microbatch.
+        """
+        now = self._measured
+        if "gradient_bytes" not in now:
+            now["gradient_bytes"] = local_bytes(p.grad for p in parameters if p.grad is not None)
+        if self._on_cuda:
+            free, total = torch.cuda.mem_get_info()
+            for name, num in (
+                ("peak_bytes", torch.cuda.max_memory_allocated()),
+                ("reserved_bytes", torch.cuda.max_memory_reserved()),
+                ("needed_bytes", total - free),
+            ):
+                now[name] = max(num, now.get(name, 0))
+
+    def finished(
+        self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
+    ) -> None:
+        """Print predicted beside measured and write it to the dump folder, on rank 0.
+
+        Raises:
+            ConfigError: the file cannot be written.
+        """
+        if dist.get_rank() != 0:
+            return
+        now = self._measured
+        now["parameter_bytes"] = local_bytes(parameters)
+        now["optimizer_bytes"] = optimizer_state_bytes(optimizers)
+        if self._on_cuda:
+            torch.cuda.synchronize()
+        seconds = [
+            start.elapsed_time(end) / 1e3 if self._on_cuda else end - start
+            for start, end in self._spans
+        ]
+        if seconds:
+            now["step_seconds"] = statistics.median(seconds)
+        plan = self._check.plan
+        rows = comparison(plan.of_rank(0).predicted, now, self._issued, len(seconds))
+        title = f"Predicted for {plan.hardware} and measured, rank 0 of {plan.world_size:,}"
+        print_table(comparison_table(title, rows))
+        path = Path(self._config.dump_folder) / FILE
+        document = {
+            "schema": SCHEMA,
+            "plan": str(self._check.path),
+            "hardware": plan.hardware,
+            "rank": 0,
+            "world_size": plan.world_size,
+            "rows": [asdict(row) for row in rows],
+        }
+        try:
+            path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: predicted and measured cannot be written: {error.strerror}. Set "
+                "--dump_folder to a folder that can be written."
+            ) from error
+
+
+class IssuedCollectives(TorchDispatchMode):
+    """While entered: counts the collectives that are started, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace in FUNCTIONAL_NAMESPACES and kind_named(name).effect is Effect.STARTS:
+            # Inductor's names of the same op
+            self.count[name.removesuffix("_out").removesuffix("_")] += 1
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,101 +211,77 @@ class Row:
     """None: not measured."""
     how: str
     """How it was measured, or why it was not."""
-
-    @property
-    def ratio(self) -> float | None:
-        """Measured over predicted."""
-        return self.measured / self.predicted if self.measured and self.predicted else None
-
-    def cells(self) -> list[str]:
-        """Return the row as text: what, predicted, measured, ratio and how."""
-        ratio = "" if self.ratio is None else f"{self.ratio:.3f}"
-        values = (_text(value, self.unit) for value in (self.predicted, self.measured))
-        return [self.what, *values, ratio, self.how]
+    ratio: float | None
+    """Measured over predicted."""
 
 
-def comparison(plan: SavedPlan, rank: int, now: Measured) -> list[Row]:
-    """Compare what a plan predicts for a rank with what the rank measured."""
-    predicted = plan.of_rank(rank).predicted
-    no_watch = f"not measured: that is done in step {WATCHED_STEP}"
-    no_made = no_watch if now.sees_memory else "not measured: compiled code allocates unseen"
-    no_maximum = "not measured: a CPU's allocator keeps no maximum"
+def comparison(
+    predicted: Predicted,
+    measured: Mapping[str, float],
+    issued: Mapping[str, int] | None,
+    steps_timed: int,
+) -> list[Row]:
+    """Compare what a plan predicts for a rank with what the rank measured.
+
+    Args:
+        predicted: for this rank.
+        measured: by field of `Predicted`; what is missing was not measured.
+        issued: the number of collectives of one microbatch by kind; None before WATCHED_STEP.
+        steps_timed: the number of steps that `measured["step_seconds"]` is the median of.
+    """
+    rows: list[Row] = []
+
+    def add(
+        what: str, unit: str, before: float, now: float | None, how: str, why_not: str = ""
+    ) -> None:
+        if now is None:
+            how = f"not measured{why_not}"
+        rows.append(Row(what, unit, before, now, how, now / before if now and before else None))
+
+    maximum, no_maximum = "CUDA allocator's maximum", ": a CPU's allocator keeps no maximum"
+    no_watch = f": that is done in step {WATCHED_STEP}"
     # A collective under way keeps its input alive in the backend, which cannot be seen from here;
     # the prediction counts that input until the wait.
-    watched = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
-
-    def row(
-        what: str, unit: str, before: float, measured: float | None, how: str, why_not: str = ""
-    ) -> Row:
-        return Row(what, unit, before, measured, why_not if measured is None else how)
-
-    rows = [
-        row("peak memory", "bytes", predicted.peak_bytes, now.peak_bytes,
-            "CUDA allocator's maximum", no_maximum),
-        row("reserved memory", "bytes", predicted.reserved_bytes, now.reserved_bytes,
-            "CUDA allocator's maximum", no_maximum),
-        row("needed of the device", "bytes", predicted.needed_bytes, now.needed_bytes,
-            "taken of the GPU, by all programs", no_maximum),
-        row("parameters", "bytes", predicted.parameter_bytes, now.parameter_bytes, "summed"),
-        row("optimizer state", "bytes", predicted.optimizer_bytes, now.optimizer_bytes, "summed"),
-        row("gradients", "bytes", predicted.gradient_bytes, now.gradient_bytes,
-            "summed after backward", "not measured: no step was run"),
-        row("made by the graph", "bytes", predicted.made_bytes, now.made_bytes, watched, no_made),
-    ]  # fmt: skip
-    apart = (Category.PARAMETERS.value, Category.OPTIMIZER_STATE.value, Category.GRADIENTS.value)
+    made = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
+    not_made = no_watch if issued is None else ": compiled code allocates unseen"
+    for what, name, how, why_not in (
+        ("peak memory", "peak_bytes", maximum, no_maximum),
+        ("reserved memory", "reserved_bytes", maximum, no_maximum),
+        ("needed of the device", "needed_bytes", "taken of the GPU, by all programs", no_maximum),
+        ("parameters", "parameter_bytes", "summed", ""),
+        ("optimizer state", "optimizer_bytes", "summed", ""),
+        ("gradients", "gradient_bytes", "summed after backward", ": no step was run"),
+        ("made by the graph", "made_bytes", made, not_made),
+    ):
+        add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not)
+    # the peak's other parts: these three have rows of their own
+    listed = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
     for category, num in predicted.peak_by_category.items():
-        if num and category not in apart:
+        if num and category not in listed:
             what = f"  at the peak: {category.replace('_', ' ')}"
-            rows.append(Row(what, "bytes", num, None, "not measured apart"))
-    rows.append(
-        row("step", "seconds", predicted.step_seconds, now.step_seconds,
-            f"median of {now.steps_timed} steps after {WARM_UP} of warm-up",
-            f"not measured: the first {WARM_UP} steps are warm-up")
-    )  # fmt: skip
-    counts = predicted.counts()
-    for kind in counts | (now.issued or {}):
-        number = None if now.issued is None else now.issued.get(kind, 0)
+            add(what, "bytes", num, None, "", " apart")
+    how = f"median of {steps_timed} steps after {WARM_UP} of warm-up"
+    why_not = f": the first {WARM_UP} steps are warm-up"
+    add("step", "seconds", predicted.step_seconds, measured.get("step_seconds"), how, why_not)
+    for kind in predicted.collectives | dict(issued or {}):
+        number = None if issued is None else issued.get(kind, 0)
         how = f"issued in step {WATCHED_STEP}, one microbatch"
-        rows.append(row(kind, "count", counts.get(kind, 0), number, how, no_watch))
+        add(kind, "count", predicted.collectives.get(kind, 0), number, how, no_watch)
     return rows
 
 
-def comparison_table(plan: SavedPlan, rank: int, rows: Iterable[Row]) -> Table:
+def comparison_table(title: str, rows: Iterable[Row]) -> Table:
     """Make the table of predicted beside measured, in at most 100 columns."""
-    title = f"Predicted for {plan.hardware} and measured, rank {rank} of {plan.world_size:,}"
     table = plain_table(title, title_style="")
     table.add_column("what", overflow="fold")
     for heading in ("predicted", "measured", "ratio"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("how", overflow="fold")
     for row in rows:
-        table.add_row(*row.cells())
+        ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
+        values = (_text(value, row.unit) for value in (row.predicted, row.measured))
+        table.add_row(row.what, *values, ratio, row.how)
     return table
-
-
-def save_comparison(check: PlanCheck, rank: int, rows: Iterable[Row], folder: str) -> Path:
-    """Write predicted and measured as JSON to a folder; return the file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    path = Path(folder) / FILE
-    document = {
-        "schema": SCHEMA,
-        "plan": str(check.path),
-        "hardware": check.plan.hardware,
-        "rank": rank,
-        "world_size": check.plan.world_size,
-        "rows": [asdict(row) | {"ratio": row.ratio} for row in rows],
-    }
-    try:
-        path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: predicted and measured cannot be written: {error.strerror}. Set "
-            "--dump_folder to a folder that can be written."
-        ) from error
-    return path
 
 
 def _text(value: float | None, unit: str) -> str:
@@ -157,101 +291,3 @@ def _text(value: float | None, unit: str) -> str:
         name, size = unit_of(value)
         return f"{value / size:,.2f} {name}"
     return f"{value:,.4f} s" if unit == "seconds" else f"{value:,.0f}"
-
-
-class ReportedRun(RunObserver):
-    """Prints what the passes did to each captured graph, on rank 0."""
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def graph_reported(self, report: Report) -> None:
-        """Print the table of the passes."""
-        if self._rank == 0:
-            print_table(report_table(report))
-
-
-class PlannedRun(ReportedRun):
-    """Refuses a step that is not the planned one, and compares predicted with measured."""
-
-    def __init__(self, check: PlanCheck, trainer: GraphTrainer) -> None:
-        super().__init__(dist.get_rank())
-        self._check = check
-        self._folder = trainer.config.dump_folder
-        self._device = trainer.device
-        self._times = StepTimes(trainer.device)
-        # Inductor's code does not allocate op by op.
-        backend = find_backend(trainer.config.compile.backend)
-        self._measured = Measured(sees_memory=backend.dispatches_ops)
-
-    def first_graph(self, joint: JointGraph) -> None:
-        """Refuse a graph that is not the planned one.
-
-        Raises:
-            VerificationError: with the first difference.
-        """
-        captured = fingerprint_of(joint, self._rank, self._check.plan.rank_classes)
-        self._check.check(captured, self._rank)
-
-    def step(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context that times the step."""
-        return self._times.timing()
-
-    @contextlib.contextmanager
-    def microbatch(self) -> Iterator[None]:
-        """While entered: count collectives and bytes, once, in step WATCHED_STEP."""
-        now = self._measured
-        if self._times.steps != WATCHED_STEP - 1 or now.issued is not None:
-            yield
-            return
-        live = LiveStorages()
-        with live if now.sees_memory else contextlib.nullcontext(), IssuedCollectives() as issued:
-            yield
-        now.issued = issued.count
-        if now.sees_memory:
-            now.made_bytes = live.peak_bytes
-
-    def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Measure gradients and the allocator's maxima.
-
-        torchtitan resets the allocator's maxima when it logs, so they are read after every
-        microbatch.
-        """
-        now = self._measured
-        if now.gradient_bytes is None:
-            now.gradient_bytes = local_bytes(p.grad for p in parameters if p.grad is not None)
-        if self._device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._device)
-            now.peak_bytes = max(peak, now.peak_bytes or 0)
-            reserved = torch.cuda.max_memory_reserved(self._device)
-            now.reserved_bytes = max(reserved, now.reserved_bytes or 0)
-            free, has = torch.cuda.mem_get_info(self._device)
-            now.needed_bytes = max(has - free, now.needed_bytes or 0)
-
-    def finished(
-        self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
-    ) -> None:
-        """Print predicted beside measured and write it to the dump folder, on rank 0.
-
-        Raises:
-            ConfigError: the file cannot be written.
-        """
-        if self._rank != 0:
-            return
-        now = self._measured
-        now.parameter_bytes = local_bytes(parameters)
-        now.optimizer_bytes = optimizer_state_bytes(optimizers)
-        now.step_seconds, now.steps_timed = self._times.median(), self._times.timed
-        rows = comparison(self._check.plan, self._rank, now)
-        print_table(comparison_table(self._check.plan, self._rank, rows))
-        save_comparison(self._check, self._rank, rows, self._folder)
-
-
-def observer_of(trainer: GraphTrainer, check: PlanCheck | None) -> RunObserver:
-    """Make the observer of a run before its first step; log on rank 0 what differs from a plan."""
-    if check is None:
-        return ReportedRun(dist.get_rank())
-    if dist.get_rank() == 0:
-        for line in check.remarks():
-            logger.warning(line)
-    return PlannedRun(check, trainer)

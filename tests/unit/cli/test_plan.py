@@ -102,8 +102,12 @@ def test_an_output_that_is_a_folder_or_below_a_file(refused, tmp_path):
 
 
 def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
-    """The fixture's work is what would run: without a mistake it does."""
-    asked = {}
+    """The fixture's work is what would run: without a mistake it does. The config is read once."""
+    asked, read = {}, []
+    load_config = command.load_config
+    monkeypatch.setattr(
+        command, "load_config", lambda *a, **k: read.append(a) or load_config(*a, **k)
+    )
 
     class Reached(Exception):
         pass
@@ -118,3 +122,4 @@ def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
         cli.main(["plan", *words])
     assert (asked["world_size"], asked["hardware"], asked["rank"]) == (8, "a100-80g", 3)
     assert asked["config"].parallelism.tensor_parallel_degree == 2
+    assert asked["config"].compile.hardware == "a100-80g" and len(read) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import re
 
@@ -14,7 +13,7 @@ from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fake_rank import FakeRank
-from graph_trainer.planner.fingerprint import Entry, Fingerprint, fingerprint_of, first_difference
+from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan_check import PlanCheck, differences, load_config_and_plan
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.testing import Builder
@@ -40,8 +39,8 @@ def test_ranks_of_a_class_have_one_fingerprint_and_others_another():
     assert classes.representative_of(4) == classes.representative_of(2) == 2
     assert classes.representative_of(6) == 6
     assert issued_by_2 != issued_by_4
-    assert two.digest == four.digest
-    text = str(two.issues)
+    assert two.difference(four) is None
+    text = str(two.collectives)
     assert "over tp (2)" in text and "over fsdp (4)" in text and "ranks [" not in text
 
 
@@ -58,17 +57,15 @@ def test_causal_attention_is_another_step_than_full_whatever_the_kernel():
     cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     flash = torch.ops.aten._scaled_dot_product_flash_attention.default
     causal, full = (attention(cpu, 0.0, is_causal) for is_causal in (True, False))
-    assert first_difference(causal, full).count(" attention bfloat16[1, 2, 8, 4]") == 2
-    assert "planned causal attention" in first_difference(causal, full)
-    assert "captured full attention" in first_difference(causal, full)
-    assert causal.computes[0].what == attention(flash, 0.0, True).computes[0].what
-    assert full.computes[0].what == attention(flash, 0.0, False).computes[0].what
+    message = causal.difference(full)
+    assert message.count(" attention bfloat16[1, 2, 8, 4]") == 2
+    assert "planned causal attention" in message and "captured full attention" in message
+    assert causal.difference(attention(flash, 0.0, True)) is None
+    assert full.difference(attention(flash, 0.0, False)) is None
 
 
 DIFFERENT = {
     "sequence": (["--training.seq_len", "64"], "training.seq_len: planned 32, now 64", "input"),
-    "batch": (["--training.local_batch_size", "2"], "training.local_batch_size: pl", "input"),
-    "mesh": (["--parallelism.tensor_parallel_degree", "2"], "tensor_parallel_degree", "input"),
     "replicas": (
         ["--parallelism.data_parallel_replicate_degree", "2",
          "--parallelism.data_parallel_shard_degree", "1"],
@@ -104,26 +101,40 @@ def test_what_makes_no_other_graph_trains_with_a_remark(plan, saved, tmp_path):
     check = PlanCheck.of(plan, saved, config)
     for rank in range(RANKS):
         check.check(captured(config, plan.rank_classes, rank)[0], rank)
-    (remark,) = check.remarks()
+    remark = check.remark()
     assert "training.steps: planned 40, now 7" in remark and "metrics.log_freq" in remark
     assert remark.index("training.") < remark.index("metrics.") and "dump_folder" not in remark
-    assert PlanCheck.of(plan, saved, config_of()).remarks() == []
+    assert PlanCheck.of(plan, saved, config_of()).remark() == ""
 
 
 def test_other_versions_warn_and_are_named_where_the_step_differs(plan, saved):
     older = plan.model_copy(update={"versions": plan.versions | {"torch": "2.1"}})
     check = PlanCheck.of(older, saved, config_of())
-    planned = plan.fingerprint(plan.of_rank(0))
+    planned = plan.of_rank(0).fingerprint
     check.check(planned, 0)
-    (remark,) = check.remarks()
-    assert 'torch: planned "2.1", now' in remark
-    other = dataclasses.replace(planned, issues=planned.issues[1:])
-    with pytest.raises(VerificationError, match=r'Versions differ: torch: planned "2\.1", now "2'):
+    assert 'versions.torch: planned "2.1", now "2' in check.remark()
+    other = planned.model_copy(update={"collectives": planned.collectives[1:]})
+    with pytest.raises(VerificationError, match=r'versions\.torch: planned "2\.1", now "2'):
         check.check(other, 0)
+    with pytest.raises(VerificationError, match="Config and versions are the plan's; it was"):
+        PlanCheck.of(plan, saved, config_of()).check(other, 0)
 
 
-def entry(text):
-    return Entry(text, f"in module '{text}'")
+def test_a_plan_whose_config_is_no_toml_is_refused(plan, saved):
+    broken = plan.model_copy(update={"config": "a = = b"})
+    with pytest.raises(ConfigError, match="--plan .*: config, line 1, column 5: not valid TOML"):
+        PlanCheck.of(broken, saved, config_of())
+
+
+def test_of_many_differences_the_first_are_shown(plan, saved):
+    differences = tuple(f"key {place}" for place in range(10))
+    assert PlanCheck(plan, saved, differences).remark().endswith("key 7; and 2 more")
+
+
+def issuing(texts, where="in module '{}'"):
+    """A step of these collectives."""
+    collectives = tuple((text, where.format(text)) for text in texts)
+    return Fingerprint(inputs=(), ops=(), collectives=collectives)
 
 
 @pytest.mark.parametrize(
@@ -136,13 +147,9 @@ def entry(text):
     ],
 )
 def test_the_first_difference_is_found(captured, message):
-    planned = Fingerprint((), (), tuple(map(entry, "abc")))
-    other = Fingerprint((), (), tuple(map(entry, captured)))
-    assert re.search(message, first_difference(planned, other))
-    assert planned.digest != other.digest
-    assert first_difference(planned, planned) is None
-    moved = Fingerprint((), (), tuple(Entry(e.what, "elsewhere") for e in planned.issues))
-    assert first_difference(planned, moved) is None and moved.digest == planned.digest
+    planned = issuing("abc")
+    assert re.search(message, planned.difference(issuing(captured)))
+    assert planned.difference(issuing("abc", where="elsewhere")) is None
 
 
 @pytest.mark.parametrize("words", [["--plan"], ["--plan="], ["--plan", "--a"]])
@@ -154,7 +161,7 @@ def test_the_flag_needs_a_file(words):
 def test_the_command_line_gives_the_config(saved):
     config, check = load_config_and_plan(["--plan", str(saved), *CONFIG, "--training.steps", "3"])
     assert (config.training.seq_len, config.training.steps) == (256, 3)
-    assert "training.seq_len: planned 32, now 256" in check.config_differs
+    assert "training.seq_len: planned 32, now 256" in check.differences
     assert load_config_and_plan(["--training.steps", "3"])[1] is None
     with pytest.raises(ConfigError, match="names nothing to train. Give the --config"):
         load_config_and_plan(["--plan", str(saved), "--training.steps", "3"])

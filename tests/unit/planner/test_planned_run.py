@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,13 +15,15 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import WIDTH, print_table
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.planned_run import (
+    WARM_UP,
+    IssuedCollectives,
+    PlannedRun,
     ReportedRun,
     comparison,
     comparison_table,
-    save_comparison,
 )
-from graph_trainer.planner.run_metrics import WARM_UP, IssuedCollectives, Measured, StepTimes
 from graph_trainer.testing import become
+from tests.unit.planner.conftest import config_of
 
 GATHERS = {("all_gather_into_tensor", "forward"): 12_345}
 BIG = PassReport("capture", 1.0, 60_000, GATHERS, 900 * 1024**3, 90 * 1024**3)
@@ -30,9 +31,11 @@ CHANGED = PassReport("functionalize_writes", 99.9, 55_555, {}, 0, 10 * 1024**3)
 
 
 def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
-    ReportedRun(rank=1).graph_reported(Report([BIG, CHANGED]))
+    become(1, 2)
+    ReportedRun().graph_reported(Report([BIG, CHANGED]))
     assert not capsys.readouterr().out
-    ReportedRun(rank=0).graph_reported(Report([BIG, CHANGED]))
+    become(0, 2)
+    ReportedRun().graph_reported(Report([BIG, CHANGED]))
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= WIDTH
     assert "What each pass did to the joint graph" in text
@@ -42,58 +45,75 @@ def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
     assert "…" not in text
 
 
-def compared(plan, **measured):
-    given = {"sees_memory": True, "parameter_bytes": 2**20, "optimizer_bytes": 0}
-    return comparison(plan, 0, Measured(**(given | measured)))
+def compared(plan, issued=None, steps_timed=0, **measured):
+    given = {"parameter_bytes": 2**20, "optimizer_bytes": 0}
+    rows = comparison(plan.of_rank(0).predicted, given | measured, issued, steps_timed)
+    return {row.what: row for row in rows}
 
 
-def test_the_table_shows_predicted_measured_and_ratio(plan, saved, tmp_path, capsys):
+def test_the_table_shows_predicted_measured_and_ratio(plan, capsys):
     predicted = plan.of_rank(0).predicted
-    found = compared(
+    rows = compared(
         plan,
+        predicted.collectives | {"all_to_all_single": 1},
+        steps_timed=6,
         made_bytes=2 * predicted.made_bytes,
         step_seconds=predicted.step_seconds / 2,
-        steps_timed=6,
-        issued=predicted.counts() | {"all_to_all_single": 1},
     )
-    rows = {row.what: row for row in found}
     assert rows["made by the graph"].ratio == 2 and rows["step"].ratio == 0.5
     assert rows["step"].how == "median of 6 steps after 3 of warm-up"
     assert rows["all_gather_into_tensor"].ratio == 1
     # What was issued without being planned has a row.
     assert (rows["all_to_all_single"].predicted, rows["all_to_all_single"].measured) == (0, 1)
     assert rows["peak memory"].measured is None and "not measured" in rows["peak memory"].how
-    print_table(comparison_table(plan, 0, found))
+    print_table(comparison_table("Predicted", rows.values()))
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert any("all_gather_into_tensor" in line and "1.000" in line for line in lines)
-    path = save_comparison(PlanCheck(plan, saved, (), ()), 0, found, str(tmp_path))
-    written = json.loads(path.read_text())
-    assert written["rows"][0]["measured"] is None and len(written["rows"]) == len(found)
-    assert written["hardware"] == "cpu" and written["plan"] == str(saved)
-    with pytest.raises(ConfigError, match="predicted and measured cannot be written"):
-        save_comparison(PlanCheck(plan, Path("p"), (), ()), 0, found, str(tmp_path / "none"))
 
 
 def test_a_short_run_says_what_it_did_not_measure(plan):
-    rows = {row.what: row for row in compared(plan)}
+    rows = compared(plan)
     assert rows["step"].how == "not measured: the first 3 steps are warm-up"
     assert rows["made by the graph"].how == "not measured: that is done in step 2"
     assert all(row.ratio is None for row in rows.values() if row.measured is None)
-    rows = {row.what: row for row in compared(plan, sees_memory=False)}
+    assert rows["all_gather_into_tensor"].how == "not measured: that is done in step 2"
+    rows = compared(plan, issued={})
     assert rows["made by the graph"].how == "not measured: compiled code allocates unseen"
 
 
-def test_steps_of_warm_up_do_not_count():
-    times = StepTimes(torch.device("cpu"))
-    for step in range(WARM_UP):
-        with times.timing():
+def test_the_run_is_written_and_steps_of_warm_up_do_not_count(plan, saved, tmp_path, capsys):
+    become(0, 2)
+    run = PlannedRun(PlanCheck(plan, saved, ()), config_of("--dump_folder", str(tmp_path)))
+
+    def written():
+        run.finished([], [])
+        document = json.loads((tmp_path / "predicted_and_measured.json").read_text())
+        rows = {row["what"]: row for row in document.pop("rows")}
+        return document, rows["step"], rows["parameters"]
+
+    for _ in range(WARM_UP):
+        with run.step():
             time.sleep(0.05)
-        assert (times.steps, times.timed, times.median()) == (step + 1, 0, None)
+    document, step, parameters = written()
+    assert document == {
+        "schema": "graph_trainer.predicted_and_measured/1",
+        "plan": str(saved),
+        "hardware": "cpu",
+        "rank": 0,
+        "world_size": 2,
+    }
+    assert step["measured"] is None and parameters["measured"] == 0
+    assert "Predicted for cpu and measured, rank 0 of 2" in capsys.readouterr().out
     for _ in range(4):
-        with times.timing():
+        with run.step():
             pass
-    assert times.timed == 4 and times.median() < 0.05
+    _, step, _ = written()
+    assert step["measured"] < 0.05 and step["how"] == "median of 4 steps after 3 of warm-up"
+    tmp_path.joinpath("predicted_and_measured.json").unlink()
+    tmp_path.joinpath("predicted_and_measured.json").mkdir()
+    with pytest.raises(ConfigError, match="predicted and measured cannot be written"):
+        run.finished([], [])
 
 
 def test_collectives_are_counted_where_they_are_started():

@@ -18,11 +18,11 @@ from graph_trainer.planner.saved_plan import SCHEMA, read_plan
 def test_what_is_written_is_read(plan, saved):
     assert read_plan(saved) == plan
     second = plan.of_rank(1)
-    assert second.rank == 1 and second.ranks == 1
-    fingerprint = plan.fingerprint(second)
-    assert len(fingerprint.issues) > 5 and len(fingerprint.computes) > 10
+    assert plan.of_rank(0) is plan.classes[0] and second is plan.classes[1]
+    issued = [what for what, _ in second.fingerprint.collectives]
+    assert len(issued) > 5 and len(second.fingerprint.ops) > 10
     # Each is waited for once it is issued itself, some while later ones are in flight.
-    waits = [int(re.search(r"waited for when (\d+) are", e.what)[1]) for e in fingerprint.issues]
+    waits = [int(re.search(r"waited for when (\d+) are", what)[1]) for what in issued]
     later = [wait - number for number, wait in enumerate(waits, start=1)]
     assert min(later) >= 0 < max(later)
     assert second.predicted.parameter_bytes == second.predicted.gradient_bytes > 0
@@ -31,7 +31,7 @@ def test_what_is_written_is_read(plan, saved):
     kept = sum(parts[name] for name in ("parameters", "optimizer_state", "buffers_and_batch"))
     assert sum(parts.values()) == second.predicted.peak_bytes
     assert second.predicted.peak_bytes >= kept + second.predicted.made_bytes
-    assert plan.passes[0] == "normalize_views" and plan.config_table()["base"]
+    assert plan.passes[0] == "normalize_views" and "\nbase = " in f"\n{plan.config}"
 
 
 def test_what_is_saved_is_what_the_tables_say(full, plan):
@@ -42,7 +42,7 @@ def test_what_is_saved_is_what_the_tables_say(full, plan):
     shown = Counter()
     for (kind, _, _), volume in full.rows[-1].collectives.items():
         shown[kind] += volume.count
-    assert predicted.counts() == shown and all(shown.values())
+    assert predicted.collectives == shown and all(shown.values())
 
 
 class Opens:
@@ -60,7 +60,7 @@ def test_a_pickle_is_not_loaded(tmp_path):
     for protocol in (0, 4):
         path = tmp_path / "plan.json"
         path.write_bytes(pickle.dumps(Opens(planted), protocol))
-        with pytest.raises(ConfigError, match=r"--plan .*plan\.json: not JSON"):
+        with pytest.raises(ConfigError, match=r"--plan .*plan\.json: Invalid JSON"):
             read_plan(path)
     assert not planted.exists()
 
@@ -68,15 +68,16 @@ def test_a_pickle_is_not_loaded(tmp_path):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("", "not JSON, or cut short"),
+        ("", "Invalid JSON: EOF"),
+        (f'{{"schema": "{SCHEMA}", "vers', "Invalid JSON: EOF"),
         ("[" * 200_000, "recursion limit exceeded"),
-        ('{"schema":' + "[" * 900 + "]" * 900 + "}", "recursion limit exceeded"),
-        ("[]", "not a plan: it has no schema"),
-        ('{"schema": "graph_trainer.plan/1"}', "and this version reads graph_trainer.saved_plan/2"),
-        ('{"schema": "graph_trainer.saved_plan/2"}', "Write the plan again"),
-        ('{"schema": ' + "9" * 10_000 + "}", "not JSON, or cut short"),
-        ('{"schema": ' + "9" * 4_000 + "}", "and this version reads graph_trainer.saved_plan/2"),
-        (f'{{"schema": "{SCHEMA}"}}', "versions is missing"),
+        ("[]", "Input should be an object"),
+        ("{}", "schema: Field required. Name a file that `graph-trainer plan --save` wrote"),
+        ('{"schema": "graph_trainer.plan/1"}', 'schema = "graph_trainer.plan/1": Input should be'),
+        ('{"schema": "graph_trainer.saved_plan/2"}', f"Input should be '{SCHEMA}'. Name a file"),
+        ('{"schema": ' + "9" * 10_000 + "}", "Invalid JSON"),
+        ('{"schema": ' + "9" * 4_000 + "}", f"Input should be '{SCHEMA}'"),
+        (f'{{"schema": "{SCHEMA}"}}', "versions: Field required"),
     ],
 )
 def test_no_plan_is_refused(tmp_path, text, problem):
@@ -87,56 +88,36 @@ def test_no_plan_is_refused(tmp_path, text, problem):
     assert str(refused.value).startswith(f"--plan {path}: ") and problem in str(refused.value)
 
 
-def test_a_plan_cut_anywhere_is_refused(plan, tmp_path):
-    text, path = plan.to_json(), tmp_path / "plan.json"
-    for length in range(1, len(text) - 1, len(text) // 40):
-        path.write_text(text[:length])
-        with pytest.raises(ConfigError, match="not JSON, or cut short"):
-            read_plan(path)
-
-
 def test_what_cannot_be_read_is_refused(tmp_path):
     for path in (tmp_path / "none.json", tmp_path, Path("a\0b")):
         with pytest.raises(ConfigError, match=r"cannot be read: .*Name a file that"):
             read_plan(path)
 
 
-INTEGER, TEXT = "Input should be a valid integer", "Input should be a valid string"
+OPS = ("fingerprint", "ops")
 
 
 @pytest.mark.parametrize(
     ("keys", "value", "problem"),
     [
-        (["world_sise"], 3, "world_sise = 3: unknown key. Did you mean world_size?"),
-        (["world_size"], "2", f'world_size = "2": {INTEGER}'),
-        (["world_size"], float("nan"), f"world_size = nan: {INTEGER}"),
+        (["world_sise"], 3, "world_sise = 3: Extra inputs are not permitted"),
+        (["world_size"], "2", 'world_size = "2": Input should be a valid integer'),
+        (["world_size"], float("nan"), "world_size = nan: Input should be a valid integer"),
         (["world_size"], 3, "they multiply to 2 ranks, and world_size is 3"),
-        (["world_size"], 0, "world_size is 0"),
-        (["versions", "torch"], 2.13, f"versions.torch = 2.13: {TEXT}"),
-        (["passes"], "default", 'passes = "default": '),
-        (["config"], "a = = b", "not TOML"),
-        (["config"], "a = " + "[" * 5000, "not TOML"),
-        (["config"], "a = " + "9" * 5000, "not TOML"),
-        (["microbatches"], -1, "microbatches = -1: "),
-        (["axes", 0, 1], [], "axes[0][1] = []: Tuple should have at least 1 item"),
-        (["axes", 1, 1], [0, 0], "not one for each class of the axes"),
-        (["classes"], [], "not one for each class of the axes"),
-        (["classes", 0, "rank"], 5, "not one for each class of the axes"),
-        (["classes", 0, "extra"], 5, "classes[0].extra = 5: unknown key"),
-        (["classes", 0, "op", 0], [0, 10**6], "classes[0].op[0] = [0, 1000000]: not two positions"),
-        (["classes", 0, "op", 0], [-1, 0], "classes[0].op[0][0] = -1: "),
-        (["classes", 0, "collective", 3], "x", 'classes[0].collective[3] = "x": '),
-        (["classes", 0, "collective"], [], "classes[0].fingerprint = "),
-        (["classes", 0, "fingerprint"], "0", "changed by hand"),
-        (["texts", 0], "parameter 'other' float32[1]", "changed by hand"),
-        (["classes", 0, "predicted", "peak_bytes"], 1.5, f"predicted.peak_bytes = 1.5: {INTEGER}"),
-        (["classes", 0, "predicted", "peak_bytes"], 10**400, "less than 9223372036854775808"),
-        (["classes", 0, "predicted", "step_seconds"], 1e999, "predicted.step_seconds = inf"),
-        (["classes", 0, "predicted", "collectives"], {"a": {"b": 1}}, "collectives.a.b = 1"),
-        (["classes", 0, "predicted", "collectives"], {"a": {"b": {}}}, "count is missing"),
+        (["world_size"], 0, "world_size = 0: "),
+        (["axes", "tp"], [0, 0], "they multiply to 4 ranks, and world_size is 2"),
+        (["axes", "fsdp"], [0, 0], "classes: not one for each class of the axes"),
+        (["axes", "fsdp"], [], "they multiply to 0 ranks"),
+        (["classes"], {}, "classes: not one for each class of the axes"),
+        (["classes", "0", "extra"], 5, "classes.0.extra = 5: Extra inputs"),
+        (["classes", "0", *OPS, 0], ["a"], "classes.0.fingerprint.ops.0.1: Field required"),
+        (["classes", "0", *OPS, 0, 1], 7, "fingerprint.ops.0.1 = 7: Input should be a valid str"),
+        (["classes", "0", "predicted", "peak_bytes"], 10**400, "less than 9223372036854775808"),
+        (["classes", "0", "predicted", "step_seconds"], 1e999, "predicted.step_seconds = inf"),
     ],
 )  # fmt: skip
 def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value, problem):
+    """pydantic's own checks are not repeated: one case for each that the models ask for."""
     path = tmp_path / "plan.json"
     table = document
     for key in keys[:-1]:
@@ -148,12 +129,20 @@ def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value,
         read_plan(path)
     message = str(refused.value)
     assert message.startswith(f"--plan {path}: ") and problem in message, message
-    assert "Write the plan again with `graph-trainer plan --save`." in message
+    assert "Name a file that `graph-trainer plan --save` wrote, or write the" in message
+
+
+def test_a_class_of_another_rank_is_refused(document, tmp_path):
+    path = tmp_path / "plan.json"
+    document["classes"]["5"] = document["classes"].pop("1")
+    path.write_text(json.dumps(document))
+    with pytest.raises(ConfigError, match="classes: not one for each class of the axes"):
+        read_plan(path)
 
 
 def test_axes_of_too_many_classes_are_refused_before_they_are_listed(document, tmp_path):
     path = tmp_path / "plan.json"
-    document["axes"] = [["axis", [0, 1]]] * 40
+    document["axes"] = {f"axis {number}": [0, 1] for number in range(40)}
     path.write_text(json.dumps(document | {"world_size": 2**40}))
     with pytest.raises(ConfigError, match="not one for each class of the axes"):
         read_plan(path)

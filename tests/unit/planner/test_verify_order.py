@@ -197,5 +197,6 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
     without = plan_every_class(make_plan(config_of(1, 3, 1), 3, load_hardware("cpu")))
     for rank in (0, 2):
         # as without the pass, which all ranks roll back
-        assert saved.of_rank(rank).fingerprint == without.of_rank(rank).fingerprint
+        kept = without.of_rank(rank).fingerprint
+        assert saved.of_rank(rank).fingerprint.difference(kept) is None
     assert "rank that needs most decides" in " ".join(shown(plan).split())

@@ -22,7 +22,7 @@ from graph_trainer.core.graph.collective_kinds import (
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.catalogue import registered_passes
 from graph_trainer.core.simulation.simulate import simulate
-from graph_trainer.planner.run_metrics import IssuedCollectives
+from graph_trainer.planner.planned_run import IssuedCollectives
 from graph_trainer.testing import become, mean_square
 from tests.unit.core.passes.rank_order import inner_first
 from tests.unit.core.simulation.machines import machine
