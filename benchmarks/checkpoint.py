@@ -5,7 +5,7 @@
 
 One rank saves tensors of 64 MiB to a folder on disk, with and without digests in turn, in the
 modes "disabled" (the training thread saves) and "async" (another thread saves). `blocked s` is what
-the training thread waits for, `save s` the time until the checkpoint has its name, `CPU s` what all
+the training thread waits for, `save s` the time until the checkpoint is complete, `CPU s` what all
 threads compute in that time, and `check s` the check of the files before they are loaded, from the
 page cache.
 """
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks.turns import orders
-from graph_trainer.titan.checkpoint_files import PublishingWriter, damage
+from graph_trainer.titan.checkpoint_files import ManifestWriter, damage
 
 TENSOR_MIB = 64
 CASES = {
@@ -77,7 +77,7 @@ def measure(
     """Save and check once; seconds by column."""
     final = folder / "step-1"
     shutil.rmtree(final, ignore_errors=True)
-    writer = PublishingWriter(folder / "writing-1", publish_as=final, verify=verify)
+    writer = ManifestWriter(final, verify=verify)
     start, cpu = time.perf_counter(), time.process_time()
     if mode == "async":
         future: Any = dcp.async_save(state, storage_writer=writer)

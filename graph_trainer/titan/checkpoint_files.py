@@ -1,9 +1,9 @@
-"""The files of a checkpoint: written under another name, renamed when complete, verified on load.
+"""The files of a checkpoint: complete once `.metadata` is there, verified before they are loaded.
 
-The format is torch's distributed checkpoint, which anything that reads those can load. The files
-are written into a folder that no loader takes, which is renamed once every byte is on the disk: a
-folder called step-N is complete whenever it exists. `SHA256SUMS` inside holds a digest of every
-file, in the format of the tool of that name, `sha256sum -c SHA256SUMS`, and in a comment its size.
+The format is torch's distributed checkpoint, which anything that reads those can load. torch gives
+`.metadata` its name when everything else is on the disk, and torchtitan takes a folder without it
+for no checkpoint. `SHA256SUMS`, written just before, holds a digest of every file, in the format of
+the tool of that name, `sha256sum -c SHA256SUMS`, and in a comment its size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import io
 import os
 import re
 import shutil
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,7 @@ from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 
 SUMS = "SHA256SUMS"
-WRITING = "writing-"
-REPLACED = "replaced-"
-"""Before the step's number: the folder that is being written, and the one that it replaces."""
+HF_INDEX = "model.safetensors.index.json"
 
 _SIZE = re.compile(r"# (\d+) bytes  (.+)")
 """The line above a file's digest; `sha256sum` takes it for a comment."""
@@ -41,31 +39,31 @@ _INLINE_BYTES = 1 << 16
 """Smaller writes are hashed where they are written: to start another thread takes as long."""
 
 
-class PublishingWriter(FileSystemWriter):
-    """Write a checkpoint into one folder and rename the folder when it is complete.
+class ManifestWriter(FileSystemWriter):
+    """Write a checkpoint with a list of its files' digests, in place of what its folder holds.
 
     Every rank hashes its files while it writes them, on another thread than the one that saves; the
-    coordinator writes the list of digests and renames. An error on any rank comes before that.
+    coordinator writes the list. An error on any rank comes before that, and before `.metadata`.
 
     Args:
-        path: where to write; what is there is removed first.
-        publish_as: the name of the finished checkpoint; what is there is replaced.
+        path: where to write.
         verify: write the list of digests, at the cost of one pass of SHA-256 over the bytes.
     """
 
-    def __init__(
-        self, path: str | os.PathLike[str], publish_as: str | os.PathLike[str], verify: bool = True
-    ) -> None:
+    def __init__(self, path: str | os.PathLike[str], verify: bool = True) -> None:
         super().__init__(path)
-        self._publish_as = Path(publish_as)
         self._hashing: _HashingFileSystem | None = None
         if verify:
             self.fs = self._hashing = _HashingFileSystem()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Empty the folder, on the coordinator: all ranks have planned and none has written."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.makedirs(self.path)
+        """Empty the folder, on the coordinator: all ranks have planned and none has written.
+
+        Raises:
+            OSError: see `empty`.
+        """
+        empty(Path(self.path))
+        os.makedirs(self.path, exist_ok=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -79,7 +77,9 @@ class PublishingWriter(FileSystemWriter):
         except Exception as error:
             # torch.save raises "unexpected pos" in place of the disk's error, which is its cause;
             # other ranks are sent the exception without its cause.
-            disk = _find_os_error(error)
+            disk: BaseException | None = error
+            while disk is not None and not isinstance(disk, OSError):
+                disk = disk.__cause__ or disk.__context__
             raise OSError(disk.errno, disk.strerror, str(self.path)) if disk else error from error
         if self._hashing is not None:
             digests = self._hashing.digests
@@ -94,54 +94,29 @@ class PublishingWriter(FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write metadata and digests and rename the folder, on the coordinator."""
-        super().finish(metadata, results)
-        folder = Path(self.path)
+        """Write the digests of all ranks' files and then `.metadata`, on the coordinator."""
         if self._hashing is not None:
-            sums = {
-                r.storage_data.relative_path: (r.sha256, r.file_bytes)
-                for of_rank in results
-                for r in of_rank
-                if isinstance(r, _HashedResult)
-            }
-            sums[METADATA] = self._hashing.digests[f"{METADATA}.tmp"]
-            with (folder / SUMS).open("w") as file:
-                for name, (digest, size) in sorted(sums.items()):
-                    file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
-                file.flush()
-                os.fsync(file.fileno())
-        publish(folder, self._publish_as)
+            for of_rank in results:
+                for r in of_rank:
+                    if isinstance(r, _HashedResult):
+                        self._hashing.digests[r.storage_data.relative_path] = r.sha256, r.file_bytes
+        super().finish(metadata, results)
 
 
-def publish(written: Path, name: Path) -> None:
-    """Rename a finished folder to `name` and remove what had that name.
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint has the file that is written last, here and by torchtitan's exports."""
+    return (checkpoint / METADATA).is_file() or (checkpoint / HF_INDEX).is_file()
 
-    Atomic on one file system where nothing has the name yet. Otherwise there is a moment without
-    that name, after which `clean` restores the older checkpoint.
+
+def empty(checkpoint: Path) -> None:
+    """Remove a checkpoint, or what a killed run left of one.
+
+    Raises:
+        OSError: the file that makes it complete cannot be removed.
     """
-    _sync_folder(written)
-    replaced = name.with_name(f"{REPLACED}{name.name.rpartition('-')[2]}")
-    if name.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        name.rename(replaced)
-    written.rename(name)
-    _sync_folder(name.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def clean(folder: Path) -> None:
-    """Remove what killed runs left in the folder of all checkpoints.
-
-    A checkpoint that was being replaced and has no successor gets its name back.
-    """
-    for replaced in folder.glob(f"{REPLACED}*"):
-        name = replaced.with_name(f"step-{replaced.name.removeprefix(REPLACED)}")
-        if name.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(name)
-    for writing in folder.glob(f"{WRITING}*"):
-        shutil.rmtree(writing, ignore_errors=True)
+    for name in (METADATA, HF_INDEX):  # first: half of a checkpoint must not look complete
+        (checkpoint / name).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def sums_of(folder: Path) -> dict[str, tuple[str, int | None]] | None:
@@ -189,87 +164,52 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
         sums = sums_of(folder) if verify else None
     except (OSError, ValueError) as error:
         return [_format_error(error, folder)]
+    lines = []
+    # What metadata says is read once: file name -> how long it has to be at least.
+    needed: dict[str, int] = {}
+    if share == 0:
+        try:
+            for place in DataReader(folder).read_metadata().storage_data.values():
+                end = place.offset + place.length
+                needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
+        except CheckpointError as error:
+            lines.append(str(error))
+        except Exception as error:  # unpickling damaged bytes raises anything
+            if sums is None and isinstance(error, FileNotFoundError):
+                lines.append(f"{METADATA} is missing: it was never completed")
+            elif sums is None:
+                lines.append(f"{METADATA} cannot be read: {_format_error(error, folder)}")
+            # Otherwise its digest tells.
     if sums is None:
-        return _find_short_files(folder) if share == 0 else []
-    lines = _find_unlisted_files(folder, sums) if share == 0 else []
-    for name in sorted(sums)[share::shares]:
-        expected, size = sums[name]
+        names = sorted(needed)
+    else:
+        unlisted = [name for name in needed if name not in sums]
+        lines += [f"{SUMS} is damaged: it does not list {name}" for name in unlisted]
+        names = sorted(sums)[share::shares]
+    for name in names:
+        digest, size = sums[name] if sums is not None else (None, None)
+        end = needed.get(name, 0)
         try:
             with (folder / name).open("rb") as file:
                 length = os.fstat(file.fileno()).st_size
                 if size not in (None, length):
-                    problem = f"{length:,} bytes instead of {size:,}"
-                elif hashlib.file_digest(file, "sha256").hexdigest() != expected:
-                    problem = f"its SHA-256 is not that of {SUMS}"
+                    problem = f"truncated or changed: {length:,} bytes instead of {size:,}"
+                elif length < end:
+                    problem = f"truncated: {length:,} bytes instead of {end:,} or more"
+                elif digest and hashlib.file_digest(file, "sha256").hexdigest() != digest:
+                    problem = f"truncated or changed: its SHA-256 is not that of {SUMS}"
                 else:
                     continue
+            lines.append(f"{name} is {problem}")
         except FileNotFoundError:
             lines.append(f"{name} is missing")
         except OSError as error:
             lines.append(_format_error(error, folder))
-        else:
-            lines.append(f"{name} is truncated or changed: {problem}")
     return lines
-
-
-def _find_os_error(error: BaseException | None) -> OSError | None:
-    """Search an exception and its causes."""
-    while error is not None and not isinstance(error, OSError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
-def _needed_bytes(folder: Path) -> dict[str, int]:
-    """Return how long each file has to be at least, by what metadata says of it."""
-    needed: dict[str, int] = {}
-    for place in DataReader(folder).read_metadata().storage_data.values():
-        end = place.offset + place.length
-        needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
-    return needed
-
-
-def _find_unlisted_files(folder: Path, sums: Container[str]) -> list[str]:
-    try:
-        needed = _needed_bytes(folder)
-    except CheckpointError as error:
-        return [str(error)]
-    except Exception:  # unpickling damaged bytes raises anything; the digest tells
-        return []
-    return [f"{SUMS} is damaged: it does not list {name}" for name in needed if name not in sums]
-
-
-def _find_short_files(folder: Path) -> list[str]:
-    if not (folder / METADATA).exists():
-        return [f"{METADATA} is missing: it was never completed"]
-    try:
-        needed = _needed_bytes(folder)
-    except CheckpointError as error:
-        return [str(error)]
-    except Exception as error:  # unpickling damaged bytes raises anything
-        return [f"{METADATA} cannot be read: {_format_error(error, folder)}"]
-    short = []
-    for name, end in sorted(needed.items()):
-        try:
-            size = (folder / name).stat().st_size
-        except OSError:
-            short.append(f"{name} is missing")
-        else:
-            if size < end:
-                short.append(f"{name} is truncated: {size:,} bytes instead of {end:,} or more")
-    return short
 
 
 def _format_error(error: Exception, folder: Path) -> str:
     return f"{type(error).__name__}: {error}".replace(f"{folder}/", "")
-
-
-def _sync_folder(folder: Path) -> None:
-    """Write a folder's entries to the disk; a rename or a new file is safe only after that."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @dataclass(frozen=True)
@@ -281,7 +221,10 @@ class _HashedResult(WriteResult):
 
 
 class _HashingFileSystem(FileSystem):
-    """Hash each file while it is written: file name -> SHA-256 and bytes in `digests`."""
+    """Hash each file while it is written: file name -> SHA-256 and bytes in `digests`.
+
+    The file that torch renames is `.metadata`, the last one; the list of all is written before.
+    """
 
     def __init__(self) -> None:
         self.digests: dict[str, tuple[str, int]] = {}
@@ -291,6 +234,16 @@ class _HashingFileSystem(FileSystem):
         with ThreadPoolExecutor(1) as thread, _HashingFile(path, mode, thread) as file:
             yield file
         self.digests[Path(path).name] = file.sha256.hexdigest(), file.written
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Write the list of digests to the disk, then rename."""
+        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
+        with (Path(new_path).parent / SUMS).open("w") as file:
+            for name, (digest, size) in sorted(self.digests.items()):
+                file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
+            file.flush()
+            os.fsync(file.fileno())
+        super().rename(path, new_path)
 
 
 class _HashingFile(io.BufferedWriter):

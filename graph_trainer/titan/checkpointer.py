@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,28 +23,26 @@ from torchtitan.tools.utils import GarbageCollection
 
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import (
+    HF_INDEX,
     SUMS,
-    WRITING,
-    PublishingWriter,
-    clean,
+    ManifestWriter,
     damage,
-    publish,
+    empty,
+    is_complete,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
 
 _STEP = re.compile(r"step-(\d+)")
-_HF_INDEX = "model.safetensors.index.json"
 _SHOWN = 5
-
-T = TypeVar("T")
 
 
 class CheckedCheckpointManager(CheckpointManager):
     """Save and load torchtitan's checkpoints as torchtitan does, and guarantee:
 
-    - A folder step-N is a complete checkpoint. It is written as writing-N and renamed at the
-      end, so a run that is killed, or that fills the disk, leaves nothing that a later run
-      would take for a checkpoint. The next run removes what such a run left.
+    - A folder step-N is a checkpoint once its last file is there, which torch gives its name when
+      the others are on the disk: `.metadata`, or the index of an export to Hugging Face. What a
+      run that was killed, or that filled the disk, has left is never loaded or counted among the
+      checkpoints to keep.
     - Older checkpoints are removed only once the newer ones are complete.
     - Before a checkpoint is loaded, all ranks together read it once and compare it with the
       digests that were written with it. Without `checkpoint.load_step` the newest good
@@ -53,7 +51,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     A checkpoint without digests (plain torchtitan's, or `checkpoint.verify` off) is checked for
     missing and short files only, and the log says so. On remote storage (a folder with "://" in
-    its name), which has no rename, everything is as in torchtitan.
+    its name) everything is as in torchtitan.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -70,6 +68,7 @@ class CheckedCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
         self._verify = config.verify
+        self._saving = ""  # the checkpoint that is, or was last, written
         self._damaged: set[str] = set()
         self._checked: set[str] = set()
 
@@ -88,7 +87,7 @@ class CheckedCheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Future[Any] | AsyncSaveResponse | None:
-        """Save as torchtitan does, into a folder that is renamed when it is complete.
+        """Save as torchtitan does, with a list of digests, and replace what the folder holds.
 
         Raises:
             CheckpointError: on every rank, when one of them cannot write.
@@ -98,89 +97,117 @@ class CheckedCheckpointManager(CheckpointManager):
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
         self._damaged.discard(checkpoint_id)
-        final = Path(checkpoint_id)
-        writing = final.with_name(WRITING + final.name.rpartition("-")[2])
+        self._saving = checkpoint_id
+        writer = ManifestWriter(checkpoint_id, verify=self._verify)
+        saved: Future[Any] | AsyncSaveResponse | None = None
         try:
-            saved: Future[Any] | AsyncSaveResponse | None = None
+            # The error of an asynchronous save is raised later, where the save is waited for.
             if to_hf:
-                _on_first_rank(lambda: shutil.rmtree(writing, ignore_errors=True))
-                super().dcp_save(state_dict, str(writing), async_mode, to_hf=True)
-                dist.barrier()  # every rank's files are there
-                _on_first_rank(lambda: publish(writing, final))
+                if dist.get_rank() == 0:
+                    # What cannot be removed cannot be written either: all ranks hear of that.
+                    with contextlib.suppress(OSError):
+                        empty(Path(checkpoint_id))
+                dist.barrier()
+                super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
+            elif async_mode == AsyncMode.DISABLED:
+                dcp.save(state_dict, storage_writer=writer)
+            elif async_mode == AsyncMode.ASYNC:
+                saved = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
             else:
-                saved = self._save_as(state_dict, writing, final, async_mode)
+                saved = dcp.async_save(
+                    state_dict,
+                    storage_writer=writer,
+                    process_group=self.pg,
+                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+                    async_stager=self.stager,
+                )
         except (Exception, dcp.CheckpointException) as error:
-            raise self._could_not_save(writing, final, error) from error
+            raise self._could_not_save(error) from error
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
-        # The error of an asynchronous save is raised later, where the save is waited for.
-        self._in_flight = (writing, final)
         return saved
-
-    def _save_as(
-        self, state_dict: dict[str, Any], writing: Path, final: Path, async_mode: AsyncMode
-    ) -> Future[Any] | AsyncSaveResponse | None:
-        writer = PublishingWriter(writing, publish_as=final, verify=self._verify)
-        if async_mode == AsyncMode.DISABLED:
-            dcp.save(state_dict, storage_writer=writer)
-            return None
-        options: dict[str, Any] = {}
-        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
-            options = {
-                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
-                "async_stager": self.stager,
-            }
-        return dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg, **options)
 
     def _wait_for_saving(self) -> None:
         try:
             super()._wait_for_saving()
         except (Exception, dcp.CheckpointException) as error:
-            raise self._could_not_save(*self._in_flight, error) from error
+            raise self._could_not_save(error) from error
 
-    def _could_not_save(self, writing: Path, final: Path, error: BaseException) -> CheckpointError:
+    def _could_not_save(self, error: BaseException) -> CheckpointError:
         """Remove the unfinished checkpoint and make the error, on every rank.
 
         The exception has reached all ranks, because it came out of an exchange between them.
         """
-        if dist.get_rank() == 0:
-            shutil.rmtree(writing, ignore_errors=True)
+        final = Path(self._saving)
+        if dist.get_rank() == 0 and not is_complete(final):
+            shutil.rmtree(final, ignore_errors=True)
         reason = f"{type(error).__name__}: {error}"
         if isinstance(error, dcp.CheckpointException):
             reason = _reasons(error)
-        kept = self._steps_there()
+        # Without this one: another rank may be removing it.
+        kept = [step for step, complete in self._steps().items() if complete]
+        last = next((p for p in map(self._create_checkpoint_id, kept) if p != self._saving), "")
         return CheckpointError(
             f"the checkpoint {final} could not be written: {reason}. Its files are removed; "
-            + (
-                f"the last complete one is {final.with_name(f'step-{kept[0]}')}"
-                if kept
-                else "there is no earlier one"
-            )
+            + (f"the last complete one is {last}" if last else "there is no earlier one")
             + ". Free space or correct the cause named above, or set checkpoint.folder to another "
             "folder, then start again."
         )
 
     def _purge_stale_checkpoints(self) -> None:
-        """Queue old checkpoints for removal; damaged ones do not count among those to keep."""
+        """Queue old checkpoints for removal.
+
+        Damaged and unfinished ones do not count among those to keep, nor does one that is being
+        written.
+        """
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._should_purge():
-            there = self._steps_there()
-            good = [s for s in there if self._create_checkpoint_id(s) not in self._damaged]
-            oldest_kept = good[self.keep_latest_k - 1] if len(good) >= self.keep_latest_k else 0
-            for step in there:
-                if step < oldest_kept:
-                    self.purge_queue.put(self._create_checkpoint_id(step))
+            uncounted = self._damaged | ({self._saving} if self.save_future else set())
+            steps = self._steps()
+            kept = [
+                step
+                for step, complete in steps.items()
+                if complete and self._create_checkpoint_id(step) not in uncounted
+            ]
+            if len(kept) >= self.keep_latest_k:
+                for step in steps:
+                    if step < kept[self.keep_latest_k - 1]:
+                        self.purge_queue.put(self._create_checkpoint_id(step))
 
     # Loading
 
     def _load(self, step: int = -1) -> bool:
-        if not filesystem.is_remote(self.folder):
-            if not self.load_only:
-                _on_first_rank(lambda: clean(Path(self.folder)))
-            if step == -1:
-                step = self._newest_good_step()
+        if step == -1 and not filesystem.is_remote(self.folder):
+            step = self._newest_good_step()
         return super()._load(step)
+
+    def _newest_good_step(self) -> int:
+        """Find the newest step with a good checkpoint, the same on every rank; -1 without any.
+
+        Raises:
+            CheckpointError: there are complete checkpoints, and all of them are damaged.
+        """
+        from_first_rank = [self._steps()]
+        dist.broadcast_object_list(from_first_rank, src=0)
+        passed_over: list[str] = []
+        for step, complete in from_first_rank[0].items():
+            path = self._create_checkpoint_id(step)
+            if not complete:
+                logger.warning(f"The checkpoint {path} was never completed and is not used")
+                continue
+            damage = self._damage(path)
+            if not damage:
+                for line in passed_over:
+                    logger.warning(f"{line}; going back to step {step}")
+                return step
+            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(damage)}")
+        if passed_over:
+            raise CheckpointError(
+                f"none of the checkpoints in {self.folder} is whole. {'. '.join(passed_over)}. Put "
+                "a good copy in place of one of them, or move them away to train from the start."
+            )
+        return -1
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -220,28 +247,9 @@ class CheckedCheckpointManager(CheckpointManager):
                 "checkpoint.initial_load_path of a new run."
             ) from error
 
-    def _newest_good_step(self) -> int:
-        """Find the newest step with a good checkpoint, the same on every rank; -1 without any."""
-        steps = _from_first_rank(self._steps_there() if dist.get_rank() == 0 else [])
-        passed_over: list[str] = []
-        for step in steps:
-            path = self._create_checkpoint_id(step)
-            damage = self._damage(path)
-            if not damage:
-                for line in passed_over:
-                    logger.warning(f"{line}; going back to step {step}")
-                return step
-            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(damage)}")
-        if passed_over:
-            raise CheckpointError(
-                f"none of the checkpoints in {self.folder} is whole. {'. '.join(passed_over)}. Put "
-                "a good copy in place of one of them, or move them away to train from the start."
-            )
-        return -1
-
     def _damage(self, path: str) -> list[str]:
         """Find damaged files, the same on every rank; each rank reads a part of the files."""
-        if path in self._checked or (Path(path) / _HF_INDEX).exists():
+        if path in self._checked or (Path(path) / HF_INDEX).exists():
             return []
         rank, ranks = dist.get_rank(), dist.get_world_size()
         local = damage(Path(path), verify=self._verify, share=rank, shares=ranks)
@@ -259,11 +267,15 @@ class CheckedCheckpointManager(CheckpointManager):
             )
         return []
 
-    def _steps_there(self) -> list[int]:
-        """List the steps that have a checkpoint, the newest first."""
+    def _steps(self) -> dict[int, bool]:
+        """List the steps that have a folder, the newest first, and whether it is complete."""
         folder = Path(self.folder)
-        names = [_STEP.fullmatch(p.name) for p in folder.iterdir()] if folder.is_dir() else []
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        steps = {
+            int(name[1]): is_complete(path)
+            for path in (folder.iterdir() if folder.is_dir() else ())
+            if (name := _STEP.fullmatch(path.name))
+        }
+        return dict(sorted(steps.items(), reverse=True))
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:
@@ -275,25 +287,6 @@ def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckp
         return config
     fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     return CheckedCheckpointManager.Config(**fields)
-
-
-def _on_first_rank(work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the other ranks wait; raise its error on every rank."""
-    problem = ""
-    if dist.get_rank() == 0:
-        try:
-            work()
-        except Exception as error:
-            problem = f"rank 0: {type(error).__name__}: {error}"
-    problem = _from_first_rank(problem)
-    if problem:
-        raise CheckpointError(problem)
-
-
-def _from_first_rank(value: T) -> T:
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _reasons(error: dcp.CheckpointException) -> str:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.titan.checkpoint_files import PublishingWriter
+from graph_trainer.titan.checkpoint_files import ManifestWriter
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
 from tests.integration.matrix import rows as rows_of
@@ -126,8 +126,7 @@ def tied_across_meshes(folder: Path, _: str) -> dict[str, Any]:
 
     whole, other, step = made(7, 4), made(99, 2, 2), folder / "tied" / "step-2"
     before = losses(whole)
-    writer = PublishingWriter(step.with_name("writing-2"), publish_as=step)
-    dcp.save(whole.state_dict(), storage_writer=writer)
+    dcp.save(whole.state_dict(), storage_writer=ManifestWriter(step))
     state = other.state_dict()
     dcp.load(state, storage_reader=reader_of(str(step)), planner=DataLoadPlanner())
     other.load_state_dict(state)

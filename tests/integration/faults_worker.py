@@ -140,7 +140,7 @@ def out_of_data(trainer: GraphTrainer) -> None:
 
 def full_disk(trainer: GraphTrainer) -> None:
     """From step 4 on rank 1 can write no file beyond 1 MB."""
-    earlier = Path(trainer.config.dump_folder) / "checkpoint" / "step-2"
+    earlier = Path(trainer.config.dump_folder) / "checkpoint" / "step-2" / ".metadata"
 
     def fill() -> None:
         while not earlier.exists():  # an asynchronous save may still be at it
@@ -184,7 +184,9 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     damaged = folder / "damaged/checkpoint"
     on_rank_0(lambda: flip_a_bit(damaged / "step-8/__1_0.distcp"))
     on_rank_0(lambda: os.truncate(damaged / "step-6/__0_0.distcp", 1000))
-    on_rank_0(lambda: (damaged / "writing-9").mkdir())
+    # a killed run left this one, and another will not come to it
+    on_rank_0(lambda: (damaged / "step-9").mkdir())
+    on_rank_0(lambda: (damaged / "step-3").mkdir())
     resumed = run(folder / "damaged", *eight, "2")
     yield (
         "damaged",

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from graph_trainer.titan.checkpoint_files import METADATA, damage, sums_of
+from graph_trainer.titan.checkpoint_files import METADATA, damage, is_complete, sums_of
 from tests.integration.faults_worker import EIGHT, FLAGS
 from tests.integration.launch import ROOT, kill, lives, processes_of, run_ranks, user_environment
 
@@ -65,10 +65,11 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_newest_good_one(results: Re
         for line, step, file in zip(told, (8, 6), ("__1_0", "__0_0"), strict=True):
             assert f"step-{step} is damaged" in line and f"{file}.distcp" in line
             assert line.endswith("going back to step 4")
-        # What a killed run left is gone. Two are to be kept, which damaged ones are not counted
-        # among: when step 6 was written anew, 4 and 6 were the two, and nothing is removed at
-        # the last step.
-        assert case["names"] == ["step-4", "step-6", "step-8"]
+        (unfinished,) = [line for line in case["lines"] if "never completed" in line]
+        assert "step-9 was never completed and is not used" in unfinished
+        # Two are to be kept, which damaged and unfinished ones are not counted among: when step 6
+        # was written anew, 4 and 6 were the two, and nothing is removed at the last step.
+        assert case["names"] == ["step-4", "step-6", "step-8", "step-9"]
         assert case["damage"] == [[], [], []]
 
 
@@ -92,7 +93,7 @@ def test_a_full_disk_stops_training_and_leaves_the_last_checkpoint(
         case = results[rank][f"full {mode}"]
         path = folder / f"full-{mode}" / "checkpoint"
         assert case["error"].startswith(f"CheckpointError: the checkpoint {path}/step-4 could not")
-        assert f"rank 1: OSError: [Errno 27] File too large: '{path}/writing-4'" in case["error"]
+        assert f"rank 1: OSError: [Errno 27] File too large: '{path}/step-4'" in case["error"]
         assert f"the last complete one is {path}/step-2" in case["error"]
         assert (case["names"], case["damage"]) == (["step-2"], [])
 
@@ -214,7 +215,7 @@ def written_since(path: Path, start: float) -> bool:
 
 
 def steps(checkpoints: Path) -> list[str]:
-    return sorted(p.name for p in checkpoints.glob("step-*"))
+    return sorted(p.name for p in checkpoints.glob("step-*") if is_complete(p))
 
 
 LOADING = r"Loading the checkpoint from \S*/step-(\d)\."
@@ -237,7 +238,7 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
     checkpoints = tmp_path / "outputs" / "checkpoint"
 
     with Run(train, tmp_path, "killed.log", MAX_RESTARTS="1") as run:
-        run.wait_for((checkpoints / "step-2").exists)
+        run.wait_for((checkpoints / "step-2" / METADATA).exists)
         first = run.rank(0)
         os.kill(run.rank(1), signal.SIGKILL)
         killed = time.monotonic()
@@ -249,7 +250,7 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
         before, found, *_ = re.split(LOADING, run.text())
         loaded = int(found)
         assert 0 <= last_step(before) - loaded <= 2
-        run.wait_for((checkpoints / f"step-{loaded + 2}").exists)
+        run.wait_for((checkpoints / f"step-{loaded + 2}" / METADATA).exists)
         processes = run.processes()
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.status(60) != 0
@@ -260,7 +261,7 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
     assert left == [f"step-{n}" for n in range(2, last + 1, 2)]
     # the last step is still to be trained
     assert loaded + 2 <= last < 8 and last_step(run.text()) - last <= 2
-    data = checkpoints / f"writing-{last + 2}" / "__0_0.distcp"
+    data = checkpoints / f"step-{last + 2}" / "__0_0.distcp"
 
     for sent in (signal.SIGTERM, signal.SIGINT):
         with Run(slow, tmp_path, f"{sent.name}.log") as run:

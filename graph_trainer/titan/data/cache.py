@@ -1,34 +1,16 @@
-"""Tables that are built once on a machine, by whichever process comes first, and then read.
-
-Files, locks and the name of a build are those of Hugging Face `datasets`, without the network.
-"""
+"""Tables that Hugging Face `datasets` builds once on a machine and then maps from disk."""
 
 from __future__ import annotations
 
-import errno
-import logging
 import os
-import tempfile
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from graph_trainer.errors import ConfigError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-
-logger = logging.getLogger(__name__)
-
-Rows: TypeAlias = Generator[dict[str, Any], None, str]
-"""The rows of a table, by column; the generator returns the digest of all of them."""
-
-_ROWS_IN_MEMORY = 100
-_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP)
-
-
-class CorruptCacheError(Exception):
-    """A cached table whose content is not what was written."""
 
 
 def cache_dir() -> Path:
@@ -45,80 +27,52 @@ def cache_dir() -> Path:
 
 def load_or_build(
     name: str,
-    key: str | None,
-    *,
+    fingerprint: str,
     columns: Mapping[str, Any],
-    rows: Callable[[], Rows],
-    digest: Callable[[pa.Table], str],
-) -> tuple[pa.Table, str]:
-    """Read a table from the cache; build it first where it is missing or damaged.
+    rows: Callable[[], Iterator[dict[str, Any]]],
+    folder: Path | None = None,
+) -> pa.Table:
+    """Read a table from the cache of `datasets`, which builds it first where it is missing.
 
     Several processes may ask for the same table at once: one builds, the others wait and read.
-    A table appears in the cache by one rename, complete. Each load compares its digest with the
-    one that the build has written, which costs a pass over the bytes.
+    A table appears in the cache by one rename, complete.
 
     Args:
-        name: what the table holds, for the folder, the log and errors.
-        key: depends on everything that the table's content depends on; None caches nothing.
+        name: what the table holds, for its folder and for errors.
+        fingerprint: depends on everything that the table's content depends on.
         columns: column name -> ``datasets`` feature.
-        rows: generates the rows and returns their digest.
-        digest: computes the same digest from the table that was read.
+        rows: generates the rows.
+        folder: where to keep it; None for `cache_dir`.
 
     Returns:
-        The table, mapped from disk, and its digest.
+        The table, mapped from disk.
 
     Raises:
-        ConfigError: the cache folder cannot be written.
+        ConfigError: the folder cannot be written, or what is there cannot be read.
     """
     import datasets
 
-    def load(folder: Path, key: str) -> tuple[pa.Table, str]:
-        info = datasets.DatasetInfo(features=datasets.Features(columns))
-
-        def generate() -> Generator[dict[str, Any], None, None]:
-            # Written with the rows, in the same rename.
-            info.description = yield from rows()
-
-        try:
-            dataset = datasets.Dataset.from_generator(
-                generate,
-                cache_dir=str(folder),
-                fingerprint=key,
-                split=datasets.NamedSplit(name),
-                dataset_name=name,
-                info=info,
-                writer_batch_size=_ROWS_IN_MEMORY,
-            )
-            table = dataset.with_format("arrow")[:]
-            if digest(table) != dataset.info.description:
-                raise CorruptCacheError("the checksum is wrong")
-        except datasets.exceptions.DatasetGenerationError as error:
-            cause = error.__cause__ or error
-            raise cause from cause.__cause__
-        except Exception as error:  # damaged files raise anything, a bare OSError of Arrow's too
-            if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
-                raise
-            raise CorruptCacheError(f"{type(error).__name__}: {error}") from error
-        return table, dataset.info.description
-
-    folder = cache_dir()
+    folder = folder or cache_dir()
     try:
-        if key is not None:
-            try:
-                return load(folder, key)
-            except CorruptCacheError as error:
-                logger.warning("the %s in %s are corrupt (%s): building again", name, folder, error)
-            # Without this file `datasets` takes a build for unfinished: it replaces the build.
-            for mark in (folder / name).glob(f"*{key}/*/{datasets.config.DATASET_INFO_FILENAME}"):
-                mark.unlink(missing_ok=True)
-            return load(folder, key)
-    except OSError as error:
-        if error.errno not in _NO_LOCKS:
-            raise ConfigError(
-                f"cannot keep the {name} of a dataset in the cache folder {folder}: {error}. Make "
-                "the folder writable, free some space, or name another with "
-                "GRAPH_TRAINER_CACHE=<folder>."
-            ) from error
-        logger.warning("no file locks in %s (%s): the %s are not cached", folder, error, name)
-    with tempfile.TemporaryDirectory() as private:  # the mapping outlives the file's name
-        return load(Path(private), "private")
+        dataset = datasets.Dataset.from_generator(
+            rows,
+            features=datasets.Features(columns),
+            cache_dir=str(folder),
+            fingerprint=fingerprint,
+            split=datasets.NamedSplit(name),
+            dataset_name=name,
+            writer_batch_size=100,  # documents in memory
+        )
+        return dataset.with_format("arrow")[:]
+    except Exception as error:  # damaged files raise anything
+        if isinstance(error, datasets.exceptions.DatasetGenerationError):
+            cause = error.__cause__ or error
+            if not isinstance(cause, OSError):  # of the rows
+                raise cause from cause.__cause__
+            error = cause
+        raise ConfigError(
+            f"cannot keep the {name} of a dataset in the cache folder {folder}: "
+            f"{type(error).__name__}: {error}. Make the folder writable, free some space, remove "
+            f"{folder / name} if a file in it is damaged, or name another folder with "
+            "GRAPH_TRAINER_CACHE=<folder>."
+        ) from error

@@ -2,15 +2,16 @@
 
 import hashlib
 import itertools
-import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
+
+from pydantic import BaseModel, ValidationError
 
 from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
@@ -74,7 +75,7 @@ class Corpus:
         for file in self.files:
             # The name of a lone file does not matter. Its suffix does, and that it is alone: both
             # decide how the file is cut into documents.
-            path = f"*{file.suffix}" if self._is_lone_file else self._relative(file)
+            path = f"*{file.suffix}" if file == self.root else self._relative(file)
             with _naming(file):
                 hasher.update((path, file.read_bytes()))
         return hasher.hexdigest()
@@ -101,14 +102,10 @@ class Corpus:
             ConfigError: a file cannot be read, is not UTF-8, or a line of a .jsonl file is not
                 an object with a "text" string.
         """
-        wanted: Iterable[bool] = itertools.repeat(True)
-        if split is not None:
-            wanted = (validates == (split == "validation") for validates in self.validation)
-        yield from itertools.compress((text for _, text in self._read()), wanted)
-
-    @property
-    def _is_lone_file(self) -> bool:
-        return self.files == (self.root,)
+        texts = (text for _, text in self._read())
+        if split is None:
+            return texts
+        return itertools.compress(texts, (v == (split == "validation") for v in self.validation))
 
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -116,15 +113,15 @@ class Corpus:
     def _read(self) -> Iterator[tuple[str, str]]:
         """Generate what decides the split of each document, and its text."""
         for file in self.files:
+            documents: Iterator[tuple[str, str]]
             with _naming(file, skip_other_encodings=self.name == "stdlib"):
-                documents: Iterable[tuple[str, str]]
                 if file.suffix == ".jsonl":
                     documents = ((text, text) for text in _read_jsonl(file))
-                elif self._is_lone_file:
+                elif file == self.root:
                     documents = ((text, text) for text in _read_chunks(file))
                 else:
                     text = file.read_bytes().decode("utf-8")
-                    documents = [(self._relative(file), text)]
+                    documents = iter([(self._relative(file), text)])
                 yield from (document for document in documents if document[1].strip())
 
 
@@ -149,67 +146,71 @@ def open_corpus(name: str, path: str | None = None) -> Corpus:
                 f"dataset_path = {path!r} is set, but dataset 'stdlib' takes no path. To train "
                 "on the files at that path, set dataset = 'text'."
             )
-        corpus = _open_stdlib()
+        root = Path(sysconfig.get_paths()["stdlib"])
+        files = _walk(root, (".py",), _SKIPPED_FOLDERS, _SKIPPED_PREFIXES)
+        if not files:
+            raise ConfigError(
+                f"dataset 'stdlib' found no source files at {root}: this Python comes without "
+                "them. Install a Python that has them, or set dataset = 'text' and dataset_path."
+            )
     elif name == "text":
-        corpus = _open_text(path)
+        if not path:
+            raise ConfigError(
+                "dataset 'text' needs dataset_path: a .txt or .jsonl file, or a folder of them."
+            )
+        root, files = _own_text(path)
     else:
         near = nearest(name, DATASETS, cutoff=0.5)
         hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
         valid = "; ".join(f"{key!r}: {summary}" for key, summary in DATASETS.items())
         raise ConfigError(f"unknown dataset {name!r}.{hint} Datasets are {valid}.")
+    corpus = Corpus(name, root, files)
     if next(corpus.documents(), None) is None:
         raise ConfigError(
-            f"dataset {name!r} has no documents: each of the files at {corpus.root} is empty "
-            f"({len(corpus.files)}). Name a file or folder with text in it."
+            f"dataset {name!r} has no documents: each of the files at {root} is empty "
+            f"({len(files)}). Name a file or folder with text in it."
         )
     return corpus
 
 
-def _open_stdlib() -> Corpus:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(
-        root,
-        (".py",),
-        lambda name: name not in _SKIPPED_FOLDERS and not name.startswith(_SKIPPED_PREFIXES),
-    )
-    if not files:
-        raise ConfigError(
-            f"dataset 'stdlib' found no source files at {root}: this Python comes without them. "
-            "Install a Python that has them, or set dataset = 'text' and dataset_path."
-        )
-    return Corpus("stdlib", root, files)
-
-
-def _open_text(path: str | None) -> Corpus:
-    if not path:
-        raise ConfigError(
-            "dataset 'text' needs dataset_path: a .txt or .jsonl file, or a folder of them."
-        )
+def _own_text(path: str) -> tuple[Path, tuple[Path, ...]]:
+    """Return the root and the files of dataset "text"."""
     root = Path(path).expanduser()
     if not root.exists():
-        near = _nearest_sibling(root)
+        siblings = root.parent.iterdir() if root.parent.is_dir() else iter([])
+        near = nearest(root.name, [s.name for s in itertools.islice(siblings, 10_000)], count=1)
+        hint = f" Did you mean {str(root.with_name(near[0]))!r}?" if near else ""
         raise ConfigError(
-            f"dataset_path {path!r} does not exist (looked at {root.absolute()}).{near} Name a "
+            f"dataset_path {path!r} does not exist (looked at {root.absolute()}).{hint} Name a "
             ".txt or .jsonl file, or a folder of them."
         )
     if root.is_dir():
-        files = _walk(root, (".txt", ".jsonl"), lambda name: not name.startswith("."))
+        files = _walk(root, (".txt", ".jsonl"), skipped_prefixes=(".",))
         if not files:
             raise ConfigError(
                 f"dataset_path {path!r} is a folder without a single .txt or .jsonl file, at any "
                 "depth. Put text there, or name another path."
             )
-        return Corpus("text", root, files)
+        return root, files
     if root.suffix not in (".txt", ".jsonl"):
         raise ConfigError(
             f"dataset_path {path!r} ends in {root.suffix!r}; a dataset is a .txt file, a .jsonl "
             'file (one {"text": ...} a line), or a folder of them. Rename or convert it.'
         )
-    return Corpus("text", root, (root,))
+    return root, (root,)
 
 
-def _walk(root: Path, suffixes: tuple[str, ...], wanted: Callable[[str], bool]) -> tuple[Path, ...]:
+def _walk(
+    root: Path,
+    suffixes: tuple[str, ...],
+    skipped: Collection[str] = (),
+    skipped_prefixes: tuple[str, ...] = (),
+) -> tuple[Path, ...]:
     """List files below ``root`` by suffix and name, in an order that is the same everywhere."""
+
+    def wanted(name: str) -> bool:
+        return name not in skipped and not name.startswith(skipped_prefixes)
+
     paths = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = filter(wanted, subfolders)
@@ -237,38 +238,28 @@ def _naming(file: Path, skip_other_encodings: bool = False) -> Iterator[None]:
         ) from error
 
 
+class _Record(BaseModel):
+    """A line of a .jsonl file; its other keys are ignored."""
+
+    text: str
+
+
 def _read_jsonl(file: Path) -> Iterator[str]:
     with open(file, encoding="utf-8", newline="\n") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                text = _text_of(line)
-            except ValueError as error:
+                yield _Record.model_validate_json(line).text
+            except ValidationError as error:
+                problem = error.errors()[0]
+                where = "".join(f'"{key}": ' for key in problem["loc"])
+                what = problem["msg"].replace(" at line 1 column", " at column")
                 raise ConfigError(
-                    f'{file}, line {number}: the line {error}. A .jsonl dataset has one {{"text": '
-                    '"..."} object a line: correct or remove the line.'
+                    f"{file}, line {number}: {where}{what}, found {repr(problem['input'])[:80]}. "
+                    'A .jsonl dataset has one {"text": "..."} object a line: correct or remove '
+                    "the line."
                 ) from error
-            yield text
-
-
-def _text_of(line: str) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON ({error})") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"is a {type(record).__name__}, not an object")
-    if "text" not in record:
-        raise ValueError(f'has no "text" among its keys {sorted(record)[:8]}')
-    text = record["text"]
-    if not isinstance(text, str):
-        raise ValueError(f'has a "text" of type {type(text).__name__}')
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:  # "\ud800" is JSON but no Unicode text
-        raise ValueError(f'has half a character in "text" ({error})') from error
-    return text
 
 
 def _read_chunks(file: Path) -> Iterator[str]:
@@ -290,11 +281,3 @@ def _read_chunks(file: Path) -> Iterator[str]:
 def _stable_hash(key: str) -> int:
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big")
-
-
-def _nearest_sibling(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    names = [entry.name for entry in itertools.islice(path.parent.iterdir(), 10_000)]
-    near = nearest(path.name, names, count=1)
-    return f" Did you mean {str(path.with_name(near[0]))!r}?" if near else ""

@@ -74,8 +74,8 @@ class TextDataLoader(BaseDataLoader):
     ):
         if config.seed < 0:
             raise ConfigError(f"dataloader seed = {config.seed} is negative: set it to 0 or more.")
-        corpus = tokenize(open_corpus(config.dataset, config.dataset_path), tokenizer)
-        self._rows = PackedRows(corpus, config.split, seq_len=seq_len, seed=config.seed)
+        table = tokenize(open_corpus(config.dataset, config.dataset_path), tokenizer)
+        self._rows = PackedRows(table, config.split, seq_len=seq_len, seed=config.seed)
         self._infinite = config.infinite
         self._seq_len = seq_len
         self._local_rows = local_batch_size
@@ -85,7 +85,7 @@ class TextDataLoader(BaseDataLoader):
         self._resuming = False
         # Everything that decides which tokens are at a position.
         self._identity = {
-            "dataset_digest": corpus.digest,
+            "dataset_digest": self._rows.digest,
             "split": config.split,
             "seed": config.seed,
             "seq_len": seq_len,
@@ -115,19 +115,16 @@ class TextDataLoader(BaseDataLoader):
         return self._batches()
 
     def _batches(self) -> Iterator[Batch]:
+        shape = (self._local_rows, self._seq_len)
         while self._infinite or self._position + self._global_rows <= self._rows.rows_per_epoch:
             first = self._position + self._first_local_row
+            inputs, positions, labels = (np.empty(shape, dtype=np.int64) for _ in range(3))
+            for i in range(self._local_rows):
+                self._rows.fill(first + i, inputs[i], positions[i], labels[i])
             # Before the yield: a state that is saved while this batch is used is past it.
             self._position += self._global_rows
-            yield self._batch(first)
-
-    def _batch(self, first: int) -> Batch:
-        shape = (self._local_rows, self._seq_len)
-        inputs, positions, labels = (np.empty(shape, dtype=np.int64) for _ in range(3))
-        for i in range(self._local_rows):
-            self._rows.fill(first + i, inputs[i], positions[i], labels[i])
-        batch = {"input": torch.from_numpy(inputs), "positions": torch.from_numpy(positions)}
-        return batch, torch.from_numpy(labels)
+            batch = {"input": torch.from_numpy(inputs), "positions": torch.from_numpy(positions)}
+            yield batch, torch.from_numpy(labels)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch, and the data that it is a position in.

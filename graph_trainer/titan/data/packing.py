@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy.typing as npt
 import tokenizers
 from torchtitan.components.tokenizer import BaseTokenizer
 
-from graph_trainer.titan.data.cache import Rows, load_or_build
+from graph_trainer.titan.data.cache import load_or_build
 from graph_trainer.titan.data.corpus import Corpus, Split
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
@@ -30,29 +31,16 @@ _BATCH = 64
 """Documents to encode at once, on all cores."""
 
 
-@dataclass(frozen=True)
-class TokenizedCorpus:
-    """Every document of a corpus as token ids, in the corpus's order."""
-
-    tokens: pa.ChunkedArray
-    """[documents] lists of uint16 or uint32, mapped from disk."""
-
-    lengths: npt.NDArray[np.int64]
-    """[documents] int64: tokens of each document."""
-
-    validation: npt.NDArray[np.bool_]
-    """[documents] bool: is the document in the validation split?"""
-
-    digest: str
-    """64 hexadecimal digits of the content: equal digests give equal training data."""
-
-
-def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> TokenizedCorpus:
+def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> pa.Table:
     """Encode a corpus with a tokenizer, each document between its bos and eos.
 
     The first caller on a machine tokenises; later callers map the cached table. Nothing is cached
-    for a tokenizer without a fingerprint (neither a ByteBPETokenizer nor one with a
-    ``tokenizers.Tokenizer``): every caller tokenises.
+    for a tokenizer without a ``tokenizers.Tokenizer`` inside, which cannot be told from another:
+    every caller tokenises.
+
+    Returns:
+        A row for each document, in the corpus's order: "tokens", a list of uint16 or uint32, and
+        "validation", whether the document is in that split.
 
     Raises:
         ConfigError: a file of the corpus cannot be used (see ``Corpus.documents``), or the cache
@@ -61,75 +49,31 @@ def tokenize(corpus: Corpus, tokenizer: BaseTokenizer) -> TokenizedCorpus:
     from datasets import List, Value
     from datasets.fingerprint import Hasher
 
-    identity = _fingerprint(tokenizer)
-    if identity is None:
-        name = type(tokenizer).__name__
-        logger.warning("tokens of %s are not cached: it has no fingerprint", name)
+    def rows() -> Iterator[dict[str, Any]]:
+        encoded = _encode(corpus, tokenizer)
+        for tokens, validates in zip(encoded, corpus.validation, strict=True):
+            yield {"tokens": tokens, "validation": validates}
+
     dtype = "uint16" if tokenizer.get_vocab_size() <= 1 << 16 else "uint32"
-    table, digest = load_or_build(
-        "tokens",
-        identity and Hasher.hash((FORMAT_VERSION, corpus.content_hash, identity)),
-        columns={"tokens": List(Value(dtype)), "validation": Value("bool")},
-        rows=lambda: _rows(corpus, tokenizer, dtype),
-        digest=_digest_of,
-    )
-    return TokenizedCorpus(table["tokens"], *_lengths_and_validation(table), digest)
-
-
-def _fingerprint(tokenizer: BaseTokenizer) -> str | None:
-    from datasets.fingerprint import Hasher
-
-    if isinstance(tokenizer, ByteBPETokenizer):
-        return tokenizer.fingerprint
-    inner = getattr(tokenizer, "tokenizer", None)  # torchtitan's HuggingFaceTokenizer
-    if not isinstance(inner, tokenizers.Tokenizer):
-        return None
-    # The tokens around a document are not in the inner tokenizer's file.
-    frame = tokenizer.encode("a", add_bos=True, add_eos=True)
-    return Hasher.hash((type(tokenizer).__qualname__, frame, inner.to_str()))
-
-
-def _rows(corpus: Corpus, tokenizer: BaseTokenizer, dtype: str) -> Rows:
-    lengths = []
-    digest = hashlib.blake2b(digest_size=32)
-    for ids, validates in zip(_encode(corpus, tokenizer), corpus.validation, strict=True):
-        tokens = np.asarray(ids, dtype=dtype)
-        digest.update(tokens.tobytes())
-        lengths.append(len(tokens))
-        yield {"tokens": tokens, "validation": validates}
-    return _finish(digest, lengths, corpus.validation)
+    columns = {"tokens": List(Value(dtype)), "validation": Value("bool")}
+    name, inner = type(tokenizer).__qualname__, getattr(tokenizer, "tokenizer", None)
+    if isinstance(inner, tokenizers.Tokenizer):
+        # The tokens around a document are not in the inner tokenizer's file.
+        frame = tokenizer.encode("a", add_bos=True, add_eos=True)
+        key = FORMAT_VERSION, corpus.content_hash, name, frame, inner.to_str()
+        return load_or_build("tokens", Hasher.hash(key), columns, rows)
+    logger.warning("tokens of %s are not cached: it has no fingerprint", name)
+    with tempfile.TemporaryDirectory() as private:  # the mapping outlives the file's name
+        return load_or_build("tokens", "private", columns, rows, Path(private))
 
 
 def _encode(corpus: Corpus, tokenizer: BaseTokenizer) -> Iterator[list[int]]:
     documents = corpus.documents()
     while batch := list(itertools.islice(documents, _BATCH)):
         if isinstance(tokenizer, ByteBPETokenizer):
-            yield from tokenizer.encode_batch(batch, add_bos=True, add_eos=True)
+            yield from tokenizer.encode_documents(batch)
         else:
             yield from (tokenizer.encode(text, add_bos=True, add_eos=True) for text in batch)
-
-
-def _lengths_and_validation(
-    table: pa.Table,
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
-    import pyarrow.compute as pc
-
-    lengths = pc.list_value_length(table["tokens"]).to_numpy().astype(np.int64)
-    return lengths, table["validation"].to_numpy().astype(np.bool_)
-
-
-def _digest_of(table: pa.Table) -> str:
-    digest = hashlib.blake2b(digest_size=32)
-    for chunk in table["tokens"].chunks:
-        digest.update(chunk.flatten().to_numpy())
-    return _finish(digest, *_lengths_and_validation(table))
-
-
-def _finish(digest: Any, lengths: Iterable[int], validation: Iterable[bool]) -> str:
-    """Add where documents begin and which of them validate to the digest of their tokens."""
-    digest.update(np.cumsum([0, *lengths], dtype="<i8"))
-    digest.update(np.asarray(validation, dtype=np.bool_))
-    return digest.hexdigest()
 
 
 class PackedRows:
@@ -144,17 +88,21 @@ class PackedRows:
     the data is one number, and rows can be assigned to ranks in any way.
 
     Args:
-        corpus: the tokenised corpus.
+        table: the tokenised corpus, from `tokenize`.
         split: the documents to use.
         seq_len: tokens a row, at least 1.
         seed: fixes the order of documents and of rows; not negative.
     """
 
-    def __init__(self, corpus: TokenizedCorpus, split: Split, *, seq_len: int, seed: int):
-        self._chosen = np.flatnonzero(corpus.validation == (split == "validation"))
-        self._tokens = corpus.tokens
+    def __init__(self, table: pa.Table, split: Split, *, seq_len: int, seed: int):
+        import pyarrow.compute as pc
+
+        self._tokens = table["tokens"]
+        lengths = pc.list_value_length(self._tokens).to_numpy().astype(np.int64)
+        validation = table["validation"].to_numpy().astype(np.bool_)
+        self._chosen = np.flatnonzero(validation == (split == "validation"))
         # A document of one token has no pair; one of none must not count -1.
-        self._pairs = np.maximum(corpus.lengths[self._chosen] - 1, 0)
+        self._pairs = np.maximum(lengths[self._chosen] - 1, 0)
         self._seq_len = seq_len
         self._seed = seed
         self._epoch = -1
@@ -165,6 +113,14 @@ class PackedRows:
         """Tokens to predict an epoch, those that fill no row included."""
         self.rows_per_epoch = self.pairs_per_epoch // seq_len
         """Whole rows an epoch."""
+        # Of the tokens, where documents begin, and which of them validate.
+        digest = hashlib.blake2b(digest_size=32)
+        for chunk in self._tokens.chunks:
+            digest.update(chunk.flatten().to_numpy())
+        digest.update(np.cumsum([0, *lengths], dtype="<i8").tobytes())
+        digest.update(validation.tobytes())
+        self.digest = digest.hexdigest()
+        """64 hexadecimal digits: equal digests give equal rows, on any machine."""
 
     def fill(
         self,

@@ -3,16 +3,15 @@
 import hashlib
 import heapq
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import tokenizers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.data.cache import Rows, load_or_build
+from graph_trainer.titan.data.cache import load_or_build
 from graph_trainer.titan.data.corpus import Corpus, open_corpus
 
 logger = logging.getLogger(__name__)
@@ -65,29 +64,25 @@ class ByteBPETokenizer(BaseTokenizer):
 
         corpus = open_corpus(config.dataset, config.dataset_path)
         identity = FORMAT_VERSION, tokenizers.__version__, config.vocab_size, corpus.content_hash
-        table, digest = load_or_build(
+        table = load_or_build(
             "tokenizers",
             Hasher.hash(identity),
-            columns={"json": Value("string")},
-            rows=partial(_train, corpus, config.vocab_size - 2),
-            digest=lambda table: _digest(table["json"][0].as_py()),
+            {"json": Value("string")},
+            lambda: iter([{"json": _train(corpus, config.vocab_size - 2)}]),
         )
-        self._tokenizer = Tokenizer.from_str(table["json"][0].as_py())
-        self.bos_id = self._tokenizer.get_vocab_size()
+        self.tokenizer = Tokenizer.from_str(table["json"][0].as_py())
+        """The library's tokenizer, which knows no special tokens."""
+        self.bos_id = self.tokenizer.get_vocab_size()
         self.eos_id = self.bos_id + 1
-        self.fingerprint = digest
-        """32 hexadecimal digits; equal where every text encodes to equal ids."""
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """Encode ``text``, on request between ``bos_id`` and ``eos_id``."""
-        return self._framed(self._tokenizer.encode(text).ids, add_bos, add_eos)
+        return [self.bos_id] * add_bos + self.tokenizer.encode(text).ids + [self.eos_id] * add_eos
 
-    def encode_batch(
-        self, texts: Sequence[str], add_bos: bool = False, add_eos: bool = False
-    ) -> list[list[int]]:
-        """Encode each text as ``encode`` does, on all cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts))
-        return [self._framed(encoding.ids, add_bos, add_eos) for encoding in encodings]
+    def encode_documents(self, texts: Sequence[str]) -> Iterator[list[int]]:
+        """Encode each text between ``bos_id`` and ``eos_id``, on all cores."""
+        for encoding in self.tokenizer.encode_batch_fast(texts):
+            yield [self.bos_id, *encoding.ids, self.eos_id]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Decode token ids; ``bos_id`` and ``eos_id`` give no text.
@@ -103,19 +98,15 @@ class ByteBPETokenizer(BaseTokenizer):
                 raise ValueError(f"token id {value} is not in 0..{self.get_vocab_size() - 1}")
             if value < self.bos_id:
                 text_ids.append(value)
-        return self._tokenizer.decode(text_ids, skip_special_tokens=False)
+        return self.tokenizer.decode(text_ids, skip_special_tokens=False)
 
     def get_vocab_size(self) -> int:
         """Return the number of token ids: fewer than configured where the corpus is small."""
         return self.eos_id + 1
 
-    def _framed(self, ids: list[int], add_bos: bool, add_eos: bool) -> list[int]:
-        return [self.bos_id] * add_bos + ids + [self.eos_id] * add_eos
 
-
-def _train(corpus: Corpus, vocab_size: int) -> Rows:
-    """Give the one row of a table: the tokenizer as JSON."""
-    # No special tokens in here: the library would find them in documents, too.
+def _train(corpus: Corpus, vocab_size: int) -> str:
+    """Train a tokenizer without special tokens, which would be found in documents; as JSON."""
     tokenizer = Tokenizer(models.BPE())
     # Without a prefix space: decode would keep it, and the text would change.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -128,9 +119,7 @@ def _train(corpus: Corpus, vocab_size: int) -> Rows:
         show_progress=False,
     )
     tokenizer.train_from_iterator(sample, trainer)
-    content = tokenizer.to_str()
-    yield {"json": content}
-    return _digest(content)
+    return tokenizer.to_str()
 
 
 def _sample(corpus: Corpus) -> list[str]:
@@ -139,12 +128,9 @@ def _sample(corpus: Corpus) -> list[str]:
     size = 0
     for text in corpus.documents("train"):
         text = text[:SAMPLE_CHARACTERS]
-        heapq.heappush(heap, (-int(_digest(text), 16), text))
+        digest = hashlib.blake2b(text.encode("utf-8"), digest_size=16).digest()
+        heapq.heappush(heap, (-int.from_bytes(digest, "big"), text))
         size += len(text)
         while size - len(heap[0][1]) >= SAMPLE_CHARACTERS:
             size -= len(heapq.heappop(heap)[1])
     return [text for _, text in sorted(heap, reverse=True)]
-
-
-def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=16).hexdigest()

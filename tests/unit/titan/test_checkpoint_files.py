@@ -22,11 +22,12 @@ import torch.distributed.checkpoint as dcp
 
 from graph_trainer.titan import checkpoint_files
 from graph_trainer.titan.checkpoint_files import (
+    HF_INDEX,
     SUMS,
-    PublishingWriter,
-    clean,
+    ManifestWriter,
     damage,
-    publish,
+    empty,
+    is_complete,
     sums_of,
 )
 
@@ -40,8 +41,7 @@ def save(
 ) -> Path:
     final = folder / f"step-{step}"
     state = {"weight": torch.full((numel,), value), "counters": {"step": step}}
-    writer = PublishingWriter(folder / f"writing-{step}", publish_as=final, verify=verify)
-    dcp.save(state, storage_writer=writer)
+    dcp.save(state, storage_writer=ManifestWriter(final, verify=verify))
     return final
 
 
@@ -182,7 +182,7 @@ def test_nothing_large_is_hashed_on_the_training_thread(
     fake = types.SimpleNamespace(sha256=Sha256, file_digest=hashlib.file_digest)
     monkeypatch.setattr(checkpoint_files, "hashlib", fake)
     state = {"weight": torch.ones(100_000)}
-    writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
+    writer = ManifestWriter(tmp_path / "step-2")
     if asynchronous:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         dcp.async_save(state, storage_writer=writer).result()  # type: ignore[union-attr]
@@ -212,13 +212,13 @@ def test_a_full_disk_is_named_and_the_last_checkpoint_stays(
             save(tmp_path, 4, numel=100_000)
         ((error, _),) = caught.value.failures.values()
         assert isinstance(error, OSError) and error.errno == errno.EFBIG
-        assert error.filename == str(tmp_path / "writing-4")
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2", "writing-4"]
-        assert damage(earlier) == []
+        assert error.filename == str(tmp_path / "step-4")
+        assert is_complete(earlier) and damage(earlier) == []
+        assert not is_complete(tmp_path / "step-4")
 
 
 def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -> None:
-    left = tmp_path / "writing-2"
+    left = tmp_path / "step-2"
     left.mkdir()
     (left / "__7_0.distcp").write_text("of a run on eight ranks")
     saved = save(tmp_path, 2)
@@ -226,14 +226,14 @@ def test_what_a_killed_run_left_does_not_get_into_a_checkpoint(tmp_path: Path) -
 
 
 def test_a_writer_can_go_to_the_process_that_saves_asynchronously(tmp_path: Path) -> None:
-    writer = PublishingWriter(tmp_path / "writing-2", publish_as=tmp_path / "step-2")
+    writer = ManifestWriter(tmp_path / "step-2")
     dcp.save({"weight": torch.ones(8)}, storage_writer=pickle.loads(pickle.dumps(writer)))
     assert damage(tmp_path / "step-2") == [] and sums_of(tmp_path / "step-2") is not None
 
 
 def killed_in_save(folder: Path, at: int) -> tuple[int, int]:
-    """Save step 2 over an older one and then step 4 in a process that ends at one of its accesses
-    to files there, counted from 1: its exit status, and how many accesses it saw."""
+    """Save step 4 over an older one in a process that ends at one of its accesses to files there,
+    counted from 1: its exit status, and how many accesses it saw."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -248,8 +248,7 @@ def killed_in_save(folder: Path, at: int) -> tuple[int, int]:
                     os._exit(9)
 
         sys.addaudithook(hook)
-        for step in (2, 4):
-            save(folder, step, value=3.0)
+        save(folder, 4, value=3.0)
         os.write(write, bytes([seen]))
         os._exit(0)
     _, status = os.waitpid(child, 0)
@@ -258,53 +257,61 @@ def killed_in_save(folder: Path, at: int) -> tuple[int, int]:
         return os.waitstatus_to_exitcode(status), ord(pipe.read(1) or b"\0")
 
 
-def test_a_kill_at_ten_moments_of_saving_leaves_whole_checkpoints(tmp_path: Path) -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_killed_at_any_moment_of_a_save_a_complete_checkpoint_is_whole(
+    tmp_path: Path, replaced: bool
+) -> None:
     whole = tmp_path / "whole"
-    save(whole, 2)
+    if replaced:
+        save(whole, 4)
     status, accesses = killed_in_save(whole, 0)
-    assert status == 0 and accesses >= 10
-    moments = sorted({1 + i * (accesses - 1) // 9 for i in range(10)})
-    assert len(moments) == 10
-    for at in moments:
+    assert status == 0 and accesses >= 5
+    states = set()
+    for at in range(1, accesses + 1):
         folder = tmp_path / f"killed-{at}"
-        save(folder, 2)
+        if replaced:
+            save(folder, 4)
         assert killed_in_save(folder, at)[0] == 9
-        clean(folder)
-        found = {path.name: weight(path) for path in folder.iterdir()}
-        assert "step-2" in found and found.keys() <= {"step-2", "step-4"}, (at, [*found])
-        for name, value in found.items():
-            assert damage(folder / name) == []
-            assert len(value.unique()) == 1 and value[0] in (
-                (1.0, 3.0) if name == "step-2" else (3.0,)
-            )
+        complete = is_complete(folder / "step-4")
+        states.add(complete)
+        if complete:
+            assert damage(folder / "step-4") == []
+            assert (folder / "step-4" / SUMS).exists()
+            (value,) = weight(folder / "step-4").unique()
+            assert value == 1.0 and replaced  # nothing of this one is touched after its last file
+    assert states == ({True, False} if replaced else {False})
 
 
 def test_a_checkpoint_replaces_an_earlier_one_of_its_step(tmp_path: Path) -> None:
     save(tmp_path, 2, value=1.0)
+    (tmp_path / "step-2" / HF_INDEX).touch()
     saved = save(tmp_path, 2, value=3.0)
     assert torch.equal(weight(saved), torch.full((1000,), 3.0))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-2"]
+    assert sorted(p.name for p in saved.iterdir()) == [".metadata", SUMS, DATA]
 
 
-def test_the_name_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the moment of the renaming every file is there and right."""
-    seen = []
-
-    def look(written: Path, name: Path) -> None:
-        seen.append((damage(written), sorted(p.name for p in written.iterdir()), name.exists()))
-        publish(written, name)
-
-    monkeypatch.setattr(checkpoint_files, "publish", look)
-    save(tmp_path, 2)
-    assert seen == [([], [".metadata", SUMS, DATA], False)]
-
-
-def test_what_killed_runs_left_is_removed_and_a_replaced_checkpoint_comes_back(
-    tmp_path: Path,
+@pytest.mark.parametrize("last", [".metadata", HF_INDEX])
+def test_what_makes_a_checkpoint_complete_is_removed_first(
+    tmp_path: Path, last: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("step-2", "step-6", "writing-6", "replaced-2", "replaced-4"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "whose").write_text(name)
-    clean(tmp_path)
-    left = {path.name: (path / "whose").read_text() for path in tmp_path.iterdir()}
-    assert left == {"step-2": "step-2", "step-4": "replaced-4", "step-6": "step-6"}
+    (tmp_path / last).touch()
+    (tmp_path / DATA).touch()
+    seen = []
+    monkeypatch.setattr(shutil, "rmtree", lambda path, **_: seen.append(is_complete(path)))
+    assert is_complete(tmp_path)
+    empty(tmp_path)
+    assert seen == [False]
+
+
+def test_metadata_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the moment it gets its name every other file is there and right."""
+    seen = []
+    rename = Path.rename
+
+    def look(path: Path, name: Path) -> None:
+        rename(path, name)
+        seen.append((damage(tmp_path / "step-2"), sorted(os.listdir(tmp_path / "step-2"))))
+
+    monkeypatch.setattr(Path, "rename", look)
+    save(tmp_path, 2)
+    assert seen == [([], [".metadata", SUMS, DATA])]

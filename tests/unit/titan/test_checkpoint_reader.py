@@ -21,7 +21,7 @@ from torch.utils.data import IterableDataset
 from torchtitan.components.dataloader import ParallelAwareDataloader
 
 from graph_trainer.errors import CheckpointError
-from graph_trainer.titan.checkpoint_files import METADATA, SUMS, PublishingWriter, damage
+from graph_trainer.titan.checkpoint_files import METADATA, SUMS, ManifestWriter, damage
 from graph_trainer.titan.checkpoint_reader import (
     DataLoadPlanner,
     DataReader,
@@ -82,7 +82,7 @@ def test_what_torch_writes_is_read(tmp_path: Path, remote: bool) -> None:
 @pytest.mark.parametrize("where", ["whole", "planner_data"])
 def test_metadata_runs_nothing(tmp_path: Path, digests: bool, where: str) -> None:
     checkpoint, touched = tmp_path / "step-1", tmp_path / "touched"
-    writer = PublishingWriter(tmp_path / "writing-1", publish_as=checkpoint, verify=digests)
+    writer = ManifestWriter(checkpoint, verify=digests)
     dcp.save({"weight": torch.ones(4)}, storage_writer=writer)
     assert damage(checkpoint) == []
     content: Any = Touch(touched)

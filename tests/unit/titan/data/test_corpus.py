@@ -136,11 +136,11 @@ def test_content_hash_follows_paths_bytes_and_how_a_file_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "what"),
     [
-        ("{oops", "is not JSON"),
-        ("[1]", "is a list, not an object"),
-        ('{"body": "a"}', 'has no "text"'),
-        ('{"text": 3}', "of type int"),
-        ('{"text": "\\ud800"}', "half a character"),
+        ("{oops", "Invalid JSON: key must be a string at column 2"),
+        ("[1]", "Input should be an object, found [1]"),
+        ('{"body": "a"}', "\"text\": Field required, found {'body': 'a'}"),
+        ('{"text": 3}', '"text": Input should be a valid string, found 3'),
+        ('{"text": "\\ud800"}', "Invalid JSON: unexpected end of hex escape"),  # half a character
     ],
 )
 def test_a_bad_line_names_file_line_and_remedy(tmp_path, bad, what):

@@ -1,0 +1,99 @@
+"""Which folders count as checkpoints, when old ones are removed and the newest is looked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtitan.components.checkpointer.dcp import AsyncMode
+
+from graph_trainer.errors import CheckpointError
+from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+
+
+@pytest.fixture
+def manager(tmp_path: Path) -> CheckedCheckpointManager:
+    """Keeps two checkpoints of a model with one weight, on one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    config = CheckedCheckpointManager.Config(enable=True, interval=1, keep_latest_k=2)
+    return config.build(
+        dataloader=None,
+        model_parts=[nn.Linear(1, 1, bias=False)],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=None,
+        base_folder=str(tmp_path),
+    )
+
+
+def saved(manager: CheckedCheckpointManager, step: int) -> Path:
+    """Save the model with the step as its weight."""
+    path = Path(manager._create_checkpoint_id(step))
+    weight = torch.full((1, 1), float(step))
+    manager.dcp_save({"weight": weight}, str(path), AsyncMode.DISABLED)
+    return path
+
+
+def steps(manager: CheckedCheckpointManager) -> list[int]:
+    """The steps that have a folder when what is queued for removal is gone."""
+    manager.close()
+    return sorted(manager._steps())
+
+
+def test_unfinished_and_damaged_checkpoints_are_not_among_those_to_keep(
+    manager: CheckedCheckpointManager,
+) -> None:
+    first = saved(manager, 1)
+    (first.with_name("step-2")).mkdir()
+    for step in (3, 4, 5):
+        saved(manager, step)
+    (first.with_name("step-6")).mkdir()
+    (first.with_name("step-5") / METADATA).write_bytes(b"")
+    assert manager._newest_good_step() == 4
+    manager._purge_stale_checkpoints()
+    assert steps(manager) == [3, 4, 5, 6]
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_is_being_written(
+    manager: CheckedCheckpointManager,
+) -> None:
+    for step in (1, 2, 3):
+        saved(manager, step)  # 3 again, after step 2 was loaded
+    manager.save_future = object()  # type: ignore[assignment]
+    manager._purge_stale_checkpoints()
+    assert steps(manager) == [1, 2, 3]
+
+
+def test_an_export_is_complete_once_it_has_its_index(manager: CheckedCheckpointManager) -> None:
+    for step in (1, 2, 3):
+        saved(manager, step)
+    export = Path(manager._create_checkpoint_id(4))
+    export.mkdir()
+    manager._purge_stale_checkpoints()
+    (export / HF_INDEX).touch()
+    assert manager._newest_good_step() == 4
+    assert steps(manager) == [2, 3, 4]
+
+
+def test_a_run_whose_first_save_was_killed_begins_anew(
+    manager: CheckedCheckpointManager, caplog: pytest.LogCaptureFixture
+) -> None:
+    Path(manager._create_checkpoint_id(1)).mkdir(parents=True)
+    assert manager.load() is False
+    assert "step-1 was never completed and is not used" in caplog.text
+    (saved(manager, 2) / METADATA).write_bytes(b"")
+    with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole"):
+        manager.load()
+
+
+def test_a_failed_save_leaves_what_was_complete(manager: CheckedCheckpointManager) -> None:
+    saved(manager, 1)
+    path = manager._create_checkpoint_id(2)
+    with pytest.raises(CheckpointError, match=r"step-2 could not .* complete one is .*/step-1\."):
+        manager.dcp_save({"x": (i for i in ())}, path, AsyncMode.DISABLED)  # cannot be pickled
+    assert steps(manager) == [1]
