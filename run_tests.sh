@@ -34,8 +34,8 @@ gate ruff format --check .
 gate mypy
 # Tests on real ranks take every core; unit tests take one each, and two processes keep two busy.
 # The files that take longest come first, so that neither process waits for the other at the end.
-gate pytest tests/integration -m "$integration" --durations 30
-gate pytest tests/docs tests/unit -m "$unit" --numprocesses 2 --dist loadfile --durations 30
+gate pytest tests/integration -m "$integration"
+gate pytest tests/docs tests/unit -m "$unit" --numprocesses 2 --dist loadfile
 
 if ((${#failed[@]} > 0)); then
     printf 'failed: %s\n' "${failed[@]}" >&2
