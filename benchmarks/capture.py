@@ -150,7 +150,8 @@ def peer(prepared: Any, clock: Clock) -> dict[str, int]:
     """torchtitan.experiments.graph_trainer, with its default passes as far as they run here."""
     from benchmarks.peer import peer_on_cpu, run_passes_of_peer, trace_of_peer
     from graph_trainer.core.analysis.lifetimes import lifetimes
-    from graph_trainer.core.graph.joint_graph import JointGraph, Signature
+    from graph_trainer.core.graph.joint_graph import JointGraph
+    from graph_trainer.core.graph.signature import Signature
 
     with peer_on_cpu():
         traced = trace_of_peer(prepared)

@@ -36,7 +36,7 @@ import graph_trainer as gt
 from benchmarks.llama_stack import SIZES, LlamaStack, loss_fn
 from benchmarks.turns import orders
 from graph_trainer.core.analysis.memory import given_bytes
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate

@@ -28,7 +28,8 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
     value_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.titan.device import setup
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from benchmarks.turns import orders
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.joint_graph import JointGraph, Signature
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import Signature
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.titan.config.load import load_config

@@ -30,15 +30,8 @@ from graph_trainer.core.graph.annotations import (
     set_input_name,
     value_of,
 )
-from graph_trainer.core.graph.joint_graph import (
-    Input,
-    InputKind,
-    JointGraph,
-    Output,
-    OutputKind,
-    Signature,
-    compute_nodes,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
+from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.context import PassContext

@@ -11,7 +11,8 @@ from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import module_of, tensors_of
 from graph_trainer.core.graph.collective_kinds import Ranks
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, compute_nodes
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal

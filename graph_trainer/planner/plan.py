@@ -13,7 +13,8 @@ from importlib import metadata
 import torch
 
 from graph_trainer.core.graph.annotations import layer_of
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.context import ActivationPolicy, AllReduceMax, one_rank
 from graph_trainer.core.passes.memory_limit import host_memory_of

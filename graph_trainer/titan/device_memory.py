@@ -12,7 +12,8 @@ from torch import nn
 from torchtitan.tools.logging import logger
 
 from graph_trainer.core.analysis.memory import given_bytes
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.memory_limit import KEY, DeviceMemory
 from graph_trainer.core.units import gib
 from graph_trainer.titan.training_state_memory import local_bytes, optimizer_state_bytes

@@ -9,7 +9,8 @@ import torch
 
 from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import tensors_of
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.context import OtherMemoryOf
 from graph_trainer.core.runtime.backends.registry import find_backend

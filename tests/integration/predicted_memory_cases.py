@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import given_bytes
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate

@@ -16,8 +16,9 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     tensors_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, is_collective, storage_roots
+from graph_trainer.core.graph.signature import InputKind
 
 
 class Category(StrEnum):

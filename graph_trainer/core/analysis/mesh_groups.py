@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.collective_kinds import Ranks
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.torch_private_groups import mesh_slices
 

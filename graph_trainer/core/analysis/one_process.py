@@ -18,8 +18,9 @@ from torch import fx
 
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, with_parts
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import given_value
+from graph_trainer.core.graph.signature import InputKind, with_parts
 from graph_trainer.core.torch_private_groups import process_groups
 from graph_trainer.errors import VerificationError
 

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import InputKind
 
 Through = Callable[[fx.Node], bool]
 """Whether a node passes on the parameter that it is computed from, or the gradient it leads to."""

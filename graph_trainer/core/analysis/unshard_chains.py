@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import (
     module_of,
     role_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_collective,
@@ -23,6 +23,7 @@ from graph_trainer.core.graph.ops import (
     is_wait,
     written_arguments,
 )
+from graph_trainer.core.graph.signature import InputKind
 
 aten = torch.ops.aten
 

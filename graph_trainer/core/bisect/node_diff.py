@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import (
     module_of,
     phase_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph, OutputKind, with_parts
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument_nodes,
     is_collective,
@@ -23,6 +23,7 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     written_arguments,
 )
+from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.tensor_diff import Difference, digest, distance
 from graph_trainer.core.torch_private import pytree
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.capture.call_signature import Batch
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.capture.model_state import (
     refuse_batch_with_gradient,
@@ -23,7 +22,6 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.returned import Returned, scalar_loss
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -33,9 +31,12 @@ from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
-from graph_trainer.core.graph.joint_graph import Input, JointGraph, Signature, with_parts
+from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.module_settings import ModuleSettings
+from graph_trainer.core.graph.returned import Returned, scalar_loss
+from graph_trainer.core.graph.signature import Input, Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
 from graph_trainer.errors import CaptureError

@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.capture import capture_step
-from graph_trainer.core.capture.returned import ModelOutputs
 from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
-from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, OutputKind
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.returned import ModelOutputs
+from graph_trainer.core.graph.signature import Input, InputKind, OutputKind
 
 
 def capture_forward(
@@ -59,6 +60,7 @@ def _take_gradients(joint: JointGraph) -> None:
     graph, signature = joint.graph, joint.signature
     seeds = {place: n for n in graph.nodes if (place := loss_gradient_of(n)) is not None}
     returned = {o.name: o for o in signature.outputs if o.kind is OutputKind.OUTPUT}
+    assert joint.outputs is not None, "captured without a loss"
     last = joint.placeholders()[-1]
     inputs = list(signature.inputs)
     for place in sorted(seeds):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx, nn
 
-from graph_trainer.core.graph.joint_graph import Input, InputKind, with_parts
+from graph_trainer.core.graph.signature import Input, InputKind, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import FakeTensor, storage_id

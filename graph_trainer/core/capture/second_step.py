@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import module_of, value_of
-from graph_trainer.core.graph.joint_graph import Input, InputKind, with_parts
 from graph_trainer.core.graph.ops import runs_once, subgraph_of, written_arguments
+from graph_trainer.core.graph.signature import Input, InputKind, with_parts
 from graph_trainer.core.tensor_diff import digest
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError

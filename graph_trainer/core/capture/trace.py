@@ -13,13 +13,11 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.capture.call_signature import Batch
 from graph_trainer.core.capture.eager_formulas import as_in_eager
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
 from graph_trainer.core.capture.real_strides import let_views_copy
-from graph_trainer.core.capture.returned import Returned
 from graph_trainer.core.capture.rng_replay import (
     RandomDraws,
     UserGenerators,
@@ -39,8 +37,10 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     value_of,
 )
-from graph_trainer.core.graph.joint_graph import Input, InputKind, Output, OutputKind, with_parts
+from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.ops import storage_roots
+from graph_trainer.core.graph.returned import Returned
+from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (

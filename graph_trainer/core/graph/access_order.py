@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from graph_trainer.core.graph.joint_graph import JointGraph, with_parts
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     is_wait,
@@ -16,6 +16,7 @@ from graph_trainer.core.graph.ops import (
     value_storages,
     written_arguments,
 )
+from graph_trainer.core.graph.signature import with_parts
 from graph_trainer.errors import VerificationError
 
 

@@ -8,83 +8,19 @@ of them means; `JointGraph.validate` checks the graph against it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
+from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.module_settings import ModuleSettings
-from graph_trainer.core.graph.subclasses import Layout
-from graph_trainer.errors import VerificationError
-
-
-class InputKind(StrEnum):
-    """What a placeholder is given."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    BATCH = "batch"
-    SAVED = "saved"
-    """What the forward half of a partitioned graph returned."""
-    OUTPUT_GRADIENT = "output_gradient"
-    """The gradient of the loss, or of what forward returns."""
-
-
-class OutputKind(StrEnum):
-    """What an output of the graph is."""
-
-    LOSS = "loss"
-    OUTPUT = "output"
-    """What a model returns that was captured without a loss."""
-    GRADIENT = "gradient"
-    SAVED = "saved"
-    """What the forward half of a partitioned graph keeps for the backward half."""
-
-
-@dataclass(frozen=True, slots=True)
-class Input:
-    """One tensor that the step takes: `layout.num_tensors` consecutive placeholders."""
-
-    kind: InputKind
-    name: str
-    """FQN of the parameter or buffer; the path in (args, kwargs) of a batch value."""
-    layout: Layout
-    requires_grad: bool = False
-    aliases: tuple[str, ...] = ()
-    """Other FQNs of a tied parameter."""
-    mutated: bool = False
-    """Whether the graph writes this tensor in place, as batch norm writes its statistics."""
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One tensor that the step returns: `layout.num_tensors` consecutive values."""
-
-    kind: OutputKind
-    name: str
-    """FQN of the parameter for a gradient; "loss" for the loss."""
-    layout: Layout
-
-
-_Spec = TypeVar("_Spec", Input, Output)
-_V = TypeVar("_V")
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What the placeholders and outputs of a joint graph mean, in order."""
-
-    inputs: tuple[Input, ...]
-    outputs: tuple[Output, ...]
-    parameters_without_grad: tuple[str, ...] = ()
-    """FQNs of parameters that require a gradient and that the loss does not reach. Empty for a
-    graph without backward: only backward shows which they are."""
-    backward: bool = True
-    """Whether the graph computes gradients; if not, it returns the loss, and what is saved."""
+from graph_trainer.core.graph.returned import ModelOutputs
+from graph_trainer.core.graph.signature import Input, InputKind, OutputKind, Signature, with_parts
+from graph_trainer.errors import CaptureError, VerificationError
 
 
 @dataclass(slots=True)
@@ -95,8 +31,8 @@ class JointGraph:
     """Its placeholders are plain tensors and its output is a flat tuple of tensors."""
     signature: Signature
     """What each placeholder and output means."""
-    batch: Any = None
-    """The captured (args, kwargs), to check later calls against."""
+    batch: Batch | None = None
+    """The captured (args, kwargs), to check later calls against; None for a graph by hand."""
     model_type: str = ""
     """Name of the module's class, for messages."""
     model: weakref.ref[nn.Module] | None = None
@@ -112,8 +48,19 @@ class JointGraph:
     decides the same on another graph of the same step."""
     remarks: list[str] = field(default_factory=list)
     """What the running pass reports of its work, the summary first."""
-    outputs: Any = None
-    """`ModelOutputs`, to rebuild what the model returned; None for a graph with a loss."""
+    outputs: ModelOutputs | None = None
+    """To rebuild what the model returned; None for a graph with a loss."""
+
+    @property
+    def captured_batch(self) -> Batch:
+        """`batch` of a graph that was captured.
+
+        Raises:
+            CaptureError: the graph was made by hand, without a call to compare later ones with.
+        """
+        if self.batch is None:
+            raise CaptureError("a graph that was made by hand takes no batch: capture a step")
+        return self.batch
 
     @property
     def graph(self) -> fx.Graph:
@@ -183,17 +130,6 @@ class JointGraph:
 
     def __str__(self) -> str:
         return self.graph_module.print_readable(print_output=False, include_stride=False)
-
-
-def with_parts(
-    specs: Iterable[_Spec], values: Sequence[_V]
-) -> Iterator[tuple[_Spec, tuple[_V, ...]]]:
-    """Yield every input (or output) with the values of its plain tensors."""
-    start = 0
-    for spec in specs:
-        stop = start + spec.layout.num_tensors
-        yield spec, tuple(values[start:stop])
-        start = stop
 
 
 def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:

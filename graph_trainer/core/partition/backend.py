@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.partition import repartition
 from graph_trainer.core.partition.repartition import PARTITIONS

@@ -34,15 +34,7 @@ from graph_trainer.core.graph.annotations import (
     set_input_name,
     value_of,
 )
-from graph_trainer.core.graph.joint_graph import (
-    Input,
-    InputKind,
-    JointGraph,
-    Output,
-    OutputKind,
-    Signature,
-    with_parts,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     is_getitem,
@@ -51,6 +43,14 @@ from graph_trainer.core.graph.ops import (
     storages_in,
     value_storages,
     written_arguments,
+)
+from graph_trainer.core.graph.signature import (
+    Input,
+    InputKind,
+    Output,
+    OutputKind,
+    Signature,
+    with_parts,
 )
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.passes.rematerialize import to_be_recomputed

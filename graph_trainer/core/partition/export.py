@@ -31,15 +31,9 @@ from graph_trainer.core.graph.annotations import (
     set_input_name,
     value_of,
 )
-from graph_trainer.core.graph.joint_graph import (
-    Input,
-    InputKind,
-    JointGraph,
-    Output,
-    OutputKind,
-    Signature,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import has_effect, is_collective, is_getitem, is_wait
+from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is

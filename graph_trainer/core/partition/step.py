@@ -10,14 +10,9 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.model_state import refuse_shared_memory
-from graph_trainer.core.graph.joint_graph import (
-    InputKind,
-    JointGraph,
-    Output,
-    OutputKind,
-    with_parts,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -174,7 +169,7 @@ class PartitionedStep(nn.Module):
         self._check_ranks()
         self._binding.values(self.model, args, kwargs)
         self._trained()
-        return [*self._binding.state(self.model), *self.joint.batch.take(args, kwargs)]
+        return [*self._binding.state(self.model), *self.joint.captured_batch.take(args, kwargs)]
 
     def _traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Return a function of the tensors of a call that torch.compile puts into its graph as it
@@ -281,7 +276,7 @@ _PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
 def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
     """Return number, names and layouts of the arguments of a call, None if one is no tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
-    args, kwargs = joint.batch.rebuild(specs)
+    args, kwargs = joint.captured_batch.rebuild(specs)
     if len(args) + len(kwargs) != len(specs) or any(s.layout.subclass for s in specs):
         return None
     ordered = [*args, *(kwargs[name] for name in sorted(kwargs))]

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
 from graph_trainer.core.simulation.simulate import (
@@ -78,7 +79,7 @@ class RunSettings:
     """Of which blocks "layers" keeps the input only: every nth, counted from 1. With 3 the third is
     the first."""
 
-    memory_table: Any = acts_with(None, activation_policy=("file",))
+    memory_table: MemoryTable | None = acts_with(None, activation_policy=("file",))
     """The `MemoryTable` that "file" follows."""
 
     allow_offload: bool = acts_with(False, activation_policy=("budget",))
@@ -123,7 +124,7 @@ class RunSettings:
             self._check_table()
 
     def _check_table(self) -> None:
-        if not hasattr(self.memory_table, "parameters"):
+        if not isinstance(self.memory_table, MemoryTable):
             raise PassError(
                 f'activation_policy is "file" and memory_table {self.memory_table!r}; give it a '
                 "MemoryTable: what a step under a limit left in joint.decisions, or one read from "

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of, partition_of
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.collective_kinds import Result
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
@@ -23,6 +23,7 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     written_arguments,
 )
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext

@@ -322,7 +322,8 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
     settings["gt.offload"] = offload_activations.name not in joint.history and any(
         map(offload_tag, joint.graph.nodes)
     )
-    settings["allow_offload"] |= bool(getattr(config.memory_table, "offloaded", ()))
+    if config.memory_table is not None:
+        settings["allow_offload"] |= bool(config.memory_table.offloaded)
     for setting, value, problem, remedy in unmet_settings(
         selected, config.disable_passes, settings
     ):

@@ -19,8 +19,9 @@ from graph_trainer.core.analysis.one_process import (
     values_for,
 )
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
-from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind, with_parts
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
+from graph_trainer.core.graph.signature import OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.report import EQUAL

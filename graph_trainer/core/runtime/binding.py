@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
-from graph_trainer.core.graph.joint_graph import Input, InputKind, JointGraph, Output
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import autocast_enabled
+from graph_trainer.core.graph.signature import Input, InputKind, Output
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.errors import CaptureError
@@ -132,7 +133,7 @@ class Binding:
 
     def _batch_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
         values: list[torch.Tensor] = []
-        tensors = self._joint.batch.take(args, kwargs)
+        tensors = self._joint.captured_batch.take(args, kwargs)
         for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
             refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
             values += _parts(spec, tensor)

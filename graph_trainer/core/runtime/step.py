@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_trainer.core.graph.joint_graph import JointGraph, OutputKind
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, is_collective
+from graph_trainer.core.graph.signature import OutputKind
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction

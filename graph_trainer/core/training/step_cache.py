@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.call_signature import Batch, constant_key
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.graph.call_signature import Batch, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap

@@ -21,8 +21,9 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     tensors_of,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 

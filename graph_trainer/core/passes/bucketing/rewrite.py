@@ -22,8 +22,9 @@ from graph_trainer.core.graph.annotations import (
     tensor_of,
 )
 from graph_trainer.core.graph.collective_kinds import Result
-from graph_trainer.core.graph.joint_graph import InputKind, JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, aten, collective_kind, schema_of
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.bucketing.assign import Member
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.torch_private import c10d_functional

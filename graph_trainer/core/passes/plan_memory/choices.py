@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -17,43 +16,12 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import is_getitem, is_wait, storages_in, value_storages
 from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.op_costs import costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 
 NANOSECONDS = 10**9
-
-
-@dataclass(frozen=True, slots=True)
-class Op:
-    """An op of a block: a node with the waits for it and the results taken out of its tuple."""
-
-    module: str
-    """FQN of its module below the block, "" for the block itself."""
-    target: str
-    nth: int
-    """Which of the ops of this module and target it is, from 0."""
-    bytes: int
-    """What keeping its results for backward takes."""
-    nanoseconds: int
-    """What running it again takes."""
-    reads: tuple[int, ...]
-    """Numbers of the block's ops that it reads."""
-    is_needed: bool
-    """Whether backward reads a result of it."""
-    may_save: bool
-    """Whether it makes storages of its own that may be kept."""
-    may_recompute: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """The forward of one block, as a solver sees it. Equal blocks have equal `ops`."""
-
-    name: str
-    ops: tuple[Op, ...]
-    nodes: list[list[fx.Node]] = field(repr=False)
-    """The nodes of each op."""
 
 
 def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:

@@ -15,7 +15,8 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks, fingerprint
 from graph_trainer.core.passes.memory_limit import KEY, what_is_needed
-from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, Block, blocks_of
+from graph_trainer.core.passes.plan_memory.block import Block
+from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
@@ -23,12 +24,8 @@ from graph_trainer.core.passes.plan_memory.items import (
     items_of_parameters,
 )
 from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier
-from graph_trainer.core.passes.plan_memory.table import (
-    MemoryTable,
-    tag_blocks,
-    tag_inputs,
-    tag_parameters,
-)
+from graph_trainer.core.passes.plan_memory.table import MemoryTable
+from graph_trainer.core.passes.plan_memory.tags import tag_blocks, tag_inputs, tag_parameters
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from graph_trainer.core.passes.plan_memory.choices import Op
+from graph_trainer.core.passes.plan_memory.block import Op
 from graph_trainer.core.units import KIB, MIB
 from graph_trainer.errors import PassError
 

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.joint_graph import JointGraph, Signature
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
+from graph_trainer.core.graph.signature import Signature
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.analysis.run_and_count import RANKS, Allocating, measured, predicted

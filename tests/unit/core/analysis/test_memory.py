@@ -10,7 +10,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category, given_bytes, memory_of
 from graph_trainer.core.graph.annotations import Role
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.testing import Builder
 from tests.examples import examples
 from tests.unit.core.simulation.machines import random_graph, steps

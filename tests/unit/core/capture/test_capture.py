@@ -8,7 +8,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import parameter_of
-from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
+from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.testing import fake_mesh
 from tests.unit.core.capture.steps import (

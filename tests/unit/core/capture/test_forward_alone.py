@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch
 from tests.unit.core.partition.test_step import gradients

@@ -18,7 +18,8 @@ from graph_trainer.core.graph.annotations import (
     annotation,
     is_backward,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, OutputKind, compute_nodes
+from graph_trainer.core.graph.joint_graph import compute_nodes
+from graph_trainer.core.graph.signature import InputKind, OutputKind
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
     Strategy,

@@ -6,7 +6,7 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import Phase
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.testing import Builder
 from tests.unit.graphs import BACKWARD, aten
 
@@ -132,3 +132,8 @@ def test_a_parameter_that_the_loss_does_not_reach_needs_no_gradient():
     without_gradients(joint, "linear.weight")
     joint.signature = replace(joint.signature, parameters_without_grad=("linear.bias",))
     joint.validate()
+
+
+def test_a_graph_by_hand_takes_no_batch():
+    with pytest.raises(gt.CaptureError, match="made by hand takes no batch: capture a step"):
+        _ = linear().captured_batch

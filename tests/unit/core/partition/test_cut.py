@@ -19,8 +19,9 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     set_recompute_policy,
 )
-from graph_trainer.core.graph.joint_graph import InputKind, compute_nodes
+from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.graph.ops import is_collective, storage_roots
+from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.testing import Builder, assert_same, run, values_for

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from graph_trainer.core.graph.joint_graph import Input, InputKind
+from graph_trainer.core.graph.signature import Input, InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CaptureError
@@ -41,8 +41,8 @@ class Batch:
             for name, tensor in zip(names, tensors, strict=True)
         ]
 
-    def rebuild(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Return (args, kwargs) with these tensors in place of the captured ones."""
+    def rebuild(self, tensors: Sequence[Any]) -> Any:
+        """Return (args, kwargs) with these in place of the captured tensors."""
         rest = iter(tensors)
         leaves = [
             next(rest) if is_tensor else constant

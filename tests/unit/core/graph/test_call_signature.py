@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import graph_trainer as gt
-from graph_trainer.core.graph.joint_graph import InputKind
+from graph_trainer.core.graph.signature import InputKind
 from tests.unit.core.capture.steps import batch, check_against_eager, check_step, mean, net
 
 X, Y = batch()

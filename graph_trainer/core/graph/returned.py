@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from graph_trainer.core.graph.joint_graph import OutputKind
+from graph_trainer.core.graph.signature import OutputKind
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CaptureError
 
