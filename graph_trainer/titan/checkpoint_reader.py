@@ -45,6 +45,7 @@ _BUILDERS = {
     *itertools.product(("builtins", "__builtin__"), (kind.__name__ for kind in _TYPES)),
 }
 _FROM_BYTES = ("torch.storage", "_load_from_bytes")
+_GETATTR = ("builtins", "getattr")
 
 
 class DataReader(FileSystemReader):
@@ -126,6 +127,8 @@ class _Unpickler(_PythonUnpickler):
         if where == _FROM_BYTES:
             # torch's own unpickles without limits
             return lambda data: _load_archive(io.BytesIO(data), self._name)
+        if where == _GETATTR:
+            return self._member
         if where in _BUILDERS:
             return super().find_class(module, name)
         if "." not in name and module in ("torch", *_OF_RECORDS):
@@ -133,6 +136,17 @@ class _Unpickler(_PythonUnpickler):
             if isinstance(named, torch.dtype) or _is_record(named, module):
                 return named
         raise _names(self._name, f"{module}.{name}")
+
+    def _member(self, kind: Any, name: Any) -> Any:
+        """Return the member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute
+        of its class.
+
+        Raises:
+            CheckpointError: another attribute is asked for.
+        """
+        if isinstance(kind, enum.EnumType) and isinstance(name, str) and name in kind.__members__:
+            return kind[name]
+        raise _names(self._name, f"builtins.getattr({kind!r}, {name!r})")
 
     def _load_build(self) -> None:
         """Give an object its state. A class, a function or an enumeration's member is the

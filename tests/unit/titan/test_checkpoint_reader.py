@@ -26,6 +26,7 @@ from graph_trainer.titan.checkpoint_reader import (
     DataLoadPlanner,
     DataReader,
     _check_bytes,
+    _Unpickler,
     reader_of,
 )
 
@@ -119,7 +120,7 @@ def test_metadata_runs_nothing(tmp_path: Path, digests: bool, where: str) -> Non
         (b"torch.distributed.checkpoint.filesystem", b"SavePlan"),
         (b"torch.distributed.checkpoint.metadata", b"dataclass"),
         (b"pathlib", b"os.system"),
-        (b"builtins", b"getattr"),
+        (b"builtins", b"setattr"),
         (b"planted_by_a_checkpoint", b"x"),
     ],
 )
@@ -264,6 +265,36 @@ def test_a_state_changes_nothing_that_the_process_owns(state: bytes) -> None:
     with pytest.raises(CheckpointError, match="names a state for"):
         _check_bytes({"x": state}, "dataloader")
     assert owned == [Path.exists, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value]
+
+
+def attribute_of(kind: bytes, name: bytes) -> bytes:
+    """A pickle of `getattr(kind, name)`."""
+    return b"cbuiltins\ngetattr\n(c" + kind + b"\nV" + name + b"\ntR."
+
+
+ENUMERATION = b"torch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING"
+
+
+def test_a_member_of_an_enumeration_is_read_as_python_3_11_2_writes_it() -> None:
+    pickled = attribute_of(ENUMERATION, b"TORCH_CONTIGUOUS_FORMAT")
+    _check_bytes(pickled, "state")
+    member = _Unpickler(io.BytesIO(pickled), "state").load()
+    assert member is _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ENUMERATION, b"__init_subclass__"),
+        (ENUMERATION, b"__class__"),
+        (ENUMERATION, b"mro"),
+        (b"collections\nOrderedDict", b"fromkeys"),
+        (b"torch.serialization\n_get_layout", b"__globals__"),
+    ],
+)
+def test_no_other_attribute_is_looked_up(kind: bytes, name: bytes) -> None:
+    with pytest.raises(CheckpointError, match="names builtins.getattr.*which may run code"):
+        _check_bytes(attribute_of(kind, name), "state")
 
 
 @pytest.mark.parametrize("value", [b"", bytearray(), {1}, frozenset({1}), 1j])
