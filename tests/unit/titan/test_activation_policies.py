@@ -51,7 +51,8 @@ def after_passes(policy, tensor_parallel, *, wrapped=False, regather="always"):
     """The graph of a rank with collectives that are neither merged nor moved."""
     flags = ["--parallelism.tensor_parallel_degree", str(tensor_parallel)]
     flags += ["--activation_checkpoint.type", policy, "--training.seq_len", "64"]
-    flags += ["--compile.tag_activations.regather", regather]
+    if policy in WRAPPED and not wrapped:  # torchtitan's wrappers decide about gathers themselves
+        flags += ["--compile.tag_activations.regather", regather]
     flags += ["--compile.disable_passes", "bucket_collectives,schedule_overlap"]
     config = load_config(flags, world_size=4)
     if wrapped:
