@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
-from graph_trainer.core.passes.context import AllReduceMax, fingerprint
+from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.planner.console import OnProgress
 
@@ -28,12 +28,12 @@ def decided_by(joint: JointGraph) -> Passes:
         elif isinstance(decision, MemoryTable):
             decisions.append((name, decision))
     moved = [n.name for n in joint.graph.nodes if is_collective(n) or is_wait(n)]
-    return (*decisions, fingerprint(moved))
+    return (*decisions, *moved)
 
 
 def as_agreed(
     ranks: Sequence[int],
-    run: Callable[[int, AllReduceMax], tuple[T, Passes]],
+    run: Callable[[int, Agreement], tuple[T, Passes]],
     on_progress: OnProgress,
 ) -> dict[int, T]:
     """Return what each rank gives when all run the same passes, as they do in training.
@@ -45,7 +45,7 @@ def as_agreed(
 
     Args:
         ranks: the ranks to run.
-        run: captures a rank and runs its passes with this all-reduce.
+        run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
     """
     maxima: list[int] = []
@@ -54,7 +54,7 @@ def as_agreed(
         agreed: dict[int, T] = {}
         decided: set[Passes] = set()
         for rank in ranks:
-            agreed[rank], passes = run(rank, _all_reduce_max(maxima, numbers[rank]))
+            agreed[rank], passes = run(rank, _AsFarAsKnown(maxima, numbers[rank]))
             decided.add(passes)
         unknown = [each[len(maxima)] for each in numbers.values() if len(each) > len(maxima)]
         if len(decided) == 1 or not unknown:
@@ -69,11 +69,14 @@ def as_agreed(
         )
 
 
-def _all_reduce_max(maxima: Sequence[int], numbers: list[int]) -> AllReduceMax:
-    """Make an all-reduce that returns the known maxima in order, and notes the rank's numbers."""
+class _AsFarAsKnown(OneRank):
+    """Takes the known maxima in order, then this rank's own numbers, and notes the latter."""
 
-    def all_reduce_max(number: int) -> int:
-        numbers.append(number)
-        return maxima[len(numbers) - 1] if len(numbers) <= len(maxima) else number
+    def __init__(self, maxima: Sequence[int], numbers: list[int]) -> None:
+        super().__init__()
+        self._maxima, self._numbers = maxima, numbers
 
-    return all_reduce_max
+    def all_reduce_max(self, number: int) -> int:
+        self._numbers.append(number)
+        place = len(self._numbers) - 1
+        return self._maxima[place] if place < len(self._maxima) else number

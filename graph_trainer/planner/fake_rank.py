@@ -73,9 +73,9 @@ class FakeRank:
         dims = self.parallel_dims
         return dims.get_mesh("batch").size() if dims.dp_enabled else 1
 
-    def pass_config(self) -> PassConfig:
-        """Return the passes that training runs."""
-        return passes_of(self.config, self.parallel_dims)
+    def pass_config(self, **of_machine: Any) -> PassConfig:
+        """Return the passes that training runs. Arguments are those of `passes_of`."""
+        return passes_of(self.config, self.parallel_dims, **of_machine)
 
     def batch(self) -> tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]:
         """Make the arguments of a batch as the data loader and the trainer do, on meta.

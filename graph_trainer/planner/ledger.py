@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
-from graph_trainer.core.passes.context import AllReduceMax, one_rank
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.simulation.simulate import Simulation
 
@@ -56,7 +56,7 @@ def ledger(
     simulate: Callable[[JointGraph], Simulation],
     *,
     on_pass: Callable[[str], None] | None = None,
-    agree: AllReduceMax = one_rank,
+    agreement: Agreement | None = None,
 ) -> Iterator[tuple[LedgerRow, Simulation]]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
@@ -64,7 +64,7 @@ def ledger(
         an iterator of rows with what was simulated, first the graph as captured.
     """
     simulation: Simulation | None = None
-    for report in pass_by_pass(joint, passes, on_pass=on_pass, all_reduce_max=agree):
+    for report in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement):
         if simulation is None or report.changed:
             simulation = simulate(joint)
         row = row_of(simulation, report.name, report.seconds)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.context import ActivationPolicy, one_rank
+from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
@@ -32,8 +32,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[CurvePoint]:
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
-    passes = run.pass_config()
-    passes = replace(passes, hardware=passes.hardware or plan.hardware, memory_limit_gib=0.0)
+    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
     points = []
     for policy in _FIXED:
         on_progress(f"the policy {policy}")
@@ -63,7 +62,7 @@ def _limits(least: int, most: int) -> Iterator[int]:
 
 def _point(plan: Plan, joint: JointGraph, passes: PassConfig) -> CurvePoint:
     trial = copy_graph(joint)
-    run_passes(trial, passes, all_reduce_max=one_rank)
+    run_passes(trial, passes)
     simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
     limit = passes.memory_limit_gib
     return CurvePoint(

@@ -6,7 +6,7 @@ import copy
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 
@@ -15,8 +15,9 @@ import torch
 from graph_trainer.core.graph.annotations import layer_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
-from graph_trainer.core.passes.context import ActivationPolicy, AllReduceMax, one_rank
+from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
@@ -162,7 +163,7 @@ def make_plan(
     rank: int = 0,
     runtime: Runtime = GRAPH_TRAINER,
     every_pass: bool = True,
-    agree: AllReduceMax = one_rank,
+    agreement: Agreement | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -175,7 +176,7 @@ def make_plan(
         runtime: the program that runs the config.
         every_pass: simulate after each pass, for the ledger; otherwise only the graph that runs,
             which is then the only row.
-        agree: as `run_passes` takes it; by default this rank alone decides about a memory limit.
+        agreement: the ranks that decide together; None for this one alone.
         on_progress: called with a line before each part of the work.
 
     Raises:
@@ -188,12 +189,7 @@ def make_plan(
     on_progress("capturing the train step")
     joint = run.capture()
     mark_saved(joint)
-    configured = run.pass_config()
-    configured = replace(
-        configured,
-        hardware=configured.hardware or hardware,
-        host_memory=host_memory_of(hardware),
-    )
+    configured = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
     passes = as_run_by(runtime, configured, joint)
     other = passes.other_memory(joint)
     training = config.training
@@ -201,9 +197,9 @@ def make_plan(
     look = partial(simulate, hardware=hardware, other=other, runtime=runtime)
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     if every_pass:
-        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agree=agree))
+        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agreement=agreement))
     else:
-        last = run_passes(joint, passes, on_pass=on_progress, all_reduce_max=agree).last
+        last = run_passes(joint, passes, agreement=agreement, on_pass=on_progress).last
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
     simulation = simulated[-1][1]

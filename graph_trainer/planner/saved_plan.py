@@ -17,8 +17,8 @@ from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.catalogue import resolve_passes
-from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
@@ -151,9 +151,11 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
     classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
     ranks = list(classes.representatives())
 
-    def run(rank: int, agree: AllReduceMax) -> tuple[PlannedClass, Passes]:
+    def run(rank: int, agreement: Agreement) -> tuple[PlannedClass, Passes]:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
-        of_rank = make_plan(config, world_size, hardware, rank=rank, every_pass=False, agree=agree)
+        of_rank = make_plan(
+            config, world_size, hardware, rank=rank, every_pass=False, agreement=agreement
+        )
         joint = of_rank.simulation.joint
         fingerprint = fingerprint_of(joint, rank, classes)
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)

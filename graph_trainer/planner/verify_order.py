@@ -10,9 +10,9 @@ import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.proof import OrderProof, prove_order
 from graph_trainer.core.ordering.sequences import Sequence, issued_by
-from graph_trainer.core.passes.context import AllReduceMax
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
@@ -61,13 +61,13 @@ def verify_order(
     start = time.perf_counter()
     done: list[int] = []
 
-    def run(rank: int, all_reduce_max: AllReduceMax) -> tuple[Sequence, Passes]:
+    def run(rank: int, agreement: Agreement) -> tuple[Sequence, Passes]:
         try:
             fake = FakeRank(config, world_size, rank, device)
             if classes is not None:
                 check_shapes(fake, classes)
             joint = fake.capture()
-            run_passes(joint, fake.pass_config(), all_reduce_max=all_reduce_max)
+            run_passes(joint, fake.pass_config(), agreement=agreement)
             sequence = issued_by(joint, world_size)
         except GraphTrainerError as error:
             raise VerificationError(

@@ -48,8 +48,14 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
     return loss
 
 
-def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims) -> PassConfig:
+def passes_of(
+    config: GraphTrainerConfig, parallel_dims: ParallelDims, **of_machine: Any
+) -> PassConfig:
     """Return the passes that the config asks for, with their options.
+
+    Args:
+        of_machine: fields of `PassConfig` that no config decides: what the device and the host
+            have, or a plan's hardware.
 
     Raises:
         PassError: a pass that is unknown or out of place.
@@ -61,4 +67,5 @@ def passes_of(config: GraphTrainerConfig, parallel_dims: ParallelDims) -> PassCo
         **activation_settings(config.activation_checkpoint),
         pipeline_parallel=parallel_dims.pp_enabled,
         other_memory=other_memory_of(config, batches),
+        **of_machine,
     )

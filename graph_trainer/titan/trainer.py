@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -98,10 +97,12 @@ class GraphTrainer(Trainer):
     def _make_step(self, loss_fn: LossFn, **options: Any) -> TrainStep:
         """Make a step that captures itself, with the backend and passes of [compile]."""
         compile_config = self.config.compile
-        passes = passes_of(self.config, self.parallel_dims)
+        memory = self._memory
         return TrainStep(
             loss_fn,
-            passes=replace(passes, device_memory=self._memory, host_memory=self._memory.on_host),
+            passes=passes_of(
+                self.config, self.parallel_dims, device_memory=memory, host_memory=memory.on_host
+            ),
             backend=compile_config.backend,
             partitioned=compile_config.mode == "partitioned",
             partition=compile_config.partition,

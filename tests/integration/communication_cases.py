@@ -24,7 +24,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.exchange import LargestOfAllRanks, check_order_across_ranks
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.runtime.step import Step
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -135,7 +135,7 @@ def with_passes(captured: JointGraph, config: gt.PassConfig, variant: Variant, p
         options={"bucket_collectives": BucketCollectivesOptions(**variant.bucketing)},
         **variant.more,
     )
-    gt.run_passes(joint, asked, all_reduce_max=LargestOfAllRanks())
+    gt.run_passes(joint, asked)
     check_order_across_ranks(joint)
     return gt.compile(joint, compare_ranks=False)
 

@@ -11,6 +11,16 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from graph_trainer.core.ordering.agreement import OneRank
+
+
+class Agreed(OneRank):
+    """An agreement whose all-reduce is a function of this rank's number."""
+
+    def __init__(self, largest: Callable[[int], int]) -> None:
+        super().__init__()
+        self.all_reduce_max = largest
+
 
 def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     """Run `work(rank)` of every rank in a thread, with dist.all_gather_object among them.
@@ -21,7 +31,7 @@ def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
     local, barrier = threading.local(), threading.Barrier(ranks)
     objects: list[bytes] = [b""] * ranks
 
-    def all_gather_object(everyone: list[Any], mine: Any) -> None:
+    def all_gather_object(everyone: list[Any], mine: Any, group: Any) -> None:
         objects[local.rank] = pickle.dumps(mine)
         barrier.wait(timeout=20)
         everyone[:] = map(pickle.loads, objects)
@@ -39,8 +49,9 @@ def in_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
             dist,
             all_gather_object=all_gather_object,
             get_rank=lambda: local.rank,
-            get_world_size=lambda: ranks,
-            get_backend=lambda: "threads",
+            get_world_size=lambda group=None: ranks,
+            get_backend=lambda group=None: "threads",
+            get_process_group_ranks=lambda group: list(range(ranks)),
             is_initialized=lambda: True,
         ),
         ThreadPoolExecutor(ranks) as pool,

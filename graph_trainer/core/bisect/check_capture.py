@@ -14,7 +14,7 @@ from graph_trainer.core.bisect.replay import Observed, StartingPoint, gradients_
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.ops import OpOverload
 from graph_trainer.core.names import clean_fqn
-from graph_trainer.core.ordering.exchange import gather_from_ranks
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.step import Gradients, Step
 from graph_trainer.core.tensor_diff import Difference, Results, compare, digest
@@ -82,14 +82,15 @@ def check_capture(
         results = list(_results(model, captured, batches, attributes))
     steps = [compare(*pair) for pair in zip(wanted, results, strict=True)]
     number = next((i for i, differences in enumerate(steps) if differences), len(steps))
-    first = min(gather_from_ranks(number))
+    ranks = Agreement()
+    first = min(ranks.gather(number))
     if first == len(steps):
         return
     computed = [d for d in steps[first] if not d.name.startswith(("attribute", "random"))]
     # every rank searches where one of them does: the steps communicate
-    search = any(gather_from_ranks(bool(computed)))
+    search = any(ranks.gather(bool(computed)))
     op = _first_op(start, model, batches[: first + 1], eager, captured) if search else ""
-    for rank, (differences, where) in enumerate(gather_from_ranks((steps[first], op))):
+    for rank, (differences, where) in enumerate(ranks.gather((steps[first], op))):
         if differences:
             rounding = [why for joint in captured.joint_graphs() for why in joint.rounding]
             raise VerificationError(_message(rank, first, differences, where, rounding))

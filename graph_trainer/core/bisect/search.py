@@ -15,14 +15,10 @@ from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.exchange import (
-    LargestOfAllRanks,
-    check_order_across_ranks,
-    gather_from_ranks,
-)
+from graph_trainer.core.ordering.agreement import Agreement
+from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
-from graph_trainer.core.sharding.process_groups import groups_agreed_on
 from graph_trainer.core.tensor_diff import Difference, compare
 from graph_trainer.errors import VerificationError
 
@@ -108,7 +104,8 @@ def bisect_passes(
     runs = Runs(model, loss_fn, args, kwargs or {})
     on_event("eager: running the model itself, twice")
     reference = runs.eager()
-    for rank, differences in enumerate(gather_from_ranks(compare(reference, runs.eager()))):
+    ranks = Agreement()
+    for rank, differences in enumerate(ranks.gather(compare(reference, runs.eager()))):
         if differences:
             raise VerificationError(
                 f"rank {rank}: the model itself, run twice on one batch from one state, gives "
@@ -117,9 +114,8 @@ def bisect_passes(
                 "numbers from a generator of the model's own"
             )
     on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
-    largest = LargestOfAllRanks()
-    joint = _or_fail_on_all_ranks(runs.capture, largest)
-    steps = pass_by_pass(joint, passes, all_reduce_max=largest)
+    joint = _or_fail_on_all_ranks(runs.capture, ranks)
+    steps = pass_by_pass(joint, passes, agreement=ranks)
     rows: list[Row] = []
     before: JointGraph | None = None
 
@@ -127,13 +123,12 @@ def bisect_passes(
         return loss_fn(model, *args, **(kwargs or {}))
 
     while True:
-        with groups_agreed_on(largest):
-            report = _or_fail_on_all_ranks(lambda: next(steps, None), largest)
+        report = _or_fail_on_all_ranks(lambda: next(steps, None), ranks)
         if report is None:
             return Verdict(rows, len(reference), [])
-        check_order_across_ranks(joint)
+        check_order_across_ranks(joint, ranks)
         mine = compare(reference, runs.graph(joint))
-        gathered = gather_from_ranks((report.nodes, mine))
+        gathered = ranks.gather((report.nodes, mine))
         row = Row(report.name, gathered[0][0], [differences for _, differences in gathered])
         rows.append(row)
         place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
@@ -150,12 +145,12 @@ def bisect_passes(
         return Verdict(rows, len(reference), [])
     on_event(f"{row.name}: looking for the first node that differs, node by node")
     node = first_difference(runs, before, joint, [difference.name for difference in mine])
-    return Verdict(rows, len(reference), gather_from_ranks(node))
+    return Verdict(rows, len(reference), ranks.gather(node))
 
 
-def _or_fail_on_all_ranks(work: Callable[[], T], largest: LargestOfAllRanks) -> T:
+def _or_fail_on_all_ranks(work: Callable[[], T], ranks: Agreement) -> T:
     """Return what `work` returns, or raise its error after the other ranks have received it."""
     try:
         return work()
     except Exception as error:
-        largest.fail(error)
+        ranks.fail(error)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections import defaultdict
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -17,163 +16,67 @@ from graph_trainer.core.analysis.collective_purpose import (
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.members import (
-    REMEDY,
     check_member,
     disagreeing_members,
     first_difference,
     refuse_order,
 )
 from graph_trainer.core.ordering.sequences import Sequence, issued_by, waited_text
-from graph_trainer.errors import CollectiveError, VerificationError
+from graph_trainer.errors import VerificationError
 
 Summary = dict[str, tuple[int, str]]
 """By a digest of a group's ranks, of which there may be thousands: their number, and a digest of
 what one rank issues on the group and at which places of its whole sequence."""
 
 _PAIRS_SHOWN = 4
-_GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
-_ERROR_SHOWN = 4000  # every rank receives as much from each
-
-T = TypeVar("T")
 
 
-def check_order_across_ranks(joint: JointGraph | Exception) -> None:
-    """Refuse a graph unless it cannot hang. Every rank calls it.
+def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = None) -> None:
+    """Refuse a graph unless it cannot hang. Every member of the agreement calls it.
 
     For each of its groups a rank sends a digest of what it issues on that group and at which
     place of its whole sequence. Where all members of every group agree, each place of the
     sequence is one collective that all its members reach after the same earlier places, so no
     ranks wait for each other in a cycle. Only where members differ are sequences exchanged.
-    Costs one small exchange of objects on the default group.
+    Costs one small exchange of objects.
 
     Args:
-        joint: the graph of this rank; or the error because of which it has none, which is raised
-            here after the other ranks have received it.
+        joint: the graph of this rank.
+        agreement: the ranks whose graphs communicate with this one; None for all of them.
 
     Raises:
         VerificationError: on every rank alike, with the first differing entry of two ranks; or
             with the error of another rank.
     """
-    if _alone() and not isinstance(joint, Exception):
+    agreement = agreement or Agreement()
+    ranks = agreement.ranks
+    if len(ranks) == 1:
         return
+    rank = dist.get_rank()
     mine: Sequence = []
     summary: Summary | Exception
     try:
-        if isinstance(joint, Exception):
-            raise joint
         mine = issued_by(joint, dist.get_world_size())
         for each in mine:
-            check_member(each, dist.get_rank())
+            check_member(each, rank)
         summary = summary_of(mine)
     except Exception as error:  # of any kind: the other ranks wait for this rank's summary
         summary = error
-    summaries = gather_or_fail(summary, "capture the step")
+    summaries = agreement.gather(summary)
     if not disagreeing_groups(summaries):
         return
     local = {_short(each.entry[1]): each.entry[1] for each in mine}
-    members = {group: ranks for each in gather_from_ranks(local) for group, ranks in each.items()}
-    disagreeing = disagreeing_members(members, lambda rank, group: summaries[rank].get(group))
+    members = {group: ranks for each in agreement.gather(local) for group, ranks in each.items()}
+    summary_by_rank = dict(zip(ranks, summaries, strict=True))
+    disagreeing = disagreeing_members(members, lambda rank, group: summary_by_rank[rank].get(group))
     # The sequences of all ranks would be gigabytes on thousands of ranks. Every rank knows the
     # same pairs, so only the ranks in these pairs send their sequences.
     pairs = list(dict.fromkeys(disagreeing.values()))[:_PAIRS_SHOWN]
     named = {rank for pair in pairs for rank in pair}
-    _refuse_pairs(pairs, gather_from_ranks(mine if dist.get_rank() in named else []))
-
-
-class LargestOfAllRanks:
-    """All-reduces (max) an int; one small exchange each time.
-
-    Every rank calls it equally often before `check_order_across_ranks`; one that has an error
-    before that calls `fail`.
-    """
-
-    def __init__(self) -> None:
-        self._received_failure = False
-
-    def __call__(self, mine: int) -> int:
-        """Return the largest int of all ranks.
-
-        Raises:
-            VerificationError: with the error of another rank that had no number.
-            CollectiveError: another rank has ended.
-        """
-        try:
-            return max(gather_or_fail(mine, "capture the step"))
-        except (CollectiveError, VerificationError):
-            self._received_failure = True
-            raise
-
-    def fail(self, error: Exception) -> NoReturn:
-        """Raise an error of this rank, after the other ranks have received it.
-
-        If a call has raised because another rank failed or has ended, no rank waits for this one.
-        """
-        if not self._received_failure:
-            check_order_across_ranks(error)
-        raise error
-
-
-def gather_from_ranks(mine: T) -> list[T]:
-    """Return the object of every rank, by rank. Every rank calls it.
-
-    Raises:
-        CollectiveError: another rank has ended, or did not arrive (gloo).
-    """
-    if _alone():
-        return [mine]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    try:
-        dist.all_gather_object(everyone, mine)
-    except RuntimeError as error:
-        if not is_collective_failure(error):
-            raise
-        raise CollectiveError("the exchange of what all ranks decide", reason_of(error)) from error
-    return everyone
-
-
-def is_collective_failure(error: RuntimeError) -> bool:
-    """Return whether an error says that a collective could not complete."""
-    return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
-
-
-def reason_of(error: RuntimeError) -> str:
-    """Return what the backend said, on one line."""
-    return " ".join(str(error).split())[:500]
-
-
-def gather_or_fail(mine: T | Exception, what: str) -> list[T]:
-    """Return the value of every rank, by rank. Every rank calls it.
-
-    Args:
-        mine: the value of this rank; or its error, raised after the other ranks have received it.
-        what: what a rank with an error could not do, for the message.
-
-    Raises:
-        VerificationError: with the error of another rank, on every rank alike.
-    """
-    text = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN] if isinstance(mine, Exception) else ""
-    everyone = gather_from_ranks((text, None if text else mine))
-    if isinstance(mine, Exception):
-        raise mine
-    for rank, (text, _) in enumerate(everyone):
-        if text:
-            raise VerificationError(f"rank {rank} could not {what}: {text}")
-    values: list[Any] = [value for _, value in everyone]
-    kinds = [type(value).__name__ for value in values]
-    other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-    if other is not None:
-        # one rank has finished its passes while a pass of another rank asks for an agreement
-        raise VerificationError(
-            f"the ranks are at different points of the pass pipeline: rank 0 hands out "
-            f"{kinds[0]}, and rank {other} {kinds[other]}. {REMEDY}"
-        )
-    return values
-
-
-def _alone() -> bool:
-    """Return whether no other rank answers, as in a fake process group."""
-    return not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    sequences = agreement.gather(mine if rank in named else [])
+    _refuse_pairs(pairs, dict(zip(ranks, sequences, strict=True)))
 
 
 def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
@@ -224,7 +127,7 @@ def disagreeing_groups(summaries: list[Summary]) -> list[str]:
     """List the groups whose members do not agree, in the same order on all ranks.
 
     Members agree where each of them has the group, with one digest. There is one summary for each
-    rank of the world.
+    rank that may be a member.
     """
     by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
@@ -245,7 +148,7 @@ def _short(ranks: Ranks) -> str:
     return _sha256(ranks)[:32]
 
 
-def _refuse_pairs(pairs: list[tuple[int, int]], sequences: list[Sequence]) -> NoReturn:
+def _refuse_pairs(pairs: list[tuple[int, int]], sequences: dict[int, Sequence]) -> NoReturn:
     """Raise with the first place at which two ranks differ on a group of both.
 
     Of the `sequences` by rank only those of the ranks in `pairs` count.

@@ -8,7 +8,7 @@ from enum import IntEnum
 from typing import Any
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.errors import PassError
 
 
@@ -53,18 +53,18 @@ class Pass:
     changes_sums: bool = False
     """Whether it may change the order in which numbers are added, and so the last bits."""
     has_bitwise_mode: bool = False
-    """Whether it leaves every sum as it is where `context.bitwise` is set. Another pass with
+    """Whether it leaves every sum as it is where `settings.bitwise` is set. Another pass with
     `changes_sums` is then refused."""
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
     required_for: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
     """Fields of `PassConfig`, or "gt.offload", and their values that this pass carries out: without
-    a pass for a value that is set the list is refused. See `unmet_settings`."""
+    a pass for a value that is set the list is refused. See `without_effect`."""
     relies_on: tuple[str, ...] = ()
     """Names of passes that have to be in the list as well for it to have an effect."""
     before: tuple[str, ...] = ()
     """Names of passes that may not run before it, or it has no effect or not all of it."""
-    needs_hardware: Callable[[Any], bool] = lambda options: False
+    needs_hardware: Callable[[Any, RunSettings], bool] = lambda options, settings: False
     """Whether it decides by simulation with these options, and so by `compile.hardware`, on which
     the ranks agree first."""
 

@@ -156,30 +156,41 @@ WITHOUT_PASSES = {
 """By setting that passes carry out, the value that needs none."""
 
 
-class Unmet(NamedTuple):
-    """A setting that a list of passes would leave without effect."""
+class Idle(NamedTuple):
+    """A setting of a run, or an option of a pass, that would have no effect."""
 
-    setting: str
+    of: str
+    """The pass whose option it is; "" for a setting."""
+    name: str
     value: Any
     problem: str
     """A clause, without a full stop."""
-    remedy: str
-    """A sentence without a full stop: what to do about the list."""
+    remedy: str = ""
+    """A sentence without a full stop: what to do about the list of passes."""
+    other: str = ""
+    """Instead of a remedy, the field (of the same pass, or a setting) on which it depends."""
+    acting: tuple[Any, ...] = ()
+    """The other field's values with which this one acts."""
 
 
-def unmet_settings(
-    selected: Sequence[Pass], disabled: Sequence[str], settings: Mapping[str, Any]
-) -> Iterator[Unmet]:
-    """Yield the settings whose values these passes do not carry out, by what passes declare.
+def without_effect(
+    selected: Sequence[Pass],
+    disabled: Sequence[str],
+    settings: Mapping[str, Any],
+    options: Mapping[str, Any],
+) -> Iterator[Idle]:
+    """Yield what these passes would leave without effect, by what passes and fields declare.
 
-    A value is carried out by the built-in passes that have it in `required_for`, or in their place
-    by passes of a user's own that have; together with all that these rely on (`relies_on`), none
-    of them after a pass that it has to come `before`.
+    A setting's value is carried out by the built-in passes that have it in `required_for`, or in
+    their place by passes of a user's own that have; together with all that these rely on
+    (`relies_on`), none of them after a pass that it has to come `before`. Options act where their
+    pass does. A field that `acts_with` another needs one of that one's values.
 
     Args:
         selected: the list, in order.
         disabled: names that were left out of it, for the remedy.
         settings: fields of `RunSettings`, or "gt.offload", with their values.
+        options: by pass, its options.
     """
     for setting, value in settings.items():
         own, built_in = (
@@ -187,23 +198,38 @@ def unmet_settings(
             for passes in ([p for p in selected if p not in _BUILT_IN], _BUILT_IN)
         )
         lacks = (lacking(selected, disabled, each) for each in own or built_in)
-        yield from (Unmet(setting, value, *lack) for lack in lacks if lack is not None)
+        yield from (Idle("", setting, value, *lack) for lack in lacks if lack is not None)
+    known = registered_passes() | {p.name: p for p in selected}
+    for of, given in options.items():
+        if lack := lacking(selected, disabled, known[of]):
+            changed = (f.name for f in fields(given) if getattr(given, f.name) != f.default)
+            yield from (Idle(of, name, getattr(given, name), *lack) for name in changed)
+    for of, name, other, acting in idle_fields(settings, options):
+        value = getattr(options[of], name) if of else settings[name]
+        yield Idle(of, name, value, "has no effect", other=other, acting=acting)
 
 
-def idle_fields(options: Any, settings: RunSettings) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+def idle_fields(
+    settings: Mapping[str, Any], options: Mapping[str, Any]
+) -> Iterator[tuple[str, str, str, tuple[Any, ...]]]:
     """Yield the fields that are set and have no effect beside the others, as `acts_with` declares:
-    the field, the other one, and that one's values with which the field would act.
+    the pass whose option it is ("" for a setting), the field, the other one, and that one's values
+    with which the field would act.
 
     Args:
-        options: options of a pass, or the settings themselves.
-        settings: of the run, for what is no option of the pass.
+        settings, options: as `without_effect`.
     """
-    for each in fields(options):
-        if getattr(options, each.name) == each.default:
+    of_run = [each for each in fields(RunSettings) if each.name in settings]
+    declared = [("", each, dict(settings)) for each in of_run]
+    for of, given in options.items():
+        values = {each.name: getattr(given, each.name) for each in fields(given)}
+        declared += [(of, each, values) for each in fields(given)]
+    for of, each, values in declared:
+        if values[each.name] == each.default:
             continue
-        for other, values in each.metadata.get("acts_with", {}).items():
-            if getattr(options if hasattr(options, other) else settings, other) not in values:
-                yield each.name, other, values
+        for other, acting in each.metadata.get("acts_with", {}).items():
+            if {**settings, **values}[other] not in acting:
+                yield of, each.name, other, acting
 
 
 def lacking(
@@ -212,7 +238,7 @@ def lacking(
     """Return why a pass would have no effect in a list of passes, and the remedy; None if it has.
 
     Args:
-        selected, disabled: as `unmet_settings`.
+        selected, disabled: as `without_effect`.
     """
     place = {p.name: number for number, p in enumerate(selected)}
     known = registered_passes() | {p.name: p for p in selected}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware
@@ -28,8 +28,6 @@ ReshardAfterForward = Literal["default", "always", "never", "auto"]
 ActivationPolicy = Literal["none", "selective", "full", "layers", "budget", "file", "user"]
 
 OtherMemoryOf = Callable[[JointGraph], OtherMemory]
-AllReduceMax = Callable[[int], int]
-"""All-reduces (max) an int over all ranks. Every rank must call it equally often."""
 
 
 def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
@@ -42,16 +40,6 @@ def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
             with which this one acts.
     """
     return field(default=default, metadata={"acts_with": others})
-
-
-def one_rank(number: int) -> int:
-    """Return the number: `AllReduceMax` for a rank that asks no other."""
-    return number
-
-
-def fingerprint(decision: object) -> int:
-    """Return a 56-bit hash of what a rank has decided, to be compared among ranks."""
-    return int.from_bytes(hashlib.sha256(repr(decision).encode()).digest()[:7], "big")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,11 +134,16 @@ class RunSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PassContext(RunSettings):
+class PassContext:
     """What a pass may know beside its options. The pipeline makes one for each pass."""
 
-    all_reduce_max: AllReduceMax = one_rank
-    """All-reduces an int over all ranks, so that all of them decide alike."""
+    settings: RunSettings = RunSettings()
+    """Those of the run, the same object for every pass."""
+    agreement: Agreement = OneRank()
+    """The ranks that run the graph together, so that all of them decide alike."""
+    hardware: Hardware | None = None
+    """What `settings.hardware` names, or else what the ranks have agreed on for passes that declare
+    `needs_hardware`; None where no pass does."""
     decided: Any = None
     """What this pass has put into `joint.decisions` for an earlier graph of the step, to be
     followed; None where this is the first."""
@@ -159,17 +152,12 @@ class PassContext(RunSettings):
     them, or with a second argument those before a `Stage`."""
 
     def hardware_for(self, joint: JointGraph) -> Hardware:
-        """Return the profile to simulate a graph on: the one that is named, else that of the
-        machine. The pipeline has ranks agree on it for passes that declare `needs_hardware`."""
+        """Return the profile to simulate a graph on: `hardware`, else that of the machine."""
         return self.hardware or detect_for(joint).hardware
 
     def simulate(self, joint: JointGraph) -> Simulation:
         """Simulate this rank's step as the graph is now. Linear in nodes."""
-        return simulate(joint, self.hardware_for(joint), self.other_memory(joint))
-
-    def same_on_all_ranks(self, number: int) -> bool:
-        """Return whether all ranks call this with the same number. Two all-reduces."""
-        return self.all_reduce_max(number) == -self.all_reduce_max(-number)
+        return simulate(joint, self.hardware_for(joint), self.settings.other_memory(joint))
 
     def simulate_on_all_ranks(self, joint: JointGraph) -> tuple[float, int, bool]:
         """Simulate the step with the later passes, on a copy of the graph. Two all-reduces.
@@ -181,13 +169,13 @@ class PassContext(RunSettings):
         trial = copy_graph(joint)
         self.run_later_passes(trial)
         simulation = self.simulate(trial)
-        nanoseconds = self.all_reduce_max(round(simulation.timeline.step_seconds * _PER_SECOND))
-        needed = self.all_reduce_max(simulation.need().total)
-        fits = not self.memory_limit_gib or needed <= self.memory_limit_gib * GIB
-        return nanoseconds / _PER_SECOND, needed, fits
+        largest, limit = self.agreement.all_reduce_max, self.settings.memory_limit_gib
+        nanoseconds = largest(round(simulation.timeline.step_seconds * _PER_SECOND))
+        needed = largest(simulation.need().total)
+        return nanoseconds / _PER_SECOND, needed, not limit or needed <= limit * GIB
 
 
-def detect_on_all_ranks(joint: JointGraph, all_reduce_max: AllReduceMax) -> Detected:
+def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
     """Choose the profile of the machine, the same on all ranks. Two all-reduces.
 
     Raises:
@@ -195,7 +183,8 @@ def detect_on_all_ranks(joint: JointGraph, all_reduce_max: AllReduceMax) -> Dete
     """
     detected, names = detect_for(joint), list(known_hardware())
     place = names.index(detected.hardware.name)
-    last, first = names[all_reduce_max(place)], names[-all_reduce_max(-place)]
+    last = names[agreement.all_reduce_max(place)]
+    first = names[-agreement.all_reduce_max(-place)]
     if first != last:
         raise PassError(
             f"{HARDWARE_KEY} is unset and the ranks run on unlike devices, of the profiles {first} "

@@ -25,6 +25,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
@@ -61,7 +62,7 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
 
     Linear in nodes and in ranks of the world.
     """
-    _fuse_chains(joint, Result.GATHERED, Role.UNSHARD, joined)
+    _fuse_chains(joint, context.agreement, Result.GATHERED, Role.UNSHARD, joined)
 
 
 @graph_pass(
@@ -83,7 +84,11 @@ def fuse_chained_reduce_scatters(
     """
     # rank (i, j) keeps part j of part i: the order of a gather over the second, then the first
     _fuse_chains(
-        joint, Result.SCATTERED, Role.REDUCE_GRAD, lambda first, second: joined(second, first)
+        joint,
+        context.agreement,
+        Result.SCATTERED,
+        Role.REDUCE_GRAD,
+        lambda first, second: joined(second, first),
     )
 
 
@@ -92,7 +97,9 @@ _Chain = tuple[fx.Node, Partition]
 ranks in groups, each over the ranks of all these collectives."""
 
 
-def _fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> None:
+def _fuse_chains(
+    joint: JointGraph, agreement: Agreement, result: Result, role: Role, join: Join
+) -> None:
     """Let the last of each chain of one op read what the first reads, over the ranks of all.
 
     Both must have `role`, for the same parameter: how other ranks store parameters is known, and so
@@ -110,7 +117,7 @@ def _fuse_chains(joint: JointGraph, result: Result, role: Role, join: Join) -> N
         and phase_of(before) is phase_of(node)
     }
     chains = _chains(joint, pairs, join) if pairs else {}
-    groups = groups_within([partition for _, partition in chains.values()])
+    groups = groups_within([partition for _, partition in chains.values()], agreement)
     for node, (first, partition) in chains.items():
         _set_arguments(
             node,

@@ -64,7 +64,7 @@ class Budget:
         *,
         follows_plan: bool = False,
     ) -> None:
-        limit = context.memory_limit_gib
+        limit = context.settings.memory_limit_gib
         if limit is not None and not 0 <= limit < math.inf:
             raise PassError(
                 f"{KEY} = {limit}: not a limit; write GiB above 0, None for what the device has, "
@@ -84,7 +84,7 @@ class Budget:
 
     def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
-        return predicted_memory(joint, hardware, self._context.other_memory(joint))
+        return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
 
     def needed(self, joint: JointGraph) -> int:
         """Return the bytes that the rank that needs most needs of its device. The result is kept
@@ -92,7 +92,7 @@ class Budget:
         if self._latest is None:
             hardware = self._context.hardware_for(joint)
             need = need_of(self.memory(joint, hardware), hardware)
-            self._latest = self._context.all_reduce_max(need.total)
+            self._latest = self._context.agreement.all_reduce_max(need.total)
         return self._latest
 
     def changed(self) -> None:
@@ -142,8 +142,7 @@ class Budget:
         if hardware.device != here.device:  # what is free is free here, wherever it will run
             hardware = here
         need = need_of(self.memory(joint, hardware), hardware).total
-        # a rank that knows nothing has to take part
-        lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
+        lack = self._lack(need, room)
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
             risk = f"Take the risk with {KEY} = 0, or set"
@@ -159,7 +158,7 @@ class Budget:
             return
         need = self.memory(joint, hardware).host_bytes
         room = self._host_memory(joint) if need else None
-        lack = self._context.all_reduce_max(-_ENDLESS if room is None else need - room.bytes)
+        lack = self._lack(need, room)
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
             raise MemoryLimitError(
@@ -169,6 +168,12 @@ class Budget:
                 "false, a larger compile.offload_activations.min_bytes, fewer gt.offload(); or "
                 f'recompute: activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
             )
+
+    def _lack(self, need: int, room: DeviceMemory | None) -> int:
+        """Return how many bytes the rank that lacks most has too few. A rank that does not know
+        what it has takes part all the same."""
+        mine = -_ENDLESS if room is None else need - room.bytes
+        return self._context.agreement.all_reduce_max(mine)
 
     def _advice(
         self,
@@ -180,7 +185,7 @@ class Budget:
     ) -> str:
         """Say what this rank needs and for what, what each pass did to it, and what helps."""
         memory = self.memory(joint, hardware)
-        reshards = self._context.reshard_after_forward == "always"
+        reshards = self._context.settings.reshard_after_forward == "always"
         advice = remedies(memory.peak_by_category(), reshards=reshards, raised=raised)
         return (
             f"{what_is_needed(memory, hardware)}.\n{report}\n"

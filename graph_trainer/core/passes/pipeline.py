@@ -11,8 +11,9 @@ from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
-from graph_trainer.core.ordering.exchange import (
-    LargestOfAllRanks,
+from graph_trainer.core.ordering.agreement import (
+    Agreement,
+    OneRank,
     is_collective_failure,
     reason_of,
 )
@@ -21,18 +22,15 @@ from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
     check_bitwise,
     idle_fields,
-    lacking,
     registered_passes,
     resolve_passes,
-    unmet_settings,
+    without_effect,
 )
 from graph_trainer.core.passes.context import (
     ActivationPolicy,
-    AllReduceMax,
     PassContext,
     RunSettings,
     detect_on_all_ranks,
-    one_rank,
 )
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
@@ -67,9 +65,6 @@ class PassConfig(RunSettings):
     """What this rank may take of its machine's memory for activations that are copied there. A
     graph that needs more on any rank is refused."""
 
-    decisions: Mapping[str, Any] = field(default_factory=dict)
-    """By pass name, what it decided for an earlier graph of the step, to be followed."""
-
     verify_passes: bool = False
     """After every pass also run the graph on fake tensors and compare every shape, and run it on
     small real values, in this process alone, and compare its results with those before the pass.
@@ -80,20 +75,20 @@ def run_passes(
     joint: JointGraph,
     config: PassConfig | None = None,
     *,
+    first: JointGraph | None = None,
+    agreement: Agreement | None = None,
     on_pass: Callable[[str], None] | None = None,
-    all_reduce_max: AllReduceMax | None = None,
-    roll_back: bool = True,
 ) -> Report:
     """Run the passes of `config` on `joint`, in place.
 
     Args:
+        first: the first graph of the step where `joint` is one for a batch of another shape: what
+            its passes decided by simulation is followed, and those that the memory limit rolled
+            back are left out. Then none is rolled back, and a graph beyond the limit is refused.
+        agreement: the ranks that call this together, so that all decide alike: about the bytes
+            needed where there is a memory limit, and about what passes decide by sizes or by
+            simulation. None for those of the default process group; `OneRank()` for this one.
         on_pass: called with each pass's name before it runs, for progress.
-        all_reduce_max: all-reduces (max) an int over all ranks, so that all decide alike: bytes
-            needed where there is a memory limit, and what passes ask that decide by sizes or by
-            simulation. None for an exchange with the ranks of the default process group, which
-            then all call this; `one_rank` where this rank is alone.
-        roll_back: whether the memory limit may roll passes back; if not, a graph beyond the limit
-            is refused with all its passes.
 
     Returns:
         a report with one row a pass, the first row being the graph as captured.
@@ -106,8 +101,7 @@ def run_passes(
         VerificationError: a pass that left an invalid graph.
         CollectiveError: another rank has ended before this one's passes had.
     """
-    agree = all_reduce_max or LargestOfAllRanks()
-    steps = pass_by_pass(joint, config, on_pass=on_pass, all_reduce_max=agree, roll_back=roll_back)
+    steps = pass_by_pass(joint, config, first=first, agreement=agreement, on_pass=on_pass)
     return Report(list(steps))
 
 
@@ -115,9 +109,9 @@ def pass_by_pass(
     joint: JointGraph,
     config: PassConfig | None = None,
     *,
+    first: JointGraph | None = None,
+    agreement: Agreement | None = None,
     on_pass: Callable[[str], None] | None = None,
-    all_reduce_max: AllReduceMax = one_rank,
-    roll_back: bool = True,
 ) -> Iterator[PassReport]:
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
@@ -129,29 +123,30 @@ def pass_by_pass(
         an iterator of the report's rows: first the graph as captured, then the graph after each
         pass. Until it moves on, `joint` is the graph of the latest row.
     """
-    config = config or PassConfig()
-    settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
-    run = PassContext(**settings, all_reduce_max=all_reduce_max)
+    config, agreement = config or PassConfig(), agreement or Agreement()
     selected = resolve_passes(config.passes, config.disable_passes)
     _check_settings(joint, config, selected)
-    steps, simulated_on = _prepare(joint, config, run, selected)
-    _check_history(joint, [step.graph_pass for step in steps])
-    follows_plan = plan_memory.name in config.decisions
+    if first is not None:
+        selected = [each for each in selected if each.name in first.history]
+    _check_history(joint, selected)
+    run, simulated_on = _context_of(joint, config, selected, agreement)
+    steps = _prepare(config, selected, run, {} if first is None else first.decisions)
+    follows_plan = first is not None and plan_memory.name in first.decisions
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
-    first = measure(joint, "capture", 0.0)
+    captured = measure(joint, "capture", 0.0)
     if joint.rounding:
         rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
-        first = replace(first, remarks=(rounding,))
-    rows, state = [first], state_of(joint)
+        captured = replace(captured, remarks=(rounding,))
+    rows, state = [captured], state_of(joint)
     order: AccessOrder | None = None
     yield rows[0]
     for step in steps:
         name = step.graph_pass.name
         if on_pass is not None:
             on_pass(name)
-        may_go = roll_back and budget.limits_passes and step.graph_pass.optional
+        may_go = first is None and budget.limits_passes and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
         seconds, verified, order = run_one(joint, step, numbers, order)
         budget.changed()
@@ -192,7 +187,6 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     Raises:
         PassError: as `run_passes`; the config asks for what other passes do.
     """
-    settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
     selected = resolve_passes(config.passes, config.disable_passes)
     tags = [p for p in selected if p.stage is Stage.TAG]
     asked = {
@@ -216,7 +210,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     known = registered_passes() | {p.name: p for p in selected}
     others = [p for p in known.values() if p.stage is not Stage.TAG]
     _check_settings(joint, config, sorted([*tags, *others], key=lambda p: p.stage))
-    for step in _prepare(joint, config, PassContext(**settings), tags)[0]:
+    run, _ = _context_of(joint, config, tags, OneRank())
+    for step in _prepare(config, tags, run, {}):
         _run(joint, step)
         try:
             joint.graph.lint()
@@ -227,37 +222,23 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
             ) from error
 
 
-def passes_like(config: PassConfig, first: JointGraph) -> PassConfig:
-    """Return `config` as it was carried out on another graph of the same step.
-
-    Args:
-        first: the graph, of which the result has the passes that were not rolled back and the
-            decisions that those took by simulation.
-
-    Raises:
-        PassError: as `resolve_passes`.
-    """
-    selected = resolve_passes(config.passes, config.disable_passes)
-    out = [p.name for p in selected if p.name not in first.history]
-    return replace(
-        config,
-        disable_passes=(*config.disable_passes, *out),
-        options={name: given for name, given in config.options.items() if name not in out},
-        decisions=first.decisions,
-    )
-
-
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
     """Return `config` with another policy for activations, and at their defaults the settings and
     options that have no effect beside it. `more` are other fields to replace."""
     config = replace(config, activation_policy=policy, **more)
-    options = {name: _without_idle(given, config) for name, given in config.options.items()}
-    return replace(_without_idle(config, config), options=options)
+    options = dict(config.options)
+    for of, name, *_ in list(idle_fields(_settings(config), options)):
+        given: Any = options[of] if of else config
+        given = replace(given, **{name: getattr(type(given)(), name)})
+        if of:
+            options[of] = given
+        else:
+            config = given
+    return replace(config, options=options)
 
 
-def _without_idle(given: Any, config: PassConfig) -> Any:
-    defaults = {f.name: f.default for f in fields(given)}
-    return replace(given, **{name: defaults[name] for name, *_ in idle_fields(given, config)})
+def _settings(config: PassConfig) -> dict[str, Any]:
+    return {each.name: getattr(config, each.name) for each in fields(RunSettings)}
 
 
 class PassStep(NamedTuple):
@@ -269,83 +250,88 @@ class PassStep(NamedTuple):
 
     @property
     def needs_hardware(self) -> bool:
-        return self.graph_pass.needs_hardware(self.options)
+        return self.graph_pass.needs_hardware(self.options, self.context.settings)
 
     @property
     def may_change_sums(self) -> bool:
         """Whether this run of the pass may change the order of a sum."""
-        return self.graph_pass.changes_sums and not self.context.bitwise
+        return self.graph_pass.changes_sums and not self.context.settings.bitwise
 
     def run(self, joint: JointGraph) -> None:
         self.graph_pass.function(joint, self.options, self.context)
 
 
+def _context_of(
+    joint: JointGraph, config: PassConfig, selected: Sequence[Pass], agreement: Agreement
+) -> tuple[PassContext, str]:
+    """Return what all passes know of the run; and which machine they simulate and why, where a
+    pass does and no hardware is named."""
+    asks = (each.needs_hardware(_options(config, each), config) for each in selected)
+    if config.hardware is not None or not any(asks):
+        return PassContext(settings=config, agreement=agreement, hardware=config.hardware), ""
+    detected = detect_on_all_ranks(joint, agreement)
+    context = PassContext(settings=config, agreement=agreement, hardware=detected.hardware)
+    return context, detected.why
+
+
 def _prepare(
-    joint: JointGraph, config: PassConfig, run: PassContext, selected: Sequence[Pass]
-) -> tuple[list[PassStep], str]:
-    """Return passes with their options and contexts, both checked; and which machine they simulate
-    and why, where they do and no hardware is named."""
+    config: PassConfig, selected: Sequence[Pass], run: PassContext, decisions: Mapping[str, Any]
+) -> list[PassStep]:
+    """Return passes with their options and contexts, both checked.
+
+    Args:
+        decisions: by pass, what it decided for an earlier graph of the step.
+    """
     if config.bitwise:
         check_bitwise(selected)
     steps: list[PassStep] = []
-    for place, each in enumerate(selected, start=1):
-        options = config.options.get(each.name, each.options_type())
-        if not isinstance(options, each.options_type):
-            raise PassError(
-                f"options of '{each.name}' are a {type(options).__name__}; it takes a "
-                f"{each.options_type.__name__}"
-            )
+    for each in reversed(selected):  # the last first, as each knows those after it
 
         def run_later_passes(
-            joint: JointGraph, before: Stage | None = None, place: int = place
+            joint: JointGraph, before: Stage | None = None, later: Sequence[PassStep] = tuple(steps)
         ) -> None:
-            for step in steps[place:]:
+            for step in later:
                 if before is None or step.graph_pass.stage < before:
                     step.run(joint)
 
-        decided = config.decisions.get(each.name)
+        decided = decisions.get(each.name)
         context = replace(run, decided=decided, run_later_passes=run_later_passes)
-        steps.append(PassStep(each, options, context))
-    if run.hardware is not None or not any(step.needs_hardware for step in steps):
-        return steps, ""
-    detected = detect_on_all_ranks(joint, run.all_reduce_max)
-    # in place, as `run_later_passes` of each step reads the list
-    steps[:] = [
-        step._replace(context=replace(step.context, hardware=detected.hardware)) for step in steps
-    ]
-    return steps, detected.why
+        steps.insert(0, PassStep(each, _options(config, each), context))
+    return steps
+
+
+def _options(config: PassConfig, of: Pass) -> Any:
+    options = config.options.get(of.name, of.options_type())
+    if not isinstance(options, of.options_type):
+        raise PassError(
+            f"options of '{of.name}' are a {type(options).__name__}; it takes a "
+            f"{of.options_type.__name__}"
+        )
+    return options
 
 
 def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pass]) -> None:
     """Refuse a setting that these passes would leave without effect."""
-    settings = {f.name: getattr(config, f.name) for f in fields(RunSettings)}
+    settings = _settings(config)
     settings["gt.offload"] = offload_activations.name not in joint.history and any(
         map(offload_tag, joint.graph.nodes)
     )
     if config.memory_table is not None:
         settings["allow_offload"] |= bool(config.memory_table.offloaded)
-    for setting, value, problem, remedy in unmet_settings(
-        selected, config.disable_passes, settings
-    ):
-        instead = (
-            "take it out of the model"
-            if setting == "gt.offload"
-            else f"set {setting} to {WITHOUT_PASSES[setting]!r}"
-        )
-        raise PassError(f"{setting} = {value!r} {problem}. {remedy}, or {instead}")
-    known = {p.name: p for p in selected}
-    for name in config.options:
-        if name not in known:
-            raise PassError(f"options are given for '{name}', which is not in the pass list")
-        if lack := lacking(selected, config.disable_passes, known[name]):
-            raise PassError(f"what is given as options of '{name}' {'. '.join(lack)}")
-    given = [(config, ""), *((o, f" of '{name}'") for name, o in config.options.items())]
-    for options, of in given:
-        for idle, other, values in idle_fields(options, config):
-            raise PassError(
-                f"{idle} = {getattr(options, idle)!r}{of} has no effect. Set {other} to "
-                f"{' or '.join(map(repr, values))}, or leave {idle} out"
-            )
+    known = registered_passes() | {p.name: p for p in selected}
+    if unknown := [name for name in config.options if name not in known]:
+        raise PassError(f"options are given for '{unknown[0]}', which is not in the pass list")
+    for idle in without_effect(selected, config.disable_passes, settings, config.options):
+        of = f" of '{idle.of}'" if idle.of else ""
+        if idle.name == "gt.offload":
+            instead = "take it out of the model"
+        elif idle.of or idle.other:
+            instead = f"leave {idle.name} out"
+        else:
+            instead = f"set {idle.name} to {WITHOUT_PASSES[idle.name]!r}"
+        acting = " or ".join(map(repr, idle.acting))
+        remedy = idle.remedy or f"Set {idle.other} to {acting}"
+        raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
 def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:

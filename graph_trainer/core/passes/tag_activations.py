@@ -109,10 +109,11 @@ def tag_activations(
 
     Relies on phases and modules. Changes metadata only. Linear in nodes.
     """
-    if context.activation_policy not in tag_activations.required_for["activation_policy"]:
+    policy = context.settings.activation_policy
+    if policy not in tag_activations.required_for["activation_policy"]:
         return
     writes = LastWrites(joint.graph)
-    every = context.recompute_every_nth_block if context.activation_policy == "layers" else 1
+    every = context.settings.recompute_every_nth_block if policy == "layers" else 1
     blocks = forward_blocks(joint)
     if joint.signature.backward and 0 < len(blocks) < every:
         raise PassError(
@@ -124,21 +125,21 @@ def tag_activations(
     for number, (block, nodes) in enumerate(chosen):
         kept = {n for n in nodes if is_read_elsewhere(n, block) or not may_run_again(n, writes)}
         kept |= set(_communicated(nodes, options, context))
-        if context.activation_policy == "selective":
+        if policy == "selective":
             kept |= set(_worth_keeping(nodes, block, options, context))
         for node in nodes:
             if recompute_policy(node) is None and not is_getitem(node):
-                policy = (
+                tag = (
                     CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
                 )
-                set_recompute_policy(node, policy, ac_graph_id=FIRST_AC_GRAPH_ID + number)
+                set_recompute_policy(node, tag, ac_graph_id=FIRST_AC_GRAPH_ID + number)
 
 
 def _communicated(
     nodes: list[fx.Node], options: TagActivationsOptions, context: PassContext
 ) -> Iterator[fx.Node]:
     """Yield the collectives that backward does not repeat, and their waits."""
-    full = context.activation_policy != "selective"
+    full = context.settings.activation_policy != "selective"
     again = options.regather == "always" or (options.regather == "policy" and full)
     for node in nodes:
         if not (is_collective(node) or is_wait(node)):
@@ -153,10 +154,10 @@ def _worth_keeping(
     nodes: list[fx.Node], block: str, options: TagActivationsOptions, context: PassContext
 ) -> Iterator[fx.Node]:
     """Yield what "selective" keeps beside collectives."""
-    counted, has_residual = 0, False
+    counted, has_residual, uncounted = 0, False, context.settings.recompute_matmuls_of
     for node in nodes:
         if node.target in _LINEAR:
-            if any(part in (module_of(node) or "") for part in context.recompute_matmuls_of):
+            if any(part in (module_of(node) or "") for part in uncounted):
                 continue
             counted += 1
             if options.matmuls == "keep" or (options.matmuls == "every_second" and counted % 2):

@@ -47,8 +47,8 @@ def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContex
 
 def _kept(joint: JointGraph, context: PassContext, chains: list[UnshardChain]) -> set[str]:
     everything = {chain.parameter for chain in chains}
-    if context.reshard_after_forward == "always":
+    if context.settings.reshard_after_forward == "always":
         return set()
-    if context.reshard_after_forward == "never" or context.pipeline_parallel:
+    if context.settings.reshard_after_forward == "never" or context.settings.pipeline_parallel:
         return everything
     return last_bucket(joint, chains)

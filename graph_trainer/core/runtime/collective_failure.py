@@ -29,7 +29,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
-from graph_trainer.core.ordering.exchange import is_collective_failure, reason_of
+from graph_trainer.core.ordering.agreement import is_collective_failure, reason_of
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.errors import CollectiveError, TrainingError
 

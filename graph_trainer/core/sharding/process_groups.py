@@ -6,58 +6,46 @@ without one of the ranks the others wait forever.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from graph_trainer.core.analysis.mesh_groups import Partition
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.torch_private_groups import new_group_in_order, process_groups
 from graph_trainer.errors import PassError
-
-Agree = Callable[[int], int]
-"""All-reduces (max) an int over all ranks."""
 
 _MADE_HERE = "graph_trainer"
 """The description of process groups that were made here."""
 
-_agree: ContextVar[Agree | None] = ContextVar("graph_trainer_agree_on_groups", default=None)
 
-
-@contextlib.contextmanager
-def groups_agreed_on(agree: Agree) -> Iterator[None]:
-    """Inside, all ranks compare the groups that they need before any is made."""
-    token = _agree.set(agree)
-    try:
-        yield
-    finally:
-        _agree.reset(token)
-
-
-def no_new_groups(mine: int) -> int:
-    """Raise PassError: the `agree` of `groups_agreed_on` while other ranks do not take part."""
-    raise PassError(
-        "a batch makes this rank's graph ask for process groups that its first graph did not need, "
-        "and the other ranks do not make them now; let every batch read the same "
-        "parameters, or leave the pass out with compile.disable_passes"
-    )
-
-
-def groups_within(partitions: Sequence[Partition]) -> dict[Partition, str]:
+def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict[Partition, str]:
     """Return the name of this rank's group in each partition of the world, made where needed.
 
     A group that was made here for an earlier graph or pass is used again. Every rank of the
     world calls this, with the same partitions in any order.
 
+    Args:
+        agreement: the ranks that call this.
+
     Raises:
-        PassError: the ranks ask for different groups.
+        PassError: the ranks ask for different groups; or a group is to be made while other ranks
+            do not take part.
     """
     names = {partition: _made_before(partition) for partition in partitions}
     missing = sorted(partition for partition, name in names.items() if name is None)
-    if missing:
-        _check_agreed(missing)
+    if missing and agreement.is_apart:
+        raise PassError(
+            "a batch makes this rank's graph ask for process groups that its first graph did not "
+            "need, and the other ranks do not make them now; let every batch read the same "
+            "parameters, or leave the pass out with compile.disable_passes"
+        )
+    if missing and not agreement.same(missing):
+        raise PassError(
+            f"the ranks ask for different process groups, rank {dist.get_rank()} for those of "
+            f"{[p[0] for p in missing]} and the like; look for code in the model that depends "
+            "on the rank, or leave the pass out with compile.disable_passes"
+        )
     made = {partition: _make(partition) for partition in missing}
     return {partition: name or made[partition] for partition, name in names.items()}
 
@@ -79,21 +67,6 @@ def _made_before(partition: Partition) -> str | None:
     ranks_of = dict(process_groups())
     names = [str(g.group_name) for g in groups_made() if ranks_of[g] in partition]
     return names[0] if names else None
-
-
-def _check_agreed(partitions: list[Partition]) -> None:
-    agree = _agree.get()
-    if agree is None:
-        return
-    digest = hashlib.sha256(repr(partitions).encode()).digest()
-    mine = int.from_bytes(digest[:7], "big")
-    largest, smallest = agree(mine), -agree(-mine)
-    if largest != mine or smallest != mine:
-        raise PassError(
-            f"the ranks ask for different process groups, rank {dist.get_rank()} for those of "
-            f"{[p[0] for p in partitions]} and the like; look for code in the model that depends "
-            "on the rank, or leave the pass out with compile.disable_passes"
-        )
 
 
 def _make(partition: Partition) -> str:

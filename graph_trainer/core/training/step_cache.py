@@ -8,7 +8,6 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,20 +19,14 @@ from graph_trainer.core.graph.call_signature import Batch, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.ordering.exchange import (
-    LargestOfAllRanks,
-    check_order_across_ranks,
-    check_same_collectives,
-    gather_or_fail,
-)
+from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.export import ExportedStep
 from graph_trainer.core.partition.step import partition
-from graph_trainer.core.passes.context import one_rank
-from graph_trainer.core.passes.pipeline import PassConfig, passes_like, run_passes
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
 from graph_trainer.core.runtime.step import Gradients, Step, compile
-from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private import hooks_of, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
@@ -152,36 +145,29 @@ class TrainStep:
         if first:
             what = "train step" if self.backward else "step without backward"
             self.on_event(f"Capturing the {what}")
-        largest = LargestOfAllRanks()
-        send_compiled = partial(gather_or_fail, what="compile the step")
+        agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
-        with _errors_sent("capture", largest.fail if together else None):
+        with _errors_sent("capture", agreement):
             joint = capture(model, self.loss_fn, args, kwargs, backward=self.backward)
             captured = time.perf_counter()
-            if together:
-                with groups_agreed_on(largest):
-                    report = run_passes(joint, self.passes, all_reduce_max=largest)
-            else:
-                passes = passes_like(self.passes, self._firsts[program])
-                with groups_agreed_on(no_new_groups):
-                    report = run_passes(joint, passes, all_reduce_max=one_rank, roll_back=False)
+            earlier = None if together else self._firsts[program]
+            report = run_passes(joint, self.passes, first=earlier, agreement=agreement)
             passed = time.perf_counter()
             if first:
                 self.check(joint)
-            if not together:
-                check_same_collectives(self._firsts[program], joint)
+            if earlier is not None:
+                check_same_collectives(earlier, joint)
         if together:
-            check_order_across_ranks(joint)
+            check_order_across_ranks(joint, agreement)
         checked = time.perf_counter()
-        with _errors_sent("compile", send_compiled if together else None):
+        with _errors_sent("compile", agreement):
             step: _CompiledStep
             if self.partitioned and self.backward:
                 step = self._partitioned(joint, model, args, kwargs, together)
             else:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
-        if together:
-            send_compiled(None)
+        agreement.gather(None, "compile the step")
         what = "" if first else f"Captured again for batch {_shapes(args, kwargs)}: "
         self.on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "
@@ -208,19 +194,19 @@ class TrainStep:
 
 
 @contextlib.contextmanager
-def _errors_sent(what: str, send: Callable[[Exception], object] | None) -> Iterator[None]:
+def _errors_sent(what: str, agreement: Agreement) -> Iterator[None]:
     """Let the other ranks know of an error before it is raised.
 
     Args:
         what: what this rank could not do then.
-        send: sends the error to ranks that wait for this one; None where no rank waits, so that
-            the error is published for those that find this rank missing.
+        agreement: the ranks that wait for this one. Where it is apart none does: the error is
+            published for those that find this rank missing.
     """
     try:
         yield
     except Exception as error:
-        if send is not None:
-            send(error)
+        if not agreement.is_apart:
+            agreement.fail(error, f"{what} the step")
         text = f"{type(error).__name__}: {error}"[:_ERROR_SHOWN]
         publish_failure(f"could not {what} the step again, {text}")
         raise

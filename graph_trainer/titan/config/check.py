@@ -3,7 +3,6 @@
 import math
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -12,16 +11,12 @@ from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
 
-from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
     check_bitwise,
-    idle_fields,
-    lacking,
     resolve_passes,
-    unmet_settings,
+    without_effect,
 )
-from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
@@ -34,7 +29,6 @@ from graph_trainer.titan.activation_policies import (
 )
 from graph_trainer.titan.config.fields import type_of
 from graph_trainer.titan.config.run_config import (
-    GraphCompileConfig,
     GraphTrainerConfig,
     changed_sections,
 )
@@ -419,40 +413,32 @@ def check_passes(whole: GraphTrainerConfig, where: Origin) -> None:
             key, problem = "compile.passes", str(error)
         names = config.disable_passes if key == "compile.disable_passes" else config.passes
         raise ConfigError(f"{where.of(key)}: {key} = {show(names)}: {problem}.") from error
-    disabled = config.disable_passes
-    for each in changed_sections(config).values():
-        if lack := lacking(listed, disabled, each):
-            key, value = next(changed_options(config, each))
-            problem, remedy = lack
-            raise bad_value(where, key, value, problem, f"{remedy}, or leave {key} out.")
-    if config.mode == "eager":
+    if config.mode == "eager":  # no pass runs; a warning lists what has no effect then
         return
-    policy = POLICIES.get(type(whole.activation_checkpoint), "none")
-    for section in changed_sections(config):
-        options = getattr(config, section)
-        for idle, other, values in idle_fields(options, RunSettings(activation_policy=policy)):
-            key, acting = f"compile.{section}.{idle}", " or ".join(map(show, values))
-            other = _KEYS.get(other, f"compile.{section}.{other}")
-            remedy = f"Set {other} to {acting}, or leave {key} out."
-            raise bad_value(where, key, getattr(options, idle), "has no effect", remedy)
     settings = {
         "reshard_after_forward": whole.parallelism.fsdp_reshard_after_forward,
-        "activation_policy": policy,
+        "activation_policy": POLICIES.get(type(whole.activation_checkpoint), "none"),
         "allow_offload": config.allow_offload,
     }
-    for setting, value, problem, remedy in unmet_settings(listed, disabled, settings):
-        key, without = _KEYS[setting], WITHOUT_PASSES[setting]
-        place = where.of(key, "compile.passes", "compile.disable_passes")
-        raise bad_value(place, key, value, problem, f"{remedy}, or set {key} = {show(without)}.")
+    sections = {each.name: section for section, each in changed_sections(config).items()}
+    options = {name: getattr(config, section) for name, section in sections.items()}
 
+    def key_of(name: str, of: str) -> str:
+        is_option = of and hasattr(options[of], name)
+        return f"compile.{sections[of]}.{name}" if is_option else _KEYS[name]
 
-def changed_options(config: GraphCompileConfig, of: Pass) -> Iterator[tuple[str, Any]]:
-    """Yield full key and value of each option of a pass that is not the default."""
-    options, default = getattr(config, of.section), of.options_type()
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if value != getattr(default, field.name):
-            yield f"compile.{of.section}.{field.name}", value
+    for idle in without_effect(listed, config.disable_passes, settings, options):
+        key = key_of(idle.name, idle.of)
+        place = where.of(key)
+        if idle.of or idle.other:
+            instead = f"leave {key} out"
+        else:
+            instead = f"set {key} = {show(WITHOUT_PASSES[idle.name])}"
+            place = where.of(key, "compile.passes", "compile.disable_passes")
+        remedy = idle.remedy
+        if idle.other:
+            remedy = f"Set {key_of(idle.other, idle.of)} to {' or '.join(map(show, idle.acting))}"
+        raise bad_value(place, key, idle.value, idle.problem, f"{remedy}, or {instead}.")
 
 
 # torchtitan looks names up in a private function, when it builds the optimizer.

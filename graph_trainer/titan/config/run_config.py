@@ -21,7 +21,6 @@ from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.base import Pass
 from graph_trainer.core.passes.catalogue import (
-    check_bitwise,
     load_pass,
     registered_passes,
     resolve_passes,
@@ -29,7 +28,7 @@ from graph_trainer.core.passes.catalogue import (
 from graph_trainer.core.passes.context import ReshardAfterForward
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
-from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan import activation_policies
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
@@ -303,17 +302,22 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
     )
 
 
-def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
-    """Make what the pipeline is given of [compile]; `more` are fields that other sections decide.
+def pass_config(
+    config: GraphCompileConfig, hardware: Hardware | None = None, **more: Any
+) -> PassConfig:
+    """Make what the pipeline is given of [compile].
+
+    Args:
+        hardware: the profile where `compile.hardware` names none.
+        more: fields that other sections or the machine decide.
 
     Raises:
         PassError: a pass that is unknown or out of place.
         ConfigError: `compile.hardware` is no profile.
     """
-    named = config.hardware
+    if config.hardware is not None:
+        hardware = load_hardware(config.hardware, "compile.hardware")
     listed = resolve_passes(config.passes, config.disable_passes)
-    if config.bitwise:
-        check_bitwise(listed)
     changed = changed_sections(config)
     return PassConfig(
         passes=tuple(config.passes),
@@ -323,7 +327,7 @@ def pass_config(config: GraphCompileConfig, **more: Any) -> PassConfig:
         verify_passes=config.verify_passes,
         memory_limit_gib=config.memory_limit_gib,
         allow_offload=config.allow_offload,
-        hardware=None if named is None else load_hardware(named, "compile.hardware"),
+        hardware=hardware,
         **more,
     )
 

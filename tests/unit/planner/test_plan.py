@@ -17,7 +17,7 @@ from graph_trainer.cli.plan import main
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.memory_limit import Budget, remedies
 from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
@@ -93,7 +93,7 @@ def test_the_memory_limit_is_compared_with_what_the_verdict_says(backend, hardwa
     plan = planned("--compile.backend", backend, hardware=hardware)
     joint = plan.simulation.joint
     other = other_memory_of(plan.config, 4)
-    context = PassContext(other_memory=other, hardware=plan.hardware)
+    context = PassContext(settings=RunSettings(other_memory=other), hardware=plan.hardware)
     assert Budget(context).needed(joint) == plan.need.total
     reserve = plan.hardware.reserved_bytes
     assert plan.need.total == plan.need.allocated + reserve
@@ -111,7 +111,7 @@ def test_the_limit_of_a_validation_counts_the_gradients_of_the_step_before():
 @pytest.mark.parametrize("limit", [-1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(limit):
     with pytest.raises(PassError, match="write GiB above 0"):
-        Budget(PassContext(memory_limit_gib=limit))
+        Budget(PassContext(settings=RunSettings(memory_limit_gib=limit)))
 
 
 def test_what_would_free_next_to_nothing_is_no_remedy():

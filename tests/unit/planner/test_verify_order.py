@@ -21,6 +21,7 @@ from graph_trainer.planner.verify_order import (
     rank_classes,
     verify_order,
 )
+from tests.unit.fake_ranks import Agreed
 from tests.unit.planner import conftest
 from tests.unit.planner.conftest import shown
 
@@ -181,7 +182,7 @@ def test_ranks_agree_on_what_a_memory_limit_rolls_back(monkeypatch):
         run = FakeRank(config_with(1000), 3, rank, "cpu")
         joint, peaks, passes = run.capture(), [], run.pass_config()
         assert passes.device_memory is unknown, "a plan depends on no machine's free memory"
-        run_passes(joint, passes, all_reduce_max=lambda peak, to=peaks: to.append(peak) or peak)
+        run_passes(joint, passes, agreement=Agreed(lambda peak, to=peaks: to.append(peak) or peak))
         assert peaks[-1] > peaks[0], "the pass needs no memory"
         after[rank] = peaks[-1]
     assert after[2] < after[0]

@@ -16,7 +16,8 @@ from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.names import without_layer
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.ordering.agreement import OneRank
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.tag_activations import TagActivationsOptions, tag_activations
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -59,7 +60,7 @@ def after_passes(policy, tensor_parallel, *, wrapped=False, regather="always"):
         config.activation_checkpoint = WRAPPED[policy].Config()
     run = FakeRank(config, 4, 0, "cuda")
     joint = run.capture()
-    run_passes(joint, run.pass_config(), all_reduce_max=lambda number: number)
+    run_passes(joint, run.pass_config(), agreement=OneRank())
     return joint
 
 
@@ -157,7 +158,9 @@ def test_layers_chooses_every_nth_block_counted_from_one(layers, every):
     model = Blocks()
     joint = gt.capture(model, lambda model, x: model(x).sum(), (torch.ones(2, 2),))
     settings = {"activation_policy": "layers", "recompute_every_nth_block": every}
-    tag_activations.function(joint, TagActivationsOptions(), PassContext(**settings))
+    tag_activations.function(
+        joint, TagActivationsOptions(), PassContext(settings=RunSettings(**settings))
+    )
     tags = ((forward_block_of(n), recompute_policy(n)) for n in joint.graph.nodes)
     tagged = {block for block, policy in tags if block and policy is not None}
     LayersAC(LayersAC.Config(layers=every)).apply(model)

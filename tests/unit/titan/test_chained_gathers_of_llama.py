@@ -9,6 +9,7 @@ from torch.nn.utils import parametrize
 
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import local_slice_group
+from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.testing import become, mean_square
 from graph_trainer.titan.config.load import load_config
@@ -70,5 +71,5 @@ def test_a_llama_of_the_trainer_has_neither(replicas):
     joint = FakeRank(config(*flags), 4).capture()
     assert not any(local_slice_group(node) for node in joint.graph.nodes)
     passes = [*PASSES, "fuse_chained_all_gathers"]
-    rows = gt.run_passes(joint, gt.PassConfig(passes=passes), all_reduce_max=lambda n: n).rows
+    rows = gt.run_passes(joint, gt.PassConfig(passes=passes), agreement=OneRank()).rows
     assert not any(row.changed for row in rows[-2:])

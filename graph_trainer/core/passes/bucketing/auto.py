@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.assign import Member, by_size, members_of, without_cycles
 from graph_trainer.core.passes.bucketing.rewrite import merge
-from graph_trainer.core.passes.context import AllReduceMax, PassContext
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private_groups import group_ranks
@@ -34,7 +35,7 @@ def best_caps(
     each, with the passes that run later, and writes remarks on what it found.
     """
     hardware = context.hardware_for(joint)
-    start = _saturating(members, hardware, context.all_reduce_max)
+    start = _saturating(members, hardware, context.agreement)
     tried = []
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
@@ -71,7 +72,7 @@ class _Tried:
 
 
 def _saturating(
-    members: Sequence[Member], hardware: Hardware, all_reduce_max: AllReduceMax
+    members: Sequence[Member], hardware: Hardware, agreement: Agreement
 ) -> dict[str, float]:
     """Return, by group, the largest saturating size of its kinds of collectives, on any rank: of
     the groups along one axis of a mesh, one may be within a machine and another not."""
@@ -79,7 +80,7 @@ def _saturating(
     for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
         collective = collective_of(node, group_ranks, None)
         caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
-    return {group: all_reduce_max(cap) for group, cap in caps.items()}
+    return {group: agreement.all_reduce_max(cap) for group, cap in caps.items()}
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:

@@ -20,7 +20,7 @@ from graph_trainer.core.passes.bucketing.assign import (
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext, acts_with, fingerprint
+from graph_trainer.core.passes.context import PassContext, acts_with
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
@@ -78,7 +78,7 @@ class BucketCollectivesOptions:
     has_bitwise_mode=True,
     section="bucketing",
     relies_on=(tag_buckets.name,),
-    needs_hardware=lambda options: options.strategy == "auto",
+    needs_hardware=lambda options, settings: options.strategy == "auto",
 )
 def bucket_collectives(
     joint: JointGraph, options: BucketCollectivesOptions, context: PassContext
@@ -92,7 +92,7 @@ def bucket_collectives(
 
     Gathered values are equal bit by bit. Sums are equal bit by bit on two ranks, and on CPU ranks
     that add in rank order (`cpu_backend`); elsewhere a backend may add the same numbers in another
-    order, and with `context.bitwise` reductions are not merged. Costs memory: a bucket and its
+    order, and with `settings.bitwise` reductions are not merged. Costs memory: a bucket and its
     members are alive together for a moment. n log n in nodes.
 
     All ranks merge alike: where sizes decide and ranks have unlike sizes, so that their buckets
@@ -101,12 +101,12 @@ def bucket_collectives(
     if options.strategy == "none":
         return
     members = members_of(joint)
-    mergeable = [m for m in members if not (context.bitwise and m.route.reduction)]
+    mergeable = [m for m in members if not (context.settings.bitwise and m.route.reduction)]
     buckets = without_cycles(_buckets(joint, mergeable, options, context))
     undecided = options.strategy in _BY_SIZE and context.decided is None
     place = {member: index for index, member in enumerate(members)}
-    digest = fingerprint([[place[member] for member in bucket] for bucket in buckets])
-    if undecided and not context.same_on_all_ranks(digest):
+    merged = [[place[member] for member in bucket] for bucket in buckets]
+    if undecided and not context.agreement.same(merged):
         joint.remarks[:] = [
             "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
             'unlike sizes; the strategy "transformer_block" does not look at sizes'

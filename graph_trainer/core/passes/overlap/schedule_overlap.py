@@ -9,7 +9,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
@@ -33,7 +33,7 @@ class Decided:
     stage=Stage.SCHEDULE,
     summary="Start collectives early and wait late, by the simulator's clock",
     options_type=ScheduleOverlapOptions,
-    needs_hardware=lambda options: True,
+    needs_hardware=lambda options, settings: True,
     optional=True,
 )
 def schedule_overlap(
@@ -65,7 +65,7 @@ def schedule_overlap(
         VerificationError: a collective that cannot be described (see `collectives`).
     """
     hardware = context.hardware_for(joint)
-    graph = ScheduleGraph(joint, hardware, context.other_memory(joint).fused)
+    graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
     program = _program(joint)
     decided: Decided | None = context.decided
     again = decided is not None and decided.program == program
@@ -73,7 +73,7 @@ def schedule_overlap(
         order = decided.order
     else:
         order = Scheduler(graph, options).run()
-        if not context.same_on_all_ranks(_fingerprint(graph, order)):
+        if not context.agreement.same(_communication(graph, order)):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
                 "or their tensor-parallel parts being of unlike sizes"
@@ -100,11 +100,11 @@ def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
     return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
 
 
-def _fingerprint(graph: ScheduleGraph, order: Sequence[int]) -> int:
-    """Return a number that depends on the order of collectives and waits alone."""
+def _communication(graph: ScheduleGraph, order: Sequence[int]) -> list[int]:
+    """Return the order of collectives and waits alone, each by its place before."""
     nodes = [graph.nodes[place] for place in sorted(order)]
     ordinal = {n: i for i, n in enumerate(n for n in nodes if is_collective(n) or is_wait(n))}
-    return fingerprint([ordinal[n] for place in order if (n := graph.nodes[place]) in ordinal])
+    return [ordinal[n] for place in order if (n := graph.nodes[place]) in ordinal]
 
 
 def _program(joint: JointGraph) -> tuple[object, ...]:

@@ -29,7 +29,7 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
 
     What other blocks or the loss read stays alive anyway, so saving it costs nothing.
     """
-    fusion = context.other_memory(joint)
+    fusion = context.settings.other_memory(joint)
     hardware = context.hardware_for(joint)
     cost = costs(joint, hardware, GRAPH_TRAINER.fusion(joint, fusion.fused, fusion.in_regions))
     seconds = {node: each.seconds for node, each in cost.items()}

@@ -17,7 +17,7 @@ from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket
 from graph_trainer.core.graph.annotations import block_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import storages_in, value_storages
-from graph_trainer.core.passes.context import PassContext, fingerprint
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS
 from graph_trainer.core.passes.plan_memory.solver import Choice
@@ -82,7 +82,7 @@ def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassCon
     where host memory is the device's.
     """
     hardware = context.hardware_for(joint)
-    if hardware.device == "cpu" or not context.allow_offload:
+    if hardware.device == "cpu" or not context.settings.allow_offload:
         return []
     room = hardware.host_memory_gib * GIB / hardware.devices_per_node
     computed = {block.name: sum(op.nanoseconds for op in block.ops) for block in blocks}
@@ -108,18 +108,19 @@ def agreed_on(
     """
     shape = [(b.name, [replace(op, bytes=0, nanoseconds=0) for op in b.ops]) for b in blocks]
     choices = [(item.name, item.parameters, len(item.choices)) for item in others]
-    if not context.same_on_all_ranks(fingerprint((shape, choices))):
+    if not context.agreement.same((shape, choices)):
         raise PassError(
             "the ranks' blocks have unlike ops, so that no one plan of memory holds for all: use "
             'an activation_checkpoint.type such as "selective" or "full"'
         )
     costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
     costs += [n for item in others for c in item.choices for n in (c.bytes, c.nanoseconds)]
-    if context.same_on_all_ranks(fingerprint(costs)):
+    if context.agreement.same(costs):
         return list(blocks), list(others)
     # one number with the costs as its digits, their sum first, so that one all-reduce will do
     digits = b"".join(number.to_bytes(8, "big") for number in (sum(costs), *costs))
-    largest = context.all_reduce_max(int.from_bytes(digits, "big")).to_bytes(len(digits), "big")
+    number = context.agreement.all_reduce_max(int.from_bytes(digits, "big"))
+    largest = number.to_bytes(len(digits), "big")
     taken = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
     return (
         [

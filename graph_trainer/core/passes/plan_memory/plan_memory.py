@@ -13,7 +13,7 @@ from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_cha
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext, detect_on_all_ranks, fingerprint
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.memory_limit import KEY, what_is_needed
 from graph_trainer.core.passes.plan_memory.block import Block
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
@@ -50,6 +50,9 @@ _PARTS = 200
     required_for={"activation_policy": ("budget", "file"), "reshard_after_forward": ("auto",)},
     relies_on=("rematerialize",),
     before=("tag_activations", "tag_fsdp_unshards"),
+    needs_hardware=lambda options, settings: (
+        settings.activation_policy in ("budget", "file") or settings.reshard_after_forward == "auto"
+    ),
 )
 def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> None:
     """Tag what backward keeps, recomputes and gathers again, by a solver or by a table.
@@ -63,8 +66,8 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     the limit allows: so more memory never makes a slower plan. What a step then needs of a device,
     gaps of the allocator included, is simulated on a copy of the graph with all later passes.
 
-    Under the policy "file" the tags are those of `context.memory_table`; so they are for a graph of
-    a later batch, which follows the first. Tags that are there already win. The table is left in
+    Under the policy "file" the tags are those of `settings.memory_table`; a graph of a later batch
+    follows the table of the first. Tags that are there already win. The table is left in
     `joint.decisions`. A graph without backward keeps nothing, and is left alone.
 
     Relies on phases, modules and FSDP roles. Guarantees the same plan on every rank. Changes
@@ -74,26 +77,25 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
         PassError: there is no limit; the limit is below what the step needs with everything
             recomputed; the table is of another model; the ranks' graphs are not alike.
     """
-    budget = context.activation_policy == "budget"
-    auto = context.reshard_after_forward == "auto"
+    settings = context.settings
+    budget = settings.activation_policy == "budget"
+    auto = settings.reshard_after_forward == "auto"
     table: MemoryTable | None = context.decided
-    if context.activation_policy == "file" and table is None:
-        table = context.memory_table
+    if settings.activation_policy == "file" and table is None:
+        table = settings.memory_table
     if not joint.signature.backward or not (budget or auto) and table is None:
         return
-    if context.hardware is None:
-        detected = detect_on_all_ranks(joint, context.all_reduce_max)
-        context = replace(context, hardware=detected.hardware)
-    blocks = blocks_of(joint, context) if context.activation_policy in ("budget", "file") else []
+    blocks = blocks_of(joint, context) if settings.activation_policy in ("budget", "file") else []
     chains = [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
     if table is None:
-        if not context.memory_limit_gib:
+        if not settings.memory_limit_gib:
             raise PassError(
-                f"{KEY} is {context.memory_limit_gib}: a plan of memory needs a limit. Set the GiB "
-                'that a step may need on a device, or an activation_checkpoint.type such as "full"'
+                f"{KEY} is {settings.memory_limit_gib}: a plan of memory needs a limit. Set the "
+                "GiB that a step may need on a device, or an activation_checkpoint.type such as "
+                '"full"'
             )
         planner = _Planner(joint, context, blocks, chains if auto else [])
-        table = planner.plan(context.memory_limit_gib)
+        table = planner.plan(settings.memory_limit_gib)
     tag_blocks(blocks, table.saved(blocks))
     tag_inputs(joint, table.offloaded)
     if table.parameters is not None:
@@ -123,7 +125,7 @@ class _Planner:
     ) -> None:
         self._joint, self._context = joint, context
         others = items_of_parameters(joint, chains, context)
-        if context.activation_policy == "budget":
+        if context.settings.activation_policy == "budget":
             others += items_of_inputs(joint, blocks, context)
         self._blocks, others = agreed_on(blocks, others, context)
         self._decides_parameters = bool(chains)
@@ -152,7 +154,7 @@ class _Planner:
             self._steps += [(-place, choice) for choice in parts[key]]
             self._bytes += [start + choice.bytes for choice in parts[key]]
         plan = [(place, c.bytes, c.nanoseconds, sorted(c.saved)) for place, c in self._steps]
-        if not context.same_on_all_ranks(fingerprint(plan)):
+        if not context.agreement.same(plan):
             raise PassError(
                 "the ranks' solvers found unlike plans of memory: install the same scipy on every "
                 'host, or use an activation_checkpoint.type such as "selective" or "full"'
@@ -214,7 +216,7 @@ class _Planner:
         bytes, with the passes alone that any step needs."""
         if number not in self._leasts:
             need = need_of(self._memory(number), self._hardware)
-            self._leasts[number] = self._context.all_reduce_max(need.total)
+            self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
         return self._leasts[number]
 
     def _simulated(self, number: int) -> _Step:
@@ -223,7 +225,7 @@ class _Planner:
             context, trial = self._context, self._trial(number, None)
             simulation = context.simulate(trial)
             waits = sum(wait.seconds for wait in simulation.timeline.exposed)
-            largest = context.all_reduce_max
+            largest = context.agreement.all_reduce_max
             self._steps_simulated[number] = _Step(
                 largest(simulation.need().total),
                 largest(round(simulation.timeline.step_seconds * NANOSECONDS)),
@@ -249,7 +251,7 @@ class _Planner:
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
         trial = self._trial(number, Stage.COMMUNICATION)
-        return predicted_memory(trial, self._hardware, self._context.other_memory(trial))
+        return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
     def _trial(self, number: int, before: Stage | None) -> JointGraph:
         """Return a copy of the graph after a number of steps and the later passes, all of them or

@@ -10,6 +10,7 @@ from torch.distributed import group as world_group
 import graph_trainer as gt
 from graph_trainer.core.graph.annotations import Role
 from graph_trainer.core.ordering import exchange
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.exchange import (
     check_order_across_ranks,
     check_same_collectives,
@@ -65,24 +66,29 @@ def test_what_a_rank_cannot_say_of_its_graph_is_raised_on_all_ranks():
 
 def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order():
     """One has a decision to take that the other one has not: both are told, and none waits."""
-    largest = exchange.LargestOfAllRanks()
+    agreements = [Agreement() for _ in range(2)]
 
     def work(rank):
         if rank == 0:
-            return largest(7)
+            return agreements[0].all_reduce_max(7)
         with mock.patch.object(exchange, "issued_by", lambda sequence, world_size: sequence):
-            return exchange.check_order_across_ranks(at_once(GATHER))
+            return exchange.check_order_across_ranks(at_once(GATHER), agreements[1])
 
     for error in in_threads(2, work):
         assert "rank 0 hands out int, and rank 1 dict" in str(error)
     error = ValueError("the next one")
-    found = in_threads(2, lambda rank: largest.fail(error) if rank == 0 else None)
+    found = in_threads(2, lambda rank: agreements[0].fail(error) if rank == 0 else None)
     assert found == [error, None], "no rank waits for this one any more"
 
 
 def test_the_largest_number_of_all_ranks():
-    largest = [exchange.LargestOfAllRanks() for _ in range(3)]
-    assert in_threads(3, lambda rank: largest[rank]([4, -7, 9][rank])) == [9, 9, 9]
+    numbers = [4, -7, 9]
+    assert in_threads(3, lambda rank: Agreement().all_reduce_max(numbers[rank])) == [9, 9, 9]
+
+
+def test_whether_all_ranks_have_the_same():
+    assert in_threads(3, lambda rank: Agreement().same(("a", 1))) == [True] * 3
+    assert in_threads(3, lambda rank: Agreement().same(("a", rank // 2))) == [False] * 3
 
 
 # --- a second batch shape ------------------------------------------------------------------

@@ -15,12 +15,13 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.subclasses import unwrap
+from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes import fuse_chained_collectives
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_all_gathers,
     fuse_chained_reduce_scatters,
 )
-from graph_trainer.core.sharding.process_groups import groups_agreed_on, no_new_groups
 from graph_trainer.core.torch_private_groups import process_groups
 from graph_trainer.testing import Builder, become, code, mean_square, targets
 from tests.unit.core.passes.rank_order import (
@@ -30,6 +31,7 @@ from tests.unit.core.passes.rank_order import (
     run_world,
     world_of,
 )
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, FORWARD, GATHER, SCATTER, aten, c10d, unshards
 
 
@@ -117,8 +119,7 @@ def test_a_second_pass_and_a_second_graph_make_no_group_again(fuse, op):
     assert code(joint) == text
     again = outer_first(4, 2)
     groups = len(process_groups())
-    with groups_agreed_on(no_new_groups):
-        fuse(again)
+    fuse(again, context=PassContext(agreement=OneRank(is_apart=True)))
     assert len(calls(again, op)) == 1 and len(process_groups()) == groups
     assert calls(again, op)[0].args[1:] == calls(joint, op)[0].args[1:]
 
@@ -342,8 +343,8 @@ def test_ranks_that_ask_for_other_groups_make_none(other):
     become(0, 8)
     joint = outer_first(4, 2)
     before, groups = code(joint), len(process_groups())
-    with groups_agreed_on(agree), pytest.raises(gt.PassError, match="ask for different process"):
-        fuse_chained_all_gathers(joint)
+    with pytest.raises(gt.PassError, match="ask for different process"):
+        fuse_chained_all_gathers(joint, context=PassContext(agreement=Agreed(agree)))
     assert code(joint) == before and len(process_groups()) == groups
 
 
@@ -351,13 +352,14 @@ def test_ranks_that_ask_for_the_same_groups_make_them():
     become(0, 8)
     joint = outer_first(4, 2)
     asked = []
-    with groups_agreed_on(lambda mine: asked.append(mine) or mine):
-        fuse_chained_all_gathers(joint)
+    agreement = Agreed(lambda mine: asked.append(mine) or mine)
+    fuse_chained_all_gathers(joint, context=PassContext(agreement=agreement))
     assert asked[0] == -asked[1] and len(calls(joint)) == 1
 
 
 def test_a_rank_on_its_own_makes_no_groups():
     become(0, 8)
     joint = outer_first(4, 2)
-    with groups_agreed_on(no_new_groups), pytest.raises(gt.PassError, match="do not make them now"):
-        fuse_chained_all_gathers(joint)
+    apart = PassContext(agreement=OneRank(is_apart=True))
+    with pytest.raises(gt.PassError, match="do not make them now"):
+        fuse_chained_all_gathers(joint, context=apart)

@@ -11,8 +11,8 @@ from torch import nn
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import memory_of
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
+from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.core.passes.context import one_rank
 from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -21,6 +21,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import assert_same, code, run
 from tests.unit.core.simulation.machines import machine
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import aten, captured_decoder, hungry
 
 OVERLAP = ["default", "overlap_fsdp"]
@@ -36,9 +37,7 @@ def _captured(**decoder):
     return captured_decoder(**decoder)
 
 
-def after(
-    limit=None, passes=OVERLAP, other=NOTHING, all_reduce_max=one_rank, has=unknown, **decoder
-):
+def after(limit=None, passes=OVERLAP, other=NOTHING, agreement=None, has=unknown, **decoder):
     """The graph after the passes and the report; the limit in bytes; `has` as `device_memory`."""
     joint = copy_graph(_captured(**decoder))
     config = gt.PassConfig(
@@ -49,7 +48,7 @@ def after(
         other_memory=lambda joint: other,
         device_memory=has,
     )
-    return joint, gt.run_passes(joint, config, all_reduce_max=all_reduce_max)
+    return joint, gt.run_passes(joint, config, agreement=agreement or OneRank())
 
 
 def peak(joint):
@@ -190,7 +189,7 @@ def test_ranks_with_uneven_shards_decide_the_same():
     assert max(without) <= limit
 
     def names(rank, agree):
-        return after(limit, **uneven(rank), all_reduce_max=agree)[0].history
+        return after(limit, **uneven(rank), agreement=Agreed(agree))[0].history
 
     alone = [names(rank, lambda mine: mine)[-1] for rank in range(RANKS)]
     assert len(set(alone)) == 2, "alone they would not agree"
@@ -281,7 +280,7 @@ def test_a_limit_of_ones_own_and_none_at_all_ask_no_device(plain, overlapped, hi
     assert described(after(high, has=has)[0]) == described(overlapped)
     assert described(after(high - 1, has=has)[0]) == described(plain)
     silent = lambda mine: pytest.fail("asked")  # noqa: E731
-    joint, report = after(0, has=has, all_reduce_max=silent)
+    joint, report = after(0, has=has, agreement=Agreed(silent))
     assert described(joint) == described(overlapped) and report.notes() == []
 
 
@@ -296,11 +295,11 @@ def test_ranks_with_unlike_memory_decide_the_same(high):
     ranks = [having(high + 10 * GIB), having(high - 1000), lambda joint: None]
     said = []
     for has in ranks:
-        after(has=has, all_reduce_max=lambda mine: said.append(mine) or -1)
+        after(has=has, agreement=Agreed(lambda mine: said.append(mine) or -1))
     assert len(said) == len(ranks) and max(said) == 1000
     for has in ranks:
         with pytest.raises(gt.PassError, match="needs 9.31e-07 GiB more than there is"):
-            after(has=has, all_reduce_max=lambda mine: max(said))
+            after(has=has, agreement=Agreed(lambda mine: max(said)))
 
 
 def test_a_batch_of_another_shape_has_to_fit_too():
@@ -348,7 +347,7 @@ def test_on_a_gpu_the_limit_has_the_gaps_and_the_reserve_inside(plain, overlappe
             hardware=gpu,
             memory_limit_gib=limit / GIB,
         )
-        return gt.run_passes(joint, config, all_reduce_max=one_rank)
+        return gt.run_passes(joint, config, agreement=OneRank())
 
     run(need.total)
     with pytest.raises(gt.MemoryLimitError) as caught:
@@ -371,17 +370,17 @@ def test_what_a_device_has_is_compared_with_what_it_would_need_itself(low):
         hardware=load_hardware("h100-sxm"),
         device_memory=having(low),
     )
-    gt.run_passes(joint, config, all_reduce_max=one_rank)
+    gt.run_passes(joint, config, agreement=OneRank())
 
 
 def test_no_limit_costs_no_exchange():
-    after(all_reduce_max=lambda mine: pytest.fail("asked"))
+    after(agreement=Agreed(lambda mine: pytest.fail("asked")))
 
 
 # --- host memory ---------------------------------------------------------------------------
 
 
-def offloaded(host, limit=None, all_reduce_max=one_rank, block_inputs=True):
+def offloaded(host, limit=None, agreement=None, block_inputs=True):
     """A graph whose blocks' inputs are in host memory, of which there are `host` bytes."""
     joint = copy_graph(_captured(layers=4))
     options = OffloadActivationsOptions(block_inputs=block_inputs, min_bytes=0)
@@ -393,7 +392,7 @@ def offloaded(host, limit=None, all_reduce_max=one_rank, block_inputs=True):
         memory_limit_gib=limit,
         host_memory=host if callable(host) else lambda joint: DeviceMemory(host, "a test's"),
     )
-    gt.run_passes(joint, config, all_reduce_max=all_reduce_max)
+    gt.run_passes(joint, config, agreement=agreement or OneRank())
     return memory_of(joint).host_bytes
 
 
@@ -419,11 +418,11 @@ def test_what_one_rank_lacks_on_its_host_is_refused_on_all():
         return max(number, 100)
 
     with pytest.raises(gt.PassError, match="needs .* GiB more of host memory than there is"):
-        offloaded(1 << 30, all_reduce_max=another_lacks)
+        offloaded(1 << 30, agreement=Agreed(another_lacks))
     calls = len(asked)
     asked.clear()
     with pytest.raises(gt.PassError, match="more of host memory"):
-        offloaded(1 << 30, all_reduce_max=another_lacks, block_inputs=False)
+        offloaded(1 << 30, agreement=Agreed(another_lacks), block_inputs=False)
     assert len(asked) == calls, "a rank without copies takes part"
 
 

@@ -19,7 +19,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.host_copies import OFFLOAD, is_host_copy
 from graph_trainer.core.ordering.sequences import may_communicate
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.overlap.schedule_graph import Kind, ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
@@ -47,7 +47,9 @@ def stack(layers=4, **how):
 def test_the_inputs_of_blocks_under_a_policy(policy, ahead, away):
     """The peak is in the loss; under "full" in the last block's backward, by when one is back."""
     joint = stack()
-    check_pass(tag_activations, joint, None, PassContext(activation_policy=policy))
+    check_pass(
+        tag_activations, joint, None, PassContext(settings=RunSettings(activation_policy=policy))
+    )
     check_pass(rematerialize, joint)
     before = lifetimes(joint)
     assert offload(joint, block_inputs=True, prefetch_blocks=ahead)

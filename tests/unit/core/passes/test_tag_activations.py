@@ -20,7 +20,7 @@ from graph_trainer.core.graph.annotations import (
     set_recompute_policy,
 )
 from graph_trainer.core.graph.ops import is_random, storage_roots, written_arguments
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.functionalize_writes import functionalize_writes
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import TagActivationsOptions, tag_activations
@@ -48,7 +48,7 @@ def kept(joint):
 def with_policy(joint, policy, **options):
     settings = {"recompute_matmuls_of": options.pop("of", ())}
     settings |= {"recompute_every_nth_block": options.pop("every", 2)}
-    context = PassContext(activation_policy=policy, **settings)
+    context = PassContext(settings=RunSettings(activation_policy=policy, **settings))
     functionalize_writes(joint)  # or the norms' sums in place of their means may not run twice
     check_pass(tag_activations, joint, TagActivationsOptions(**options), context)
     check_pass(rematerialize, joint)
@@ -110,7 +110,9 @@ def test_more_than_there_are_blocks_would_recompute_nothing():
     with pytest.raises(gt.PassError, match=said):
         with_policy(stack(), "layers", every=3)
     assert not any(map(recompute_policy, with_policy(flat(), "layers", every=3).graph.nodes))
-    context = PassContext(activation_policy="layers", recompute_every_nth_block=3)
+    context = PassContext(
+        settings=RunSettings(activation_policy="layers", recompute_every_nth_block=3)
+    )
     forward = gt.partition(stack(), LlamaStack(SIZES["tiny"])).halves.forward
     tag_activations.function(forward, TagActivationsOptions(), context)
 
@@ -183,7 +185,7 @@ class Drops(nn.Module):
 
 def test_random_ops_and_what_is_written_are_kept():
     joint = captured(Drops(), torch.randn(2, 4))
-    tag_activations(joint, context=PassContext(activation_policy="full"))
+    tag_activations(joint, context=PassContext(settings=RunSettings(activation_policy="full")))
     rematerialize(joint)
     random = [n for n in joint.graph.nodes if is_random(n)]
     writes = [n for n in joint.graph.nodes if written_arguments(n)]

@@ -14,7 +14,7 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
     set_recompute_policy,
 )
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.tag_fsdp_unshards import tag_fsdp_unshards
 from graph_trainer.testing import captured, check_pass
@@ -29,7 +29,7 @@ LAST = {"norm.weight", "head.weight"}
 def tag(joint, policy="default", **settings):
     """Tag, and say what each chain that backward reads was given: one tag a chain."""
     deduplicate_unshards(joint)
-    context = PassContext(reshard_after_forward=policy, **settings)
+    context = PassContext(settings=RunSettings(reshard_after_forward=policy, **settings))
     check_pass(tag_fsdp_unshards, joint, context=context)
     found = {}
     for chain in unshard_chains(joint):
@@ -100,7 +100,9 @@ def test_a_decision_of_the_users_wins(policy, mine):
     joint = captured_decoder()
     chain = unshard_chains(joint)[2]
     set_recompute_policy(chain.nodes[0], mine, ac_graph_id=7)
-    tag_fsdp_unshards(joint, context=PassContext(reshard_after_forward=policy))
+    tag_fsdp_unshards(
+        joint, context=PassContext(settings=RunSettings(reshard_after_forward=policy))
+    )
     assert recompute_policy(chain.nodes[0]) is mine
     assert chain.nodes[0].meta["ac_graph_id"] == 7
 
@@ -125,4 +127,4 @@ def test_tags_have_a_checkpoint_region_of_their_own():
 
 def test_an_unknown_policy_names_the_nearest():
     with pytest.raises(gt.PassError, match="'allways'.*did you mean 'always'"):
-        PassContext(reshard_after_forward="allways")
+        PassContext(settings=RunSettings(reshard_after_forward="allways"))

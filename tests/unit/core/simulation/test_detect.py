@@ -11,6 +11,7 @@ from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_for, detect_hardware
 from graph_trainer.core.simulation.hardware import known_hardware
 from graph_trainer.core.units import GIB
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, hungry
 
 
@@ -81,7 +82,7 @@ def simulating(seen):
         seen.append(context.hardware)
         hungry(10)(joint)
 
-    always = {"needs_hardware": lambda options: True}
+    always = {"needs_hardware": lambda options, settings: True}
     return Pass("simulating", Stage.SCHEDULE, "for a test", run, **always)
 
 
@@ -108,4 +109,4 @@ def test_ranks_on_unlike_devices_are_refused(monkeypatch, mine):
     words = f"{HARDWARE_KEY} is unset .* unlike devices.*a100-80g and h100-sxm.*this rank: {mine}"
     with pytest.raises(gt.PassError, match=words):
         config = gt.PassConfig(passes=[simulating([])])
-        gt.run_passes(joint, config, all_reduce_max=lambda number: next(answers))
+        gt.run_passes(joint, config, agreement=Agreed(lambda number: next(answers)))

@@ -17,14 +17,14 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.pipeline import passes_like
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.testing import code
 from tests.unit.core.simulation.machines import machine
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, collective
 
 AUTO = BucketCollectivesOptions(strategy="auto")
@@ -95,7 +95,7 @@ def test_the_fastest_size_is_taken(latency):
 @pytest.mark.parametrize("limit_gib", [None, 1e-3], ids=["fits", "does not fit"])
 def test_it_says_what_it_tried(limit_gib):
     joint = tagged()
-    context = PassContext(hardware=SLOW, memory_limit_gib=limit_gib)
+    context = PassContext(settings=RunSettings(memory_limit_gib=limit_gib), hardware=SLOW)
     by_cap = tried(joint, SLOW)
     bucket_collectives(joint, AUTO, context)
     (cap,) = joint.decisions["bucket_collectives"].values()
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_not_taken():
     by_cap = tried(joint, slow)
     (free,) = best_caps(joint, members_of(joint), PassContext(hardware=slow), SPAN).values()
     smaller = [needed for _, needed in by_cap.values() if needed < by_cap[free][1]]
-    limit = PassContext(hardware=slow, memory_limit_gib=max(smaller) / GIB)
+    limit = PassContext(settings=RunSettings(memory_limit_gib=max(smaller) / GIB), hardware=slow)
     (cap,) = best_caps(joint, members_of(joint), limit, SPAN).values()
     assert by_cap[cap][1] <= max(smaller) < by_cap[free][1]
 
@@ -132,7 +132,7 @@ def test_the_slowest_rank_decides():
         said.append(mine)
         return 10**15 if len(said) > 1 else mine  # first how large a bucket is asked for
 
-    context = PassContext(hardware=SLOW, all_reduce_max=agree)
+    context = PassContext(hardware=SLOW, agreement=Agreed(agree))
     (cap,) = best_caps(joint, members_of(joint), context, SPAN).values()
     by_cap = tried(joint, SLOW)
     assert cap == list(by_cap)[FACTORS.index(1.0)]
@@ -162,12 +162,10 @@ def test_another_graph_of_the_step_is_bucketed_alike_without_an_all_reduce(optio
     options = {"bucket_collectives": options}
     config = gt.PassConfig(options=options, hardware=SLOW)
     asked = []
-    gt.run_passes(first, config, all_reduce_max=lambda mine: asked.append(mine) or mine)
+    gt.run_passes(first, config, agreement=Agreed(lambda mine: asked.append(mine) or mine))
     so_far = len(asked)
-    alike = dataclasses.replace(
-        passes_like(config, first), hardware=dataclasses.replace(SLOW, collective_seconds=10.0)
-    )
-    gt.run_passes(second, alike)
+    slower = dataclasses.replace(SLOW, collective_seconds=10.0)
+    gt.run_passes(second, dataclasses.replace(config, hardware=slower), first=first)
     assert 0 < so_far == len(asked)
     assert buckets(second) == buckets(first)
     assert any(len(names) > 1 for names in buckets(first))

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.annotations import SEPARATOR, Role, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_wait
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
@@ -230,7 +230,7 @@ def options(**changes: Any) -> tuple[ScheduleOverlapOptions, PassContext]:
     """Options of the pass, and its context on some machine."""
     hardware = machine(**changes.pop("machine", {}))
     other = OtherMemory(fused=changes.pop("fused", False))
-    context = PassContext(hardware=hardware, other_memory=lambda joint: other)
+    context = PassContext(settings=RunSettings(other_memory=lambda joint: other), hardware=hardware)
     return ScheduleOverlapOptions(**changes), context
 
 

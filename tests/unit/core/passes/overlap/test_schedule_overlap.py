@@ -22,7 +22,6 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
 )
-from graph_trainer.core.passes.pipeline import passes_like
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
@@ -292,7 +291,7 @@ def in_order_of(tokens, layers=2, first=None, device="cuda", **limits):
     )
     batch = torch.zeros(2, tokens, dtype=torch.int64)
     joint = captured(Decoder(layers, dim=64, hidden=512), batch)
-    return joint, gt.run_passes(joint, passes_like(config, first) if first else config)
+    return joint, gt.run_passes(joint, config, first=first)
 
 
 def test_a_graph_of_another_batch_shape_is_put_in_the_order_of_the_first():

@@ -21,7 +21,8 @@ from graph_trainer.core.analysis.unshard_chains import unshard_chains
 from graph_trainer.core.graph.annotations import is_backward, recompute_policy, set_recompute_policy
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.passes.context import PassContext, one_rank
+from graph_trainer.core.ordering.agreement import OneRank
+from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.passes.plan_memory.choices import blocks_of
@@ -39,6 +40,7 @@ from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import captured, fake_mesh, targets
 from tests.examples import examples
+from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
@@ -68,12 +70,12 @@ def stack(captured_stack):
     return copy_graph(captured_stack)
 
 
-def planned(joint, limit, policy="budget", hardware=MACHINE, **more):
+def planned(joint, limit, policy="budget", hardware=MACHINE, first=None, **more):
     """A copy after all passes, the bytes that a device must have for it, and its seconds."""
     found = copy_graph(joint)
     limited = {} if limit is None else {"memory_limit_gib": limit / GIB}
     config = gt.PassConfig(activation_policy=policy, hardware=hardware, **limited, **more)
-    report = run_passes(found, config, all_reduce_max=one_rank)
+    report = run_passes(found, config, first=first, agreement=OneRank())
     simulated = simulate(found, hardware)
     return found, simulated.need().total, simulated.timeline.step_seconds, report
 
@@ -196,7 +198,7 @@ def test_a_later_graph_follows_the_first(stack):
     least, most = peaks(stack)
     joint, *_ = planned(stack, (least + most) // 2)
     other = captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64))
-    followed, *_ = planned(other, most, decisions=joint.decisions)
+    followed, *_ = planned(other, most, first=joint)
     assert followed.decisions["plan_memory"] == joint.decisions["plan_memory"]
 
 
@@ -205,7 +207,7 @@ def test_a_larger_batch_than_the_one_planned_for_is_told_to_come_first(stack):
     limit = (least + most) // 2
     joint, *_ = planned(captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64)), limit)
     with pytest.raises(gt.MemoryLimitError, match="planned for the first batch.*largest come fir"):
-        planned(stack, limit, decisions=joint.decisions)
+        planned(stack, limit, first=joint)
     planned(stack, limit)  # where it comes first there is room
 
 
@@ -338,7 +340,7 @@ def on_ranks(*runs):
             meet.wait()
             return largest
 
-        return runs[place](PassContext(hardware=MACHINE, all_reduce_max=all_reduce_max))
+        return runs[place](PassContext(hardware=MACHINE, agreement=Agreed(all_reduce_max)))
 
     with ThreadPoolExecutor(len(runs)) as pool:
         return list(pool.map(one, range(len(runs))))
@@ -361,7 +363,7 @@ def test_ranks_of_unlike_machines_leave_one_table():
                 hardware=machine,
                 **auto,
             )
-            run_passes(copies[place], config, all_reduce_max=context.all_reduce_max)
+            run_passes(copies[place], config, agreement=context.agreement)
             return copies[place].decisions["plan_memory"]
 
         return on_rank
@@ -376,7 +378,7 @@ def test_a_later_graph_under_auto_follows_the_parameters_alone(policy):
     auto = {"reshard_after_forward": "auto", "policy": policy}
     first, *peak, _ = planned(joint, GIB, **auto)
     assert not first.decisions["plan_memory"].rows
-    later, *same, _ = planned(joint, GIB, **auto, decisions=first.decisions)
+    later, *same, _ = planned(joint, GIB, **auto, first=first)
     assert same == peak and targets(later) == targets(first)
 
 
@@ -387,7 +389,7 @@ def test_a_graph_without_backward_is_left_alone(stack, policy):
     model, tokens = LlamaStack(SIZE), torch.zeros(2, 96, dtype=torch.int64)
     forward = gt.capture(model, lambda m, x: m(x).mean(), (tokens,), backward=False)
     given = {"memory_table": table} if policy == "file" else {}
-    found, *_ = planned(forward, GIB, policy, decisions=joint.decisions, **given)
+    found, *_ = planned(forward, GIB, policy, first=joint, **given)
     assert "plan_memory" not in found.decisions
     assert targets(found) == targets(planned(forward, None, "none")[0])
 

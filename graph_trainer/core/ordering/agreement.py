@@ -1,0 +1,149 @@
+"""How the ranks that run one graph together decide alike: they exchange what each of them has."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+from graph_trainer.core.ordering.members import REMEDY
+from graph_trainer.errors import CollectiveError, VerificationError
+
+_GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
+_ERROR_SHOWN = 4000  # every rank receives as much from each
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """The ranks of one process group that decide together while they make a graph.
+
+    All of them call its methods equally often and in the same order. A rank that cannot go on
+    calls `fail`, so that none waits for it. Where no other rank answers (no process group, a group
+    of one, fake ranks) nothing is communicated.
+
+    Args:
+        group: the process group; None for the default one.
+    """
+
+    is_apart = False
+    """Whether there are other ranks that do not take part, so that nothing may be begun for which
+    they would be needed."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._received_failure = False
+
+    @property
+    def ranks(self) -> list[int]:
+        """The members, by their ranks in the world."""
+        if not dist.is_initialized():
+            return [0]
+        return [dist.get_rank()] if self._is_alone() else dist.get_process_group_ranks(self._group)
+
+    def gather(self, mine: T | Exception, doing: str = "capture the step") -> list[T]:
+        """Return the value of every member, by their order in `ranks`. One small exchange.
+
+        Args:
+            mine: the value of this rank; or its error, raised after the others have received it.
+            doing: what a rank with an error could not do, for the message.
+
+        Raises:
+            VerificationError: with the error of another rank, on every rank alike; or members
+                that call this at different points of their work.
+            CollectiveError: another rank has ended, or did not arrive (gloo).
+        """
+        if isinstance(mine, Exception):
+            text, value = f"{type(mine).__name__}: {mine}"[:_ERROR_SHOWN], None
+        else:
+            text, value = "", mine
+        try:
+            everyone = self._exchange((text, value))
+        except CollectiveError:
+            self._received_failure = True
+            raise
+        if isinstance(mine, Exception):
+            raise mine
+        ranks = self.ranks
+        for rank, (text, _) in zip(ranks, everyone, strict=True):
+            if text:
+                self._received_failure = True
+                raise VerificationError(f"rank {rank} could not {doing}: {text}")
+        values: list[Any] = [each for _, each in everyone]
+        kinds = [type(each).__name__ for each in values]
+        for rank, kind in zip(ranks, kinds, strict=True):
+            if kind != kinds[0]:
+                # one rank has finished its passes while a pass of another rank asks
+                self._received_failure = True
+                raise VerificationError(
+                    f"the ranks are at different points of the pass pipeline: rank {ranks[0]} "
+                    f"hands out {kinds[0]}, and rank {rank} {kind}. {REMEDY}"
+                )
+        return values
+
+    def all_reduce_max(self, number: int) -> int:
+        """Return the largest int of all members. One small exchange."""
+        return max(self.gather(number))
+
+    def same(self, value: object) -> bool:
+        """Return whether all members call this with a value of the same `repr`. Two exchanges."""
+        number = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+        return self.all_reduce_max(number) == -self.all_reduce_max(-number)
+
+    def fail(self, error: Exception, doing: str = "capture the step") -> NoReturn:
+        """Raise an error of this rank, after the other members have received it.
+
+        If a call has raised because another member failed or has ended, none waits for this one.
+        """
+        if not self._received_failure:
+            self.gather(error, doing)
+        raise error
+
+    def _is_alone(self) -> bool:
+        """Return whether no other rank answers."""
+        group = self._group
+        return (
+            not dist.is_initialized()
+            or dist.get_world_size(group) == 1
+            or dist.get_backend(group) == "fake"
+        )
+
+    def _exchange(self, mine: T) -> list[T]:
+        if self._is_alone():
+            return [mine]
+        everyone: list[Any] = [None] * len(self.ranks)
+        try:
+            dist.all_gather_object(everyone, mine, group=self._group)
+        except RuntimeError as error:
+            if not is_collective_failure(error):
+                raise
+            place = "the exchange of what all ranks decide"
+            raise CollectiveError(place, reason_of(error)) from error
+        return everyone
+
+
+class OneRank(Agreement):
+    """A rank that decides without others, whatever process groups there are.
+
+    Args:
+        is_apart: as the attribute of `Agreement`.
+    """
+
+    def __init__(self, *, is_apart: bool = False) -> None:
+        super().__init__()
+        self.is_apart = is_apart
+
+    def _is_alone(self) -> bool:
+        return True
+
+
+def is_collective_failure(error: RuntimeError) -> bool:
+    """Return whether an error says that a collective could not complete."""
+    return isinstance(error, dist.DistError) or bool(_GLOO.search(str(error)))
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Return what the backend said, on one line."""
+    return " ".join(str(error).split())[:500]
