@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,16 +245,16 @@ def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[C
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
-def hooks_of(model: nn.Module) -> tuple[Callable[..., Any], ...]:
+def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
     """Return what a step runs beside the classes' own forwards, in order: hooks of all modules, of
-    the model's modules and parameters, and forwards that are attributes of a module.
+    a model's modules and parameters, and forwards that are attributes of a module.
 
     torch.nn has no public list of them. Read in every step, so that each empty dict costs one
     look-up. torch 2.11 to 2.15.
     """
     hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
     hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
-    for module in model.modules():
+    for module in modules:
         contents = vars(module)
         if "forward" in contents:
             hooks.append(contents["forward"])

@@ -31,6 +31,7 @@ from graph_trainer.core.capture.second_step import check_second_step
 from graph_trainer.core.capture.side_effects import is_installed_file, refuse_leftovers
 from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
@@ -103,7 +104,7 @@ def capture_step(
     """Trace a step whose function returns what `returned` takes; see `capture`."""
     state = state_of(model)
     batch = Batch(args, kwargs)
-    batch_tensors = batch.take(args, kwargs)
+    batch_tensors = batch.take(Call(model, args, kwargs))
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
@@ -126,7 +127,7 @@ def capture_step(
 
     with (
         refuse_seeds_of_cuda(),
-        PythonState(model, loss_fn, *hooks_of(model)) as python,
+        PythonState(model, loss_fn, *hooks_of(model.modules())) as python,
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()

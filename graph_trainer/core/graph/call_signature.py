@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from graph_trainer.core.graph.call import Call, arguments
 from graph_trainer.core.graph.signature import Input, InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.torch_private import pytree
@@ -23,7 +24,7 @@ class Batch:
     """
 
     def __init__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        leaves, self.tree = pytree.tree_flatten_with_path(_arguments(args, kwargs))
+        leaves, self.tree = pytree.tree_flatten_with_path(arguments(args, kwargs))
         self._tree_text = repr(self.tree)
         self.paths = [_path_name(path) for path, _ in leaves]
         self.is_tensor = [isinstance(value, torch.Tensor) for _, value in leaves]
@@ -50,19 +51,17 @@ class Batch:
         ]
         return pytree.tree_unflatten(leaves, self.tree)
 
-    def take(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def take(self, call: Call) -> list[torch.Tensor]:
         """List the tensors of a later call, in order.
 
         Raises:
             CaptureError: another structure, or another value where one was baked in.
         """
-        leaves, tree = pytree.tree_flatten(_arguments(args, kwargs))
-        # equal trees may have keys 1 and True
-        if tree != self.tree or repr(tree) != self._tree_text:
-            raise CaptureError(self._structure_differs(args, kwargs))
+        if call.tree != self.tree or call.tree_text != self._tree_text:
+            raise CaptureError(self._structure_differs(call))
         tensors = []
         for leaf, is_tensor, constant, key, path in zip(
-            leaves, self.is_tensor, self.constants, self._keys, self.paths, strict=True
+            call.leaves, self.is_tensor, self.constants, self._keys, self.paths, strict=True
         ):
             if is_tensor and isinstance(leaf, torch.Tensor):
                 tensors.append(leaf)
@@ -73,8 +72,9 @@ class Batch:
                 )
         return tensors
 
-    def _structure_differs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-        leaves, _ = pytree.tree_flatten_with_path(_arguments(args, kwargs))
+    def _structure_differs(self, call: Call) -> str:
+        given = pytree.tree_unflatten(call.leaves, call.tree)
+        leaves, _ = pytree.tree_flatten_with_path(given)
         paths = [_path_name(path) for path, _ in leaves]
         missing = [f"'{p}'" for p in self.paths if p not in paths]
         new = [f"'{p}'" for p in paths if p not in self.paths]
@@ -86,11 +86,6 @@ class Batch:
             "the arguments have another structure than those the graph was captured for "
             f"({'; '.join(details)}); capture again for these"
         )
-
-
-def _arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what pytree takes apart; the order of keyword arguments has no meaning."""
-    return tuple(args), dict(sorted(kwargs.items()))
 
 
 def constant_key(value: Any) -> object:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import hooks_of
 from graph_trainer.errors import CaptureError
@@ -39,7 +40,8 @@ class ModuleSettings:
         """Read them from a model."""
         training = {clean_fqn(name): module.training for name, module in model.named_modules()}
         modules = [(name, type(m), _attributes(m)) for name, m in model.named_modules()]
-        return cls(training, hooks_of(model), tuple(modules), defaults_of(device_types))
+        hooks = hooks_of(model.modules())
+        return cls(training, hooks, tuple(modules), defaults_of(device_types))
 
     def without(self, changed: Iterable[str]) -> ModuleSettings:
         """Leave out the attributes that forward itself changes, by "module.attribute"."""
@@ -54,22 +56,21 @@ class ModuleSettings:
         ]
         return replace(self, modules=tuple(kept))
 
-    def check(self, model: nn.Module, device_types: Iterable[str]) -> None:
+    def check(self, call: Call, device_types: Iterable[str]) -> None:
         """Refuse a model with other modes, hooks or attributes. A model may be wrapped otherwise.
 
         Raises:
             CaptureError: with what differs, and the first module where it does.
         """
-        modules = list(model.modules())
-        if [module.training for module in modules] != list(self.training.values()):
-            self._check_modes(model)
-        if hooks_of(model) != self.hooks:
+        if call.training != list(self.training.values()):
+            self._check_modes(call.model)
+        if call.hooks != self.hooks:
             raise CaptureError(
                 "the hooks of the model's modules or parameters, or replaced forwards, are others "
                 "than when the graph was captured, which has what they did in it: capture again"
             )
-        if len(modules) == len(self.modules):
-            for module, (name, kind, before) in zip(modules, self.modules, strict=True):
+        if len(call.modules) == len(self.modules):
+            for module, (name, kind, before) in zip(call.modules, self.modules, strict=True):
                 _check_module(module, name, kind, before)
         if defaults_of(device_types) != self.defaults:
             raise CaptureError(

@@ -63,6 +63,10 @@ class Layout:
             and (self.subclass is None or _flattened(tensor)[1] == self.context)
         )
 
+    def parts_of(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """Return the plain tensors inside a tensor that this layout matches."""
+        return [getattr(tensor, part) for part in self.parts] if self.subclass else [tensor]
+
 
 def plain_type(tensor: torch.Tensor) -> type:
     """Return the subclass to take apart, torch.Tensor for a plain tensor or a parameter."""

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.model_state import refuse_shared_memory
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import has_effect
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
@@ -100,7 +101,7 @@ class PartitionedStep(nn.Module):
                 tensors = self.checked_tensors(args, kwargs)
             return self.returned(self.call_on_tensors(*tensors))
         self._check_ranks()
-        values = self._binding.values(self.model, args, kwargs)
+        values = self._binding.values(Call(self.model, args, kwargs))
         if torch.is_grad_enabled() and self._gradients:
             run = (self._run_forward, self._run_backward)
             return self.returned(_Function.apply(self, run, values, *self._trained()))
@@ -157,7 +158,7 @@ class PartitionedStep(nn.Module):
             batch: one tensor in the memory of each tensor of the batch; None for new memory.
         """
         self._check_ranks()
-        values = self._binding.model_values(self.model)
+        values = self._binding.model_values(Call(self.model, (), {}))
         specs = self.halves.forward.signature.inputs
         for spec, tensor in zip(specs[len(specs) - len(batch) :], batch, strict=True):
             part = torch.empty(0) if tensor is None else unwrap(tensor)[0][0]
@@ -167,9 +168,10 @@ class PartitionedStep(nn.Module):
 
     def _check_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
         self._check_ranks()
-        self._binding.values(self.model, args, kwargs)
+        call = Call(self.model, args, kwargs)
+        self._binding.values(call)
         self._trained()
-        return [*self._binding.state(self.model), *self.joint.captured_batch.take(args, kwargs)]
+        return [*self._binding.state(self.model), *self.joint.captured_batch.take(call)]
 
     def _traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
         """Return a function of the tensors of a call that torch.compile puts into its graph as it

@@ -58,8 +58,9 @@ class Pass:
     section: str = ""
     """The config section of its options below [compile]; the pass's name where none is given."""
     required_for: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, hash=False)
-    """Fields of `PassConfig`, or "gt.offload", and their values that this pass carries out: without
-    a pass for a value that is set the list is refused. See `without_effect`."""
+    """Fields of `PassConfig`, "gt.offload" or "memory_table.offloaded", and their values that this
+    pass carries out: without a pass for a value that is set the list is refused. See
+    `without_effect`."""
     relies_on: tuple[str, ...] = ()
     """Names of passes that have to be in the list as well for it to have an effect."""
     before: tuple[str, ...] = ()

@@ -189,7 +189,8 @@ def without_effect(
     Args:
         selected: the list, in order.
         disabled: names that were left out of it, for the remedy.
-        settings: fields of `RunSettings`, or "gt.offload", with their values.
+        settings: fields of `RunSettings`, and whether the model ("gt.offload") or the memory table
+            ("memory_table.offloaded") asks for copies in host memory; with their values.
         options: by pass, its options.
     """
     for setting, value in settings.items():

@@ -85,7 +85,7 @@ class _Value:
     stage=Stage.REMATERIALIZE,
     summary="Keep tagged activations in host memory until backward reads them",
     options_type=OffloadActivationsOptions,
-    required_for={"gt.offload": (True,), "allow_offload": (True,)},
+    required_for=dict.fromkeys(["allow_offload", "gt.offload", "memory_table.offloaded"], (True,)),
 )
 def offload_activations(
     joint: JointGraph, options: OffloadActivationsOptions, context: PassContext

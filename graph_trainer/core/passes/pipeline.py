@@ -316,8 +316,7 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
     settings["gt.offload"] = offload_activations.name not in joint.history and any(
         map(offload_tag, joint.graph.nodes)
     )
-    if config.memory_table is not None:
-        settings["allow_offload"] |= bool(config.memory_table.offloaded)
+    settings["memory_table.offloaded"] = bool(config.memory_table and config.memory_table.offloaded)
     known = registered_passes() | {p.name: p for p in selected}
     if unknown := [name for name in config.options if name not in known]:
         raise PassError(f"options are given for '{unknown[0]}', which is not in the pass list")
@@ -325,6 +324,8 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         of = f" of '{idle.of}'" if idle.of else ""
         if idle.name == "gt.offload":
             instead = "take it out of the model"
+        elif idle.name == "memory_table.offloaded":
+            instead = "leave the inputs of blocks out of the table"
         elif idle.of or idle.other:
             instead = f"leave {idle.name} out"
         else:

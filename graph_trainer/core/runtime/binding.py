@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from graph_trainer.core.capture.model_state import refuse_batch_with_gradient, refuse_shared_memory
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import autocast_enabled
 from graph_trainer.core.graph.signature import Input, InputKind, Output
@@ -35,29 +35,29 @@ class Binding:
         self._places: list[list[_Place]] | None = None
         self._device_types = {i.layout.device.type for i in joint.signature.inputs}
 
-    def values(
-        self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[torch.Tensor]:
+    def values(self, call: Call) -> list[torch.Tensor]:
         """Return the value of each placeholder: plain tensors that require no gradient.
 
         Raises:
             CaptureError: the model's tensors, modes or hooks, or the batch, differ from those of
                 the capture.
         """
-        values = self.model_values(model)
-        values += self._batch_values(args, kwargs)
+        values = self.model_values(call)
+        for spec, tensor in zip(
+            self._batch_inputs, self._joint.captured_batch.take(call), strict=True
+        ):
+            refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
+            values += _parts(spec, tensor)
         refuse_shared_memory(self._joint.signature.inputs, values)
         return values
 
-    def model_values(self, model: nn.Module) -> list[torch.Tensor]:
+    def model_values(self, call: Call) -> list[torch.Tensor]:
         """Return the values of `values` that do not come from the batch, checked like these."""
-        values = [
-            part
-            for spec, tensor in zip(self._state_inputs, self.state(model), strict=True)
-            for part in _parts(spec, tensor)
-        ]
+        values: list[torch.Tensor] = []
+        for spec, tensor in zip(self._state_inputs, self.state(call.model), strict=True):
+            values += _parts(spec, tensor)
         if self._joint.settings is not None:
-            self._joint.settings.check(model, self._device_types)
+            self._joint.settings.check(call, self._device_types)
         return values
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
@@ -131,14 +131,6 @@ class Binding:
             values.append(tensors[0])
         return values
 
-    def _batch_values(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-        values: list[torch.Tensor] = []
-        tensors = self._joint.captured_batch.take(args, kwargs)
-        for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
-            refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
-            values += _parts(spec, tensor)
-        return values
-
 
 def _parts(spec: Input, tensor: torch.Tensor | None) -> list[torch.Tensor]:
     if tensor is None:
@@ -157,7 +149,7 @@ def _parts(spec: Input, tensor: torch.Tensor | None) -> list[torch.Tensor]:
             f"captured with {spec.layout.describe()}: capture again for this one"
         )
     # part by part: detaching a DTensor would dispatch an op
-    return [part.detach() for part in unwrap(tensor)[0]]
+    return [part.detach() for part in spec.layout.parts_of(tensor)]
 
 
 def output_tensor(spec: Output, parts: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, is_collective
 from graph_trainer.core.graph.signature import OutputKind
@@ -64,7 +65,11 @@ class Step:
         if self._compare_ranks:
             check_order_across_ranks(self.joint)
             self._compare_ranks = False
-        values = self._binding.values(model, args, kwargs)
+        return self.run(Call(model, args, kwargs))
+
+    def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
+        """Run the step on a call that has been read; see `__call__`."""
+        values = self._binding.values(call)
         try:
             with self._binding.without_autocast():
                 results = iter(self._run(values))

@@ -15,6 +15,7 @@ from torch import nn
 
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
@@ -27,7 +28,7 @@ from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
 from graph_trainer.core.runtime.step import Gradients, Step, compile
-from graph_trainer.core.torch_private import hooks_of, pytree
+from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
 _ERROR_SHOWN = 4000
@@ -42,9 +43,8 @@ class _Partitioned:
         self.joint = joint
         self._step = step
 
-    def __call__(
-        self, model: nn.Module, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, Gradients]:
+    def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
+        args, kwargs = pytree.tree_unflatten(call.leaves, call.tree)
         loss = self._step(*args, **kwargs)
         loss.backward()
         return loss.detach(), {}
@@ -106,8 +106,9 @@ class TrainStep:
             CollectiveError: a collective timed out or lost its connection (gloo; see
                 `collective_failure`).
         """
-        program = _program_key(model, args, kwargs)
-        key = (program, _batch_key(args, kwargs))
+        call = Call(model, args, kwargs)
+        program = _program_key(call)
+        key = (program, _batch_key(call))
         try:
             step = self._steps.get(key)
         except TypeError:
@@ -117,7 +118,7 @@ class TrainStep:
             step = self._prepare(program, model, args, kwargs)
         self._keep(program, key, step)
         try:
-            return step(model, *args, **kwargs)
+            return step.run(call)
         except CollectiveError as error:
             failure = published_failure()
             if failure:
@@ -212,27 +213,24 @@ def _errors_sent(what: str, agreement: Agreement) -> Iterator[None]:
         raise
 
 
-def _program_key(model: nn.Module, args: Any, kwargs: Any) -> object:
+def _program_key(call: Call) -> object:
     """Make a key of everything that changes the graph and is not in the batch."""
-    leaves, _ = pytree.tree_flatten((args, kwargs))
-    modules = list(model.modules())
-    trainable = tuple(
-        p.requires_grad for m in modules for p in m._parameters.values() if p is not None
-    )
-    training = tuple(m.training for m in modules)
-    devices = {v.device.type for v in leaves if isinstance(v, torch.Tensor)} | {"cpu"}
+    trainable = [
+        p.requires_grad for m in call.modules for p in m._parameters.values() if p is not None
+    ]
+    devices = {v.device.type for v in call.leaves if isinstance(v, torch.Tensor)} | {"cpu"}
     # the model itself: another one of the same class may have other hyperparameters
-    return (weakref.ref(model), trainable, training, hooks_of(model), defaults_of(devices))
+    model = weakref.ref(call.model)
+    return (model, tuple(trainable), tuple(call.training), call.hooks, defaults_of(devices))
 
 
-def _batch_key(args: Any, kwargs: Any) -> object:
+def _batch_key(call: Call) -> object:
     """Make a key that is equal for two batches exactly when one graph serves both."""
-    leaves, tree = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
     described = tuple(
         (unwrap(v)[1], v.requires_grad) if isinstance(v, torch.Tensor) else constant_key(v)
-        for v in leaves
+        for v in call.leaves
     )
-    return (tree, repr(tree), described)  # equal trees may have keys 1 and True
+    return (call.tree, call.tree_text, described)
 
 
 def _shapes(args: Any, kwargs: Any) -> list[tuple[int, ...]]:

@@ -8,6 +8,7 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.ordering import exchange
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
 from tests.unit.fake_ranks import in_threads
@@ -48,9 +49,13 @@ def offline(sequences, classes=None):
 def exchanged(outcomes):
     """What the exchange raises on every rank, of their sequences or errors; None if it goes on."""
     with mock.patch.object(exchange, "issued_by", lambda sequence, world_size: sequence):
-        return in_threads(
-            len(outcomes), lambda rank: exchange.check_order_across_ranks(outcomes[rank])
-        )
+        return in_threads(len(outcomes), lambda rank: _compared(outcomes[rank]))
+
+
+def _compared(outcome):
+    if isinstance(outcome, Exception):
+        Agreement().fail(outcome)
+    exchange.check_order_across_ranks(outcome)
 
 
 def online(sequences):

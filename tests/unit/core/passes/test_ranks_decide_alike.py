@@ -21,7 +21,6 @@ from graph_trainer.planner.agreement import as_agreed, decided_by
 from graph_trainer.testing import become
 from tests.examples import examples
 from tests.unit.core.simulation.machines import machine
-from tests.unit.fake_ranks import Agreed
 
 KIB = 1 / 1024
 
@@ -78,7 +77,7 @@ def decided(ranks, world, make, **config):
         become(rank, world)
         torch.manual_seed(0)
         seen[rank] = make()
-        gt.run_passes(seen[rank], gt.PassConfig(**config), agreement=Agreed(agree))
+        gt.run_passes(seen[rank], gt.PassConfig(**config), agreement=agree)
         return issued_by(seen[rank], world), decided_by(seen[rank])
 
     found = as_agreed(ranks, run, lambda line: None)
