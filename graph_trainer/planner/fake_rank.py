@@ -17,7 +17,7 @@ from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.torch_private import clear_sharding_cache
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.parallelize import parallelized
-from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
+from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 
 from torchtitan.config import TORCH_DTYPE_MAP  # isort: skip
 from torchtitan.distributed import ParallelDims, utils as dist_utils  # isort: skip
@@ -84,12 +84,9 @@ class FakeRank:
             (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence];
             and the keyword arguments of the model.
         """
-        training = self.config.training
-        shape = (training.local_batch_size, training.seq_len)
-        with torch.device("meta"):
-            inputs, labels, positions = (torch.empty(shape, dtype=torch.int64) for _ in range(3))
-            valid_tokens = torch.empty((), dtype=torch.int64)
-        return (inputs, labels, valid_tokens), {"positions": positions}
+        given, labels = batch_of_zeros(self.config.training, "meta")
+        valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
+        return (given.pop("input"), labels, valid_tokens), given
 
     def capture(self) -> JointGraph:
         """Capture the joint graph that training captures on this rank.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 
 from graph_trainer.core.passes.pipeline import PassConfig
@@ -20,6 +21,21 @@ def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
     """Give the chunked loss the output head of the parallelized model; leave others alone."""
     if isinstance(loss_fn, ChunkedCrossEntropyLoss):
         loss_fn.attach(model)
+
+
+def batch_of_zeros(
+    training: TrainingConfig, device: torch.device | str
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """Make a batch with the shapes and dtypes of the text loaders'.
+
+    Returns:
+        ({"input": ..., "positions": ...}, labels), each int64 [local batch, sequence].
+    """
+    shape = (training.local_batch_size, training.seq_len)
+    inputs, positions, labels = (
+        torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3)
+    )
+    return {"input": inputs, "positions": positions}, labels
 
 
 def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:

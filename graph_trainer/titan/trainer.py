@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.components.validate import BaseValidator
 from torchtitan.distributed import ParallelDims
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -31,11 +32,12 @@ from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, of_captured_steps
 from graph_trainer.titan.config.serialize import save_resolved_config
+from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
-from graph_trainer.titan.step_inputs import attach_loss, loss_of_batch, passes_of
+from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 from graph_trainer.titan.validator import with_captured_forward
 
 StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
@@ -69,7 +71,7 @@ class GraphTrainer(Trainer):
         self.captured_step: StepFunction | None = None
         """Runs forward and backward; None where torchtitan does, in mode "eager"."""
         self.observer = RunObserver()
-        """Watches the run; set before the first step."""
+        """Watches the run; set before `train`."""
         if config.compile.mode == "eager":
             if ignored := of_captured_steps(config):
                 logger.warning(
@@ -206,13 +208,14 @@ class GraphTrainer(Trainer):
             raise with_missing_ranks(failed, self.step) from error
 
     def train(self) -> None:
-        """Run torchtitan's loop and finish an asynchronous save.
+        """Prepare the first graph, run torchtitan's loop and finish an asynchronous save.
 
         Wait for a save under way only where every rank does: at the end, when the data run out,
         and where the loss was refused. After a collective that failed, other ranks may never
         arrive.
         """
         with process_group_timeouts():
+            self._prepare_first_graph()
             try:
                 super().train()
             except NotFiniteError:
@@ -221,6 +224,24 @@ class GraphTrainer(Trainer):
             self.checkpointer.maybe_wait_for_saving()
         (model,) = self.model_parts
         self.observer.finished(model.parameters(), self.optimizers)
+
+    def _prepare_first_graph(self) -> None:
+        """Capture the train step for the batches that the config gives, and compare the ranks.
+
+        What a step is refused for is then refused before a checkpoint is loaded, a batch is read
+        or anything trains. A loader of a user's own may give other batches: its first one does it.
+        """
+        known = isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader))
+        if not known or not isinstance(self.captured_step, TrainStep):
+            return
+        state = self.state_dict()
+        batch = batch_of_zeros(self.config.training, self.device)
+        inputs, labels, extra = self.post_dataloading_process(*batch)
+        self.load_state_dict(state)  # torchtitan has counted the zeros as tokens seen
+        valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+        (model,) = self.model_parts
+        with self._naming_who_is_missing(), self.train_context():
+            self.captured_step.prepare(model, inputs, labels, valid_tokens, **extra)
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:

@@ -31,6 +31,9 @@ def test_the_default_run_learns(tmp_path: Path) -> None:
     (first, before), (_, after) = steps[0], steps[-1]
     assert first == "1" and float(before) - float(after) >= 1.5
     assert "What each pass did to the joint graph" in output
+    # what a step is refused for is said before anything is loaded or trains, and captured once
+    assert output.index("Capturing the train step") < output.index("Training starts at step 1")
+    assert "Captured again" not in output
     assert (tmp_path / "outputs" / "config.toml").exists()
     # two minutes on two idle cores; the tests' machine may be busy with other things
     assert seconds < 240

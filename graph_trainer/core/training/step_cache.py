@@ -107,6 +107,25 @@ class TrainStep:
                 `collective_failure`).
         """
         call = Call(model, args, kwargs)
+        step = self._step_for(call, args, kwargs)
+        try:
+            return step.run(call)
+        except CollectiveError as error:
+            failure = published_failure()
+            if failure:
+                raise VerificationError(failure) from error
+            raise
+
+    def prepare(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
+        """Capture the step for a batch like this one, as a call would, without running it.
+
+        Raises:
+            CaptureError, VerificationError: as a call.
+        """
+        self._step_for(Call(model, args, kwargs), args, kwargs)
+
+    def _step_for(self, call: Call, args: Any, kwargs: Any) -> _CompiledStep:
+        """Return the step that fits a call, captured now if there is none."""
         program = _program_key(call)
         key = (program, _batch_key(call))
         try:
@@ -115,15 +134,9 @@ class TrainStep:
             Batch(args, kwargs)  # raises with the constant that cannot be hashed
             raise
         if step is None:
-            step = self._prepare(program, model, args, kwargs)
+            step = self._prepared(program, call.model, args, kwargs)
         self._keep(program, key, step)
-        try:
-            return step.run(call)
-        except CollectiveError as error:
-            failure = published_failure()
-            if failure:
-                raise VerificationError(failure) from error
-            raise
+        return step
 
     def joint_graphs(self) -> list[JointGraph]:
         """List the kept graphs, least recently used first."""
@@ -140,7 +153,7 @@ class TrainStep:
             while len(kept) > self.max_graphs:
                 kept.popitem(last=False)
 
-    def _prepare(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
+    def _prepared(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
         first, together = not self._firsts, program not in self._firsts
         if first:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
+from graph_trainer.core.runtime.step import Step
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import check_step
@@ -61,6 +62,15 @@ def test_one_capture_serves_all_calls_alike():
     assert len(recorded.lines) == 2
     assert recorded.lines[0] == "Capturing the train step"
     assert "captured in" in recorded.lines[1]
+
+
+def test_what_is_prepared_is_captured_and_not_run(monkeypatch):
+    recorded, model = Recorded(), Net()
+    with monkeypatch.context() as patched:
+        patched.setattr(Step, "run", lambda *_: pytest.fail("it ran"))
+        recorded.step.prepare(model, torch.zeros(2, 4))
+    assert recorded.captures == 1
+    recorded.check(model, torch.randn(2, 4), captures=1)
 
 
 X = torch.ones(2, 4)
