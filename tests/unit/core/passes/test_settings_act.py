@@ -153,8 +153,9 @@ def test_an_offload_of_the_model_needs_its_pass():
     gt.run_passes(joint, PassConfig(passes=["schedule_overlap"]))  # it has been carried out
 
 
-def test_options_need_what_their_pass_relies_on():
-    given = {"bucket_collectives": BucketCollectivesOptions(strategy="size")}
+@pytest.mark.parametrize("options", [{"strategy": "size"}, {}], ids=["changed", "as by default"])
+def test_options_need_what_their_pass_relies_on(options):
+    given = {"bucket_collectives": BucketCollectivesOptions(**options)}
     with pytest.raises(gt.PassError, match="pass tag_buckets is not in compile.passes"):
         gt.run_passes(small(), PassConfig(passes=["bucket_collectives"], options=given))
 

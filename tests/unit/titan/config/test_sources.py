@@ -26,6 +26,14 @@ from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
+CONFIGS = sorted(
+    (path.parent.name, path.stem)
+    for path in (ROOT / "configs").glob("*/*.toml")
+    if path.parent.name != "hardware"
+)
+FAMILIES = ("deepseek_v3", "llama3", "qwen3")
+IN_BASES = str.maketrans(".-", "__")
+"""The base of 30b-a3b.toml is a function, qwen3_30b_a3b."""
 
 
 def without_model(config):
@@ -39,16 +47,16 @@ def reload(config, folder):
     return load_config(["--config", str(path)])
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_config_is_a_model_graph_trainer_can_shard(size):
+@pytest.mark.parametrize(("family", "size"), CONFIGS)
+def test_every_config_is_a_model_graph_trainer_can_shard(family, size):
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention
 
     from graph_trainer.titan.parallelize import parallelize_decoder
 
-    config = load_config(["--config", size])
+    config = load_config(["--module", f"graph_trainer.{family}", "--config", size])
     spec = config.model_spec
     assert type(config) is GraphTrainerConfig
-    assert config.base == f"llama3_{size}"
+    assert config.base == f"{family}_{size}".translate(IN_BASES)
     assert spec.flavor.lower() == size
     assert spec.parallelize_fn is parallelize_decoder
     assert spec.state_dict_adapter is not None
@@ -61,12 +69,13 @@ def test_every_config_is_a_model_graph_trainer_can_shard(size):
     assert config.loss.build(compile_config=config.compile) is not None
 
 
-def test_every_base_has_a_file_and_every_file_a_base():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_base_has_a_file_and_every_file_a_base(family):
     from graph_trainer.titan.config.sources import registry_functions, registry_module
 
-    files = {p.stem for p in (ROOT / "configs" / "llama3").glob("*.toml")}
-    bases = registry_functions(registry_module("graph_trainer.llama3"))
-    assert {f"llama3_{stem}" for stem in files} == set(bases) and files == set(SIZES)
+    bases = registry_functions(registry_module(f"graph_trainer.{family}"))
+    files = [f"{name}_{size}".translate(IN_BASES) for name, size in CONFIGS if name == family]
+    assert files and set(files) == set(bases)
 
 
 @pytest.mark.parametrize("module", ["graph_trainer.llama3", "llama3"])
@@ -308,33 +317,12 @@ def test_saving_makes_the_folder_and_refuses_a_file_in_its_place(tmp_path):
         save_resolved_config(config, path)
 
 
-def test_the_configs_hold_no_absolute_paths_and_resolve_on_their_own_mesh():
-    for size, ranks in zip(SIZES, (2, 8, 8, 256, 512), strict=True):
-        text = (ROOT / f"configs/llama3/{size}.toml").read_text()
-        assert '"/' not in text
-        check_config(load_config(["--config", size]), ranks)
+RANKS = {"debugmodel": 2, "debugmodel_moe": 2, "70b": 256, "405b": 512, "671b": 1024}
 
 
-def test_options_of_a_pass_reach_it_where_it_is_listed():
-    flags = ["--compile.overlap_fsdp.in_flight", "7", "--compile.passes", "default,overlap_fsdp"]
-    options = pass_config(load_config(flags).compile).options
-    assert options["overlap_fsdp"].in_flight == 7
-    assert "overlap_fsdp" not in pass_config(load_config([]).compile).options
-
-
-def test_a_base_is_a_function_that_is_declared_to_return_a_config(tmp_path, monkeypatch):
-    """Any other, a command of graph_trainer for one, is not called."""
-    (tmp_path / "planted.py").write_text(
-        "from graph_trainer.llama3.config_registry import GraphTrainer, llama3_debugmodel\n"
-        "def small() -> GraphTrainer.Config: return llama3_debugmodel()\n"
-        "def undeclared(): raise AssertionError('called')\n"
-        "def other() -> int: raise AssertionError('called')\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    path = tmp_path / "run.toml"
-    for base in ("undeclared", "other", "GraphTrainer"):
-        path.write_text(f'module = "planted"\nbase = "{base}"\n')
-        with pytest.raises(ConfigError, match=f'base = "{base}".*Write "small"'):
-            load_config(["--config", str(path)])
-    path.write_text('module = "planted"\nbase = "small"\n')
-    assert load_config(["--config", str(path)]).base == "small"
+@pytest.mark.parametrize(("family", "size"), CONFIGS)
+def test_the_configs_hold_no_absolute_paths_and_resolve_on_their_own_mesh(family, size):
+    text = (ROOT / f"configs/{family}/{size}.toml").read_text()
+    assert '"/' not in text
+    module = f"graph_trainer.{family}"
+    check_config(load_config(["--module", module, "--config", size]), RANKS.get(size, 8))

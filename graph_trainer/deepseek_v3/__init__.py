@@ -1,0 +1,1 @@
+"""DeepSeek V3: `--module graph_trainer.deepseek_v3`."""

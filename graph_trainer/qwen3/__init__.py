@@ -1,0 +1,1 @@
+"""Qwen 3, dense and with experts: `--module graph_trainer.qwen3`."""
