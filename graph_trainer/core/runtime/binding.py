@@ -26,10 +26,12 @@ class Binding:
 
     Args:
         joint: the graph.
+        under_autograd: the gradients are autograd's, where it is enabled, and not of this graph.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, *, under_autograd: bool = False) -> None:
         self._joint = joint
+        self._under_autograd = under_autograd
         self._state_inputs = [i for i in joint.signature.inputs if i.kind is not InputKind.BATCH]
         self._batch_inputs = [i for i in joint.signature.inputs if i.kind is InputKind.BATCH]
         self._places: list[list[_Place]] | None = None
@@ -59,6 +61,9 @@ class Binding:
         if self._joint.settings is not None:
             self._joint.settings.check(model, self._device_types)
         return values
+
+    def _has_backward(self) -> bool:
+        return torch.is_grad_enabled() if self._under_autograd else self._joint.signature.backward
 
     def without_autocast(self) -> contextlib.AbstractContextManager[object]:
         """Turn autocast off, because the graph already contains its casts."""
@@ -135,7 +140,7 @@ class Binding:
         values: list[torch.Tensor] = []
         tensors = self._joint.captured_batch.take(args, kwargs)
         for spec, tensor in zip(self._batch_inputs, tensors, strict=True):
-            refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
+            refuse_batch_with_gradient(spec, tensor, self._has_backward())
             values += _parts(spec, tensor)
         return values
 
