@@ -19,7 +19,7 @@ def qwen3_debugmodel_moe() -> GraphTrainer.Config:
     assert config.model_spec is not None
     # torchtitan's eight layers have 300 million parameters, too many for a laptop's memory
     model = config.model_spec.model
-    model.layers = model.layers[:2]  # type: ignore[attr-defined]
+    model.layers = model.layers[:2]
     return to_graph_trainer_config(config, activation_checkpoint=None)
 
 

@@ -63,7 +63,7 @@ class PartitionedStep(nn.Module):
         self._run_backward = self._compile(self.halves.backward)
         self._run_loss: BoxedFunction | None = None
         self._compare_ranks = compare_ranks
-        self._binding = Binding(self.halves.forward)
+        self._binding = Binding(self.halves.forward, under_autograd=True)
         names = [spec.name for spec in self.halves.forward.signature.outputs]
         inputs = self.halves.backward.signature.inputs
         gradients = [i.name for i in inputs if i.kind is InputKind.OUTPUT_GRADIENT]

@@ -26,10 +26,12 @@ class Binding:
 
     Args:
         joint: the graph.
+        under_autograd: the gradients are autograd's, where it is enabled, and not of this graph.
     """
 
-    def __init__(self, joint: JointGraph) -> None:
+    def __init__(self, joint: JointGraph, *, under_autograd: bool = False) -> None:
         self._joint = joint
+        self._under_autograd = under_autograd
         self._state_inputs = [i for i in joint.signature.inputs if i.kind is not InputKind.BATCH]
         self._batch_inputs = [i for i in joint.signature.inputs if i.kind is InputKind.BATCH]
         self._places: list[list[_Place]] | None = None
@@ -43,10 +45,12 @@ class Binding:
                 the capture.
         """
         values = self.model_values(call)
+        autograds = self._under_autograd and torch.is_grad_enabled()
+        backward = autograds or self._joint.signature.backward
         for spec, tensor in zip(
             self._batch_inputs, self._joint.captured_batch.take(call), strict=True
         ):
-            refuse_batch_with_gradient(spec, tensor, self._joint.signature.backward)
+            refuse_batch_with_gradient(spec, tensor, backward)
             values += _parts(spec, tensor)
         refuse_shared_memory(self._joint.signature.inputs, values)
         return values

@@ -101,6 +101,20 @@ def test_training_is_eagers_and_the_joint_steps(name):
             torch.testing.assert_close(found[0], other, rtol=0, atol=0, check_stride=True)
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_batch_tensor_that_requires_a_gradient_is_refused_where_there_is_a_backward(compiled):
+    become(0, 1)
+    step = partitioned(net(), batch())
+    step = torch.compile(step, backend=gt.backend("eager")) if compiled else step
+    x, y = batch()
+    loss = step(x, y).detach()
+    x.requires_grad_()
+    with pytest.raises(gt.CaptureError, match=r"'args\[0\]' of the batch requires a gradient"):
+        step(x, y)
+    with torch.no_grad():
+        assert torch.equal(step(x, y), loss)
+
+
 # --- as autograd --------------------------------------------------------------------------------
 
 

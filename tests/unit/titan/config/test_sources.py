@@ -17,7 +17,6 @@ from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
-    pass_config,
     to_graph_trainer_config,
 )
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
