@@ -153,8 +153,8 @@ def open_corpus(name: str, path: str | None = None) -> Corpus:
         if not root.is_dir() and not (root.exists() and root.suffix in suffixes):
             problem = f"ends in {root.suffix!r}" if root.exists() else "does not exist"
             raise ConfigError(
-                f"dataset_path {path!r} {problem} (looked at {root.absolute()}). Name a .txt file, "
-                'a .jsonl file (one {"text": ...} a line), or a folder of them.'
+                f"dataset_path {path!r} {problem} (looked at {root.absolute()}). Name a "
+                '.txt or .jsonl file (one {"text": ...} a line), or a folder of them.'
             )
     else:
         hint = did_you_mean(name, DATASETS, " Did you mean '{}'?", cutoff=0.5)

@@ -173,7 +173,7 @@ def test_bad_datasets_are_refused_with_the_remedy(tmp_path):
         ("c4", None): ["'c4'", *DATASETS],
         ("text", None): ["needs dataset_path"],
         ("stdlib", str(tmp_path)): ["takes no path", "dataset = 'text'"],
-        ("text", str(tmp_path / "corpsu.txt")): ["does not exist", str(tmp_path), "a .txt file"],
+        ("text", str(tmp_path / "corpsu.txt")): ["does not exist", str(tmp_path), "Name a .txt or"],
         ("text", str(tmp_path / "no" / "where")): ["does not exist"],
         ("text", str(tmp_path / "a.csv")): ["'.csv'", ".jsonl"],
         ("text", str(tmp_path / "empty")): ["of 0 .txt and .jsonl files"],
