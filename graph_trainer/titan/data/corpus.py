@@ -1,46 +1,30 @@
 """Documents to train on: the standard library's source, or the user's own text."""
 
 import hashlib
-import itertools
 import os
+import re
 import sysconfig
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from graph_trainer.core.suggest import nearest
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
-
-Split = Literal["train", "validation"]
 
 DATASETS = {
     "stdlib": "the running Python's standard library, source files as documents (no path)",
     "text": "your own .txt or .jsonl file, or a folder of them, at dataset_path",
 }
-"""Dataset names and what they are."""
-
-VALIDATION_PERCENT = 8
-"""Of the documents, about this many in a hundred validate; the others train."""
-
-CHUNK_CHARACTERS = 4096
-"""A lone .txt file is cut at blank lines into documents of at least this size."""
-
-RULES_VERSION = 1
-"""Part of the content hash: raise it when the same files give other documents."""
 
 # Tests, generated tables, and packages that some Python builds leave out: without them the corpus
 # is mostly prose-like source, and nearly the same on every machine that has the same Python.
-_SKIPPED_FOLDERS = (
-    {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test"}
-    | {"encodings", "pydoc_data"}
-    | {"idlelib", "lib2to3", "distutils", "ensurepip", "turtledemo"}
+_SKIPPED_IN_STDLIB = (
+    "__pycache__|site-packages|dist-packages|tests?|idle_test|encodings|pydoc_data|idlelib|lib2to3"
+    "|distutils|ensurepip|turtledemo|_sysconfigdata.*|config-.*"
 )
-_SKIPPED_PREFIXES = ("_sysconfigdata", "config-")
 
 
 @dataclass(frozen=True)
@@ -49,235 +33,145 @@ class Corpus:
 
     A ``.py`` or ``.txt`` file is one document, and its path decides its split. A ``.jsonl`` record
     is one document, and its text decides its split, so that equal records are in the same split.
-    So does the text of each piece of a lone ``.txt`` file, which is cut at blank lines into
-    documents of at least CHUNK_CHARACTERS characters; the pieces concatenated are the file.
-    Documents of nothing but whitespace are left out. About VALIDATION_PERCENT of the documents
-    validate; of two or more documents that differ, each split gets at least one, and a single
-    document trains.
+    So does the text of each piece of a lone ``.txt`` file, which is cut at blank lines into pieces
+    of at least 4096 characters. Documents of nothing but whitespace are left out. About 8 of 100
+    documents validate; of two or more documents that differ, each split gets at least one, and a
+    single document trains.
     """
 
     name: str
-    """The dataset's name, as in DATASETS."""
+    root: Path  # the file itself, or the folder that the paths of files start from
+    files: tuple[Path, ...]  # in the order of the documents
 
-    root: Path
-    """The file itself, or the folder that the paths of ``files`` start from."""
+    def identity(self) -> tuple[Any, ...]:
+        """Return what changes with the way of reading and with the size or times of any file."""
+        stats = [(str(file.absolute()), file.stat()) for file in self.files if file.exists()]
+        files = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in stats]
+        return self.name, str(self.root.absolute()), files
 
-    files: tuple[Path, ...]
-    """Every file, in the order of the documents."""
-
-    @cached_property
-    def content_hash(self) -> str:
-        """Hexadecimal digits that change with the path or the bytes of any file."""
-        from datasets.fingerprint import Hasher
-
-        hasher = Hasher()
-        hasher.update((RULES_VERSION, self.name))
-        for file in self.files:
-            # The name of a lone file does not matter. Its suffix does, and that it is alone: both
-            # decide how the file is cut into documents.
-            path = f"*{file.suffix}" if file == self.root else self._relative(file)
-            with _naming(file):
-                hasher.update((path, file.read_bytes()))
-        return hasher.hexdigest()
-
-    @cached_property
-    def validation(self) -> tuple[bool, ...]:
-        """For each document, in order: is it in the validation split?"""
-        hashes = [_stable_hash(key) for key, _ in self._read()]
-        different = sorted(set(hashes))
-        if len(different) < 2:
-            return (False,) * len(hashes)
-        # The smallest hash validates and the largest trains, whatever their values.
-        threshold = 2**64 * VALIDATION_PERCENT // 100
-        threshold = min(max(threshold, different[0] + 1), different[-1])
-        return tuple(value < threshold for value in hashes)
-
-    def documents(self, split: Split | None = None) -> Iterator[str]:
-        """Read the text of the documents, in order, one at a time.
-
-        Args:
-            split: only the documents of this split; None for all.
+    def documents(self) -> Iterator[tuple[str, bool]]:
+        """Read the documents, one at a time: the text, and whether it validates.
 
         Raises:
             ConfigError: a file cannot be read, is not UTF-8, or a line of a .jsonl file is not
                 an object with a "text" string.
         """
-        texts = (text for _, text in self._read())
-        if split is None:
-            return texts
-        return itertools.compress(texts, (v == (split == "validation") for v in self.validation))
+        hashes = []
+        for key, _ in self.read():
+            digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8)
+            hashes.append(int.from_bytes(digest.digest(), "big"))
+        # The smallest hash validates and the largest trains, whatever their values.
+        threshold = min(max(2**64 * 8 // 100, min(hashes) + 1), max(hashes))
+        for value, (_, text) in zip(hashes, self.read(), strict=True):
+            yield text, value < threshold
 
-    def _relative(self, file: Path) -> str:
-        return file.relative_to(self.root).as_posix()
-
-    def _read(self) -> Iterator[tuple[str, str]]:
-        """Generate what decides the split of each document, and its text."""
+    def read(self) -> Iterator[tuple[str, str]]:
+        """Read what decides the split of each document, and its text."""
         for file in self.files:
-            documents: Iterator[tuple[str, str]]
-            with _naming(file, skip_other_encodings=self.name == "stdlib"):
-                if file.suffix == ".jsonl":
-                    documents = ((text, text) for text in _read_jsonl(file))
-                elif file == self.root:
-                    documents = ((text, text) for text in _read_chunks(file))
-                else:
-                    text = file.read_bytes().decode("utf-8")
-                    documents = iter([(self._relative(file), text)])
-                yield from (document for document in documents if document[1].strip())
+            is_jsonl = file.suffix == ".jsonl"
+            try:
+                with open(file, encoding="utf-8", newline="\n" if is_jsonl else "") as lines:
+                    if is_jsonl:
+                        texts = _records(file, lines)
+                    else:
+                        texts = _chunks(lines) if file == self.root else iter([lines.read()])
+                    path = None if is_jsonl or file == self.root else file.relative_to(self.root)
+                    for text in filter(str.strip, texts):
+                        yield (path.as_posix() if path else text), text
+            except (OSError, UnicodeDecodeError) as error:
+                # Python may read its own sources in another encoding; a user's text must not be
+                # left out without a message.
+                if self.name == "stdlib" and isinstance(error, UnicodeDecodeError):
+                    continue
+                raise ConfigError(
+                    f"{file} cannot be read as UTF-8 text: {error}. Correct its permissions, "
+                    "convert it (iconv -f <encoding> -t utf-8), or take it out of the dataset."
+                ) from error
+
+
+class Record(BaseModel):
+    """A line of a .jsonl file; its other keys are ignored."""
+
+    text: str
+
+
+def _records(file: Path, lines: Iterable[str]) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line.strip():
+                yield Record.model_validate_json(line).text
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = "".join(f'"{key}": ' for key in problem["loc"])
+            what = problem["msg"].replace(" at line 1 column", " at column")
+            raise ConfigError(
+                f"{file}, line {number}: {where}{what}, found {repr(problem['input'])[:80]}. A "
+                '.jsonl dataset has one {"text": "..."} object a line: correct or remove the line.'
+            ) from error
+
+
+def _chunks(lines: Iterable[str]) -> Iterator[str]:
+    chunk: list[str] = []
+    size = 0
+    for line in lines:
+        # Cut where text begins after a blank line.
+        if size >= 4096 and line.strip() and not chunk[-1].strip():
+            yield "".join(chunk)
+            chunk, size = [], 0
+        chunk.append(line)
+        size += len(line)
+    yield "".join(chunk)
 
 
 def open_corpus(name: str, path: str | None = None) -> Corpus:
-    """Open the corpus of a dataset name and, for "text", of a path.
-
-    Lists files and reads at most the first document: a bad line further on is found when the
-    corpus is tokenised.
+    """List the files of a dataset, without reading more than the first document.
 
     Args:
         name: a key of DATASETS.
-        path: for "text", a .txt or .jsonl file or a folder with such files at
-            any depth (hidden ones are passed over); None for "stdlib".
+        path: for "text", a .txt or .jsonl file, or a folder with such files at any depth (hidden
+            ones are passed over); None for "stdlib".
 
     Raises:
         ConfigError: an unknown name, a path that is missing, not wanted or of the wrong kind, a
             folder without .txt and .jsonl files, or files without a single document.
     """
+    suffixes: tuple[str, ...]
     if name == "stdlib":
         if path is not None:
             raise ConfigError(
                 f"dataset_path = {path!r} is set, but dataset 'stdlib' takes no path. To train "
                 "on the files at that path, set dataset = 'text'."
             )
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = _walk(root, (".py",), _SKIPPED_FOLDERS, _SKIPPED_PREFIXES)
-        if not files:
-            raise ConfigError(
-                f"dataset 'stdlib' found no source files at {root}: this Python comes without "
-                "them. Install a Python that has them, or set dataset = 'text' and dataset_path."
-            )
+        root, suffixes = Path(sysconfig.get_paths()["stdlib"]), (".py",)
+        skipped = _SKIPPED_IN_STDLIB
     elif name == "text":
         if not path:
             raise ConfigError(
                 "dataset 'text' needs dataset_path: a .txt or .jsonl file, or a folder of them."
             )
-        root, files = _own_text(path)
+        root, suffixes, skipped = Path(path).expanduser(), (".txt", ".jsonl"), r"\..*"
+        if not root.is_dir() and not (root.exists() and root.suffix in suffixes):
+            problem = f"ends in {root.suffix!r}" if root.exists() else "does not exist"
+            raise ConfigError(
+                f"dataset_path {path!r} {problem} (looked at {root.absolute()}). Name a "
+                '.txt or .jsonl file (one {"text": ...} a line), or a folder of them.'
+            )
     else:
-        near = nearest(name, DATASETS, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+        hint = did_you_mean(name, DATASETS, " Did you mean '{}'?", cutoff=0.5)
         valid = "; ".join(f"{key!r}: {summary}" for key, summary in DATASETS.items())
         raise ConfigError(f"unknown dataset {name!r}.{hint} Datasets are {valid}.")
-    corpus = Corpus(name, root, files)
-    if next(corpus.documents(), None) is None:
+    files = [] if root.is_dir() else [root]
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [sub for sub in subfolders if not re.fullmatch(skipped, sub)]
+        for file in names:
+            if file.endswith(suffixes) and not re.fullmatch(skipped, file):
+                files.append(Path(folder, file))
+    # In an order that is the same everywhere.
+    corpus = Corpus(name, root, tuple(sorted(files, key=Path.as_posix)))
+    if not any(corpus.read()):
         raise ConfigError(
-            f"dataset {name!r} has no documents: each of the files at {root} is empty "
-            f"({len(files)}). Name a file or folder with text in it."
+            f"dataset {name!r} has no documents: of {len(files)} {' and '.join(suffixes)} files at "
+            f"{root} none has text in it. Set dataset = 'text', and dataset_path to a file or a "
+            "folder with text."
         )
     return corpus
-
-
-def _own_text(path: str) -> tuple[Path, tuple[Path, ...]]:
-    """Return the root and the files of dataset "text"."""
-    root = Path(path).expanduser()
-    if not root.exists():
-        siblings = root.parent.iterdir() if root.parent.is_dir() else iter([])
-        near = nearest(root.name, [s.name for s in itertools.islice(siblings, 10_000)], count=1)
-        hint = f" Did you mean {str(root.with_name(near[0]))!r}?" if near else ""
-        raise ConfigError(
-            f"dataset_path {path!r} does not exist (looked at {root.absolute()}).{hint} Name a "
-            ".txt or .jsonl file, or a folder of them."
-        )
-    if root.is_dir():
-        files = _walk(root, (".txt", ".jsonl"), skipped_prefixes=(".",))
-        if not files:
-            raise ConfigError(
-                f"dataset_path {path!r} is a folder without a single .txt or .jsonl file, at any "
-                "depth. Put text there, or name another path."
-            )
-        return root, files
-    if root.suffix not in (".txt", ".jsonl"):
-        raise ConfigError(
-            f"dataset_path {path!r} ends in {root.suffix!r}; a dataset is a .txt file, a .jsonl "
-            'file (one {"text": ...} a line), or a folder of them. Rename or convert it.'
-        )
-    return root, (root,)
-
-
-def _walk(
-    root: Path,
-    suffixes: tuple[str, ...],
-    skipped: Collection[str] = (),
-    skipped_prefixes: tuple[str, ...] = (),
-) -> tuple[Path, ...]:
-    """List files below ``root`` by suffix and name, in an order that is the same everywhere."""
-
-    def wanted(name: str) -> bool:
-        return name not in skipped and not name.startswith(skipped_prefixes)
-
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = filter(wanted, subfolders)
-        paths += [Path(folder, name) for name in filter(wanted, names) if name.endswith(suffixes)]
-    return tuple(sorted(paths, key=lambda file: file.relative_to(root).as_posix()))
-
-
-@contextmanager
-def _naming(file: Path, skip_other_encodings: bool = False) -> Iterator[None]:
-    """Turn errors of reading a file into ConfigErrors that name the file."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        # Python may read its own sources in another encoding; a user's text must not be left
-        # out without a message.
-        if not skip_other_encodings:
-            raise ConfigError(
-                f"{file} is not UTF-8 text ({error}). Convert it (iconv -f <encoding> -t utf-8), "
-                "or move it out of the dataset."
-            ) from error
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error}. Correct its permissions or take it out of the "
-            "dataset."
-        ) from error
-
-
-class _Record(BaseModel):
-    """A line of a .jsonl file; its other keys are ignored."""
-
-    text: str
-
-
-def _read_jsonl(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8", newline="\n") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                yield _Record.model_validate_json(line).text
-            except ValidationError as error:
-                problem = error.errors()[0]
-                where = "".join(f'"{key}": ' for key in problem["loc"])
-                what = problem["msg"].replace(" at line 1 column", " at column")
-                raise ConfigError(
-                    f"{file}, line {number}: {where}{what}, found {repr(problem['input'])[:80]}. "
-                    'A .jsonl dataset has one {"text": "..."} object a line: correct or remove '
-                    "the line."
-                ) from error
-
-
-def _read_chunks(file: Path) -> Iterator[str]:
-    chunk: list[str] = []
-    size = 0
-    after_blank = False
-    with open(file, encoding="utf-8", newline="") as lines:
-        for line in lines:
-            blank = not line.strip()
-            if after_blank and not blank and size >= CHUNK_CHARACTERS:
-                yield "".join(chunk)
-                chunk, size = [], 0
-            chunk.append(line)
-            size += len(line)
-            after_blank = blank
-    yield "".join(chunk)
-
-
-def _stable_hash(key: str) -> int:
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")

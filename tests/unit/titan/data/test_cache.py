@@ -13,7 +13,7 @@ import pytest
 from datasets import Value
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.data.cache import cache_dir, load_or_build
+from graph_trainer.titan.data.tokenizer import load_or_build
 
 Rows = Iterator[dict[str, Any]]
 
@@ -111,12 +111,8 @@ def test_a_folder_that_cannot_be_written_names_the_remedy(folder):
         load()
 
 
-def test_the_folder_follows_the_environment(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/someone")
-    monkeypatch.delenv("GRAPH_TRAINER_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_dir() == Path("/home/someone/.cache/graph_trainer")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/var/xdg")
-    assert cache_dir() == Path("/var/xdg/graph_trainer")
-    monkeypatch.setenv("GRAPH_TRAINER_CACHE", "~/own")
-    assert cache_dir() == Path("/home/someone/own")
+def test_without_a_folder_of_ours_it_is_that_of_datasets(tmp_path, monkeypatch):
+    monkeypatch.delenv("GRAPH_TRAINER_CACHE")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "theirs")
+    assert load() == [0, 1, 2]
+    assert list((tmp_path / "theirs" / "numbers").rglob("*.arrow"))

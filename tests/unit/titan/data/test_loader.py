@@ -4,6 +4,7 @@ import itertools
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch.distributed.checkpoint as dcp
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.loader import PackedRows, TextDataLoader
 from tests.examples import examples
 
 BOS, EOS = 256, 257
@@ -70,8 +71,8 @@ def rows(batches) -> list[tuple[list[int], list[int], list[int]]]:
 
 def in_document_order(loader) -> list[tuple[list[int], list[int], list[int]]]:
     """The rows of one epoch as they were before the rows were shuffled."""
-    found = rows(loader)
-    return [found[i] for i in np.argsort(loader._rows._row_order)]
+    shuffled = rows(loader)
+    return [shuffled[i] for i in np.argsort(loader._rows._row_order)]
 
 
 def encoded(split_rows) -> list[bytes]:
@@ -84,12 +85,12 @@ def encoded(split_rows) -> list[bytes]:
 @pytest.mark.parametrize("seq_len", [1, 5, 16, 100])
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_an_epoch_is_every_document_once_with_labels_inside_it(dataset, seq_len, split):
-    found = in_document_order(make(dataset, seq_len=seq_len, split=split))
-    pairs = [(a, b) for row in found for a, b in zip(row[0], row[2], strict=True)]
+    epoch = in_document_order(make(dataset, seq_len=seq_len, split=split))
+    pairs = [(a, b) for row in epoch for a, b in zip(row[0], row[2], strict=True)]
     # The label is the next input, except that a document's last label is its end.
     for (_, label), (following, _) in itertools.pairwise(pairs):
         assert following == (BOS if label == EOS else label)
-    documents = encoded(found)
+    documents = encoded(epoch)
     other = encoded(
         in_document_order(
             make(dataset, seq_len=1, split="validation" if split == "train" else "train")
@@ -108,9 +109,9 @@ def test_an_epoch_is_every_document_once_with_labels_inside_it(dataset, seq_len,
 def test_neighbouring_rows_come_from_different_documents(dataset):
     """A batch out of one long document would pull the model towards that document."""
     loader = make(dataset, seq_len=4)
-    found = rows(loader)
-    assert sorted(found) == sorted(in_document_order(loader))
-    follows = [following[0][0] == label[2][-1] for label, following in itertools.pairwise(found)]
+    epoch = rows(loader)
+    assert sorted(epoch) == sorted(in_document_order(loader))
+    follows = [following[0][0] == label[2][-1] for label, following in itertools.pairwise(epoch)]
     assert sum(follows) < len(follows) / 2
 
 
@@ -258,3 +259,28 @@ def test_less_text_than_a_global_batch_is_refused_with_both_numbers(dataset):
 def test_a_bad_seed_is_refused(dataset):
     with pytest.raises(ConfigError, match="seed = -1 is negative"):
         make(dataset, seed=-1)
+
+
+def test_a_digest_is_of_tokens_borders_and_split_not_of_chunks():
+    def of(*chunks: list[list[int]], validation: tuple[bool, ...] = (False, False)) -> str:
+        tokens = pa.chunked_array(chunks, pa.list_(pa.uint16()))
+        table = pa.table({"tokens": tokens, "validation": validation})
+        return PackedRows(table, "train", seq_len=1, seed=0).digest
+
+    same = of([[1, 2], [3]])
+    assert same == of([[1, 2]], [[3]])
+    others = [of([[1, 2], [4]]), of([[1], [2, 3]]), of([[1, 2], [3]], validation=(False, True))]
+    assert len({same, *others}) == 4
+
+
+def test_documents_of_no_or_one_token_are_passed_over():
+    """A tokenizer without bos and eos gives such, and there is nothing to predict in them."""
+    documents = [[], [1], [2, 3, 4], [], [5], [6, 7]]
+    tokens = pa.chunked_array([documents[:3], documents[3:]], pa.list_(pa.uint16()))
+    table = pa.table({"tokens": tokens, "validation": [False] * len(documents)})
+    packed = PackedRows(table, "train", seq_len=1, seed=0)
+    assert packed.rows_per_epoch == packed.pairs_per_epoch == 3
+    for epoch in range(20):
+        epoch_rows = [packed.row(row).tolist() for row in range(3 * epoch, 3 * epoch + 3)]
+        pairs = {(inputs[0], labels[0]) for inputs, _, labels in epoch_rows}
+        assert pairs == {(2, 3), (3, 4), (6, 7)}
