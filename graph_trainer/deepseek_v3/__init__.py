@@ -1,1 +1,4 @@
-"""DeepSeek V3: `--module graph_trainer.deepseek_v3`."""
+"""DeepSeek V3: torchtitan's model, sharded and captured by graph_trainer.
+
+A config registry and nothing else.
+"""

@@ -1,1 +1,4 @@
-"""Qwen 3, dense and with experts: `--module graph_trainer.qwen3`."""
+"""Qwen 3, dense and with experts: torchtitan's model, sharded and captured by graph_trainer.
+
+A config registry and nothing else.
+"""
