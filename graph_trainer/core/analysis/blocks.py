@@ -16,8 +16,8 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import has_effect, is_getitem
+from graph_trainer.core.graph.writes import Writes
 
 
 def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
@@ -68,7 +68,7 @@ def is_read_elsewhere(node: fx.Node, block: str) -> bool:
     return any(not is_backward(reader) and forward_block_of(reader) != block for reader in readers)
 
 
-def may_run_again(node: fx.Node, writes: LastWrites) -> bool:
+def may_run_again(node: fx.Node, writes: Writes) -> bool:
     """Return whether a second run of the node gives the same: it draws and writes nothing, and
     nothing writes what it reads or makes."""
     if has_effect(node) or not tensors_of(node):

@@ -33,11 +33,11 @@ from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import Returned, scalar_loss
 from graph_trainer.core.graph.signature import Input, Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
@@ -190,7 +190,7 @@ def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
 
 def _mutated(graph: fx.Graph, inputs: list[Input]) -> tuple[Input, ...]:
     """Return the inputs, marking those that the traced step writes in place."""
-    written = LastWrites(graph).written_inputs()
+    written = Writes(graph).written_inputs()
     return tuple(
         dataclasses.replace(spec, mutated=not written.isdisjoint(nodes))
         for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder"))

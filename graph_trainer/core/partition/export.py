@@ -32,7 +32,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect, is_collective, is_getitem, is_wait
+from graph_trainer.core.graph.ops import erase_unused, is_collective, is_getitem, is_wait
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -182,11 +182,7 @@ class ExportedStep:
         Linear in nodes."""
         self._enter(ExportStage.REMOVE_WAITS)
         graph = self.graph_module.graph
-        unused = {node for node in graph.nodes if is_wait(node)}
-        for node in reversed(list(graph.nodes)):
-            if node in unused and not node.users and not has_effect(node):
-                unused.update(node.all_input_nodes)
-                graph.erase_node(node)
+        erase_unused(graph, among={node for node in graph.nodes if is_wait(node)})
 
     def tag(self, tags: PassConfig | Callable[[JointGraph], None]) -> None:
         """Write tags: by the passes of stage TAG that a config names, with its settings, or by a

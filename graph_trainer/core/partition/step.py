@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from graph_trainer.core.capture.model_state import refuse_shared_memory
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.graph.ops import erase_unused
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.subclasses import unwrap, wrap
@@ -292,9 +292,7 @@ def _without_saved(forward: JointGraph) -> JointGraph:
     outputs = [s for s in forward.signature.outputs if s.kind is not OutputKind.SAVED]
     count = sum(spec.layout.num_tensors for spec in outputs)
     alone.output_node().args = (alone.output_values()[:count],)
-    for node in reversed(list(alone.graph.nodes)):
-        if not node.users and not has_effect(node):
-            alone.graph.erase_node(node)
+    erase_unused(alone.graph)
     return alone
 
 

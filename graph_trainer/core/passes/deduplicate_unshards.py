@@ -7,8 +7,8 @@ from torch import fx
 
 from graph_trainer.core.graph.annotations import Role, merge_tags, role_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import runs_once
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 
@@ -41,7 +41,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     """
     first: dict[str, fx.Node] = {}
     described: dict[fx.Node, str] = {}
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
 
     def is_written(node: fx.Node) -> bool:
         return any(writes.is_written(n) for n in (node, *node.all_input_nodes))

@@ -20,13 +20,13 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     argument,
     argument_nodes,
     plain_kind,
     storage_roots,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
@@ -85,7 +85,7 @@ class _Gathered:
 
 class _RoundTrips:
     def __init__(self, joint: JointGraph) -> None:
-        self._writes = LastWrites(joint.graph)
+        self._writes = Writes(joint.graph)
         self._storages = storage_roots(joint.graph)
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
         self._ranks = cache(group_ranks)

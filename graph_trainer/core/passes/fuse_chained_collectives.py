@@ -14,7 +14,6 @@ from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
@@ -25,6 +24,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -163,7 +163,7 @@ def _chains(joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join) -> dic
     """Return the chains by their last collective; a chain of three extends one of two."""
     even = _evenly_sharded(joint)
     read = _group_reader(joint)
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
     join = cache(join)
     chains: dict[fx.Node, _Chain] = {}
     for node, previous in pairs.items():

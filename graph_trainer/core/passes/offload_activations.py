@@ -28,7 +28,6 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     Storage,
     is_collective,
@@ -36,6 +35,7 @@ from graph_trainer.core.graph.ops import (
     storages_in,
     value_storages,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.rematerialize import recompute
@@ -167,7 +167,7 @@ class _Refusal:
     """Says why a storage cannot be offloaded, or need not be."""
 
     def __init__(self, joint: JointGraph, min_bytes: int) -> None:
-        self._writes = LastWrites(joint.graph)
+        self._writes = Writes(joint.graph)
         self._parameters = {n for chain in unshard_chains(joint) for n in chain.nodes}
         self._returned = set(joint.output_node().all_input_nodes)
         devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
+from graph_trainer.core.graph.writes import AccessOrder
 from graph_trainer.core.ordering.agreement import (
     Agreement,
     OneRank,

@@ -15,7 +15,6 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_getitem,
@@ -23,6 +22,7 @@ from graph_trainer.core.graph.ops import (
     subgraph_of,
     written_arguments,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -57,7 +57,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
     if not tagged:
         return
     graph = joint.graph
-    writes = LastWrites(graph)
+    writes = Writes(graph)
     copier = _Copier(joint)
     copies = copier.copies
     for reader in list(graph.nodes):
@@ -135,7 +135,7 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> None:
+def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: Writes) -> None:
     """Refuse a node that would give `reader` another result if it ran again."""
     what = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
     if written_arguments(node):

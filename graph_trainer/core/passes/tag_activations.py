@@ -25,7 +25,6 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     collective_kind,
@@ -33,6 +32,7 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, acts_with
 from graph_trainer.core.suggest import did_you_mean
@@ -112,7 +112,7 @@ def tag_activations(
     policy = context.settings.activation_policy
     if policy not in tag_activations.required_for["activation_policy"]:
         return
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
     every = context.settings.recompute_every_nth_block if policy == "layers" else 1
     blocks = forward_blocks(joint)
     if joint.signature.backward and 0 < len(blocks) < every:
