@@ -78,17 +78,15 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     # the first place at which two ranks differ on a group of both
     differences = []
     for pair in pairs:
-        one, two = (
-            [
-                (place, each.entry, each.waited_after)
-                for place, each in enumerate(sequences[rank])
-                if set(pair) <= set(each.entry[1])
-            ]
-            for rank in pair
+        in_common: list[list[tuple[int, object, object]]] = [[], []]
+        for entries, member in zip(in_common, pair, strict=True):
+            for place, each in enumerate(sequences[member]):
+                if set(pair) <= set(each.entry[1]):
+                    entries.append((place, each.entry, each.waited_after))
+        at = first_difference(*in_common)
+        differences.append(
+            (min(entries[at][0] for entries in in_common if at < len(entries)), *pair)
         )
-        at = first_difference(one, two)
-        place = min(entries[at][0] for entries in (one, two) if at < len(entries))
-        differences.append((place, *pair))
     place, first, second = min(differences)
     lines = [_line(sequences[rank], place) for rank in (first, second)]
     refuse_order(str(place), first, lines[0], second, lines[1])

@@ -32,6 +32,8 @@ def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict
         PassError: the ranks ask for different groups; or a group is to be made while other ranks
             do not take part.
     """
+    if not partitions:
+        return {}
     # A partition is made on all ranks at once, so all ranks find theirs or none; groups made
     # elsewhere may exist on some ranks only and do not count.
     world, everyone = dist.group.WORLD, tuple(range(dist.get_world_size()))

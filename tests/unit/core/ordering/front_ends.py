@@ -47,7 +47,13 @@ def offline(sequences, classes=None):
 
 def exchanged(outcomes):
     """What the exchange raises on every rank, of their sequences or errors; None if it goes on."""
-    with mock.patch.object(exchange, "issued_by", lambda sequence, world_size: sequence):
+
+    def issued_by(outcome, world_size):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    with mock.patch.object(exchange, "issued_by", issued_by):
         return in_threads(
             len(outcomes), lambda rank: exchange.check_order_across_ranks(outcomes[rank])
         )
