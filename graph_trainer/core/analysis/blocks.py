@@ -16,8 +16,8 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import has_effect, is_getitem
+from graph_trainer.core.graph.writes import Writes
 
 
 def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
@@ -35,13 +35,17 @@ def forward_blocks(joint: JointGraph) -> dict[str, list[fx.Node]]:
 
 
 def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
-    """Return, for each block by its FQN, what its forward reads that no block, or another one, has
-    made in forward and no earlier block reads. Parameters and inputs of the step are left out.
-    Linear in nodes."""
+    """Return, for each block by its FQN, the tensors that its forward reads from outside the block.
+
+    Each is listed for its first reader. Parameters and inputs of the step are left out. Linear in
+    nodes.
+    """
     parameters = {node for chain in unshard_chains(joint) for node in chain.nodes}
     inputs: dict[str, list[fx.Node]] = {}
     for node in joint.graph.nodes:
-        if phase_of(node) is not Phase.FORWARD or node in parameters or not _is_tensor(node):
+        if phase_of(node) is not Phase.FORWARD or node in parameters:
+            continue
+        if not isinstance(value_of(node), torch.Tensor):
             continue
         made_in = block_of(module_of(node))
         readers = (block_of(module_of(u)) for u in node.users if phase_of(u) is Phase.FORWARD)
@@ -49,10 +53,6 @@ def block_inputs(joint: JointGraph) -> dict[str, list[fx.Node]]:
         if outside is not None:
             inputs.setdefault(outside, []).append(node)
     return inputs
-
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
 
 
 def forward_block_of(node: fx.Node) -> str | None:
@@ -68,9 +68,9 @@ def is_read_elsewhere(node: fx.Node, block: str) -> bool:
     return any(not is_backward(reader) and forward_block_of(reader) != block for reader in readers)
 
 
-def may_run_again(node: fx.Node, writes: LastWrites) -> bool:
-    """Return whether a second run of the node gives the same: it draws and writes nothing, and
-    nothing writes what it reads or makes."""
+def may_run_again(node: fx.Node, writes: Writes) -> bool:
+    """Return whether a second run of the node gives the same result: it has no effect, draws no
+    random numbers, and no op writes its inputs or its result later."""
     if has_effect(node) or not tensors_of(node):
         return False
     read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))

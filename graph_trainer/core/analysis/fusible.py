@@ -80,22 +80,6 @@ def has_own_buffer(node: fx.Node) -> bool:
     return on_cpu or len(tensors) > _MOST_INLINED
 
 
-def _reduces_outer(node: fx.Node) -> bool:
-    """Whether a node sums over leading dimensions and keeps the last one.
-
-    Such a kernel reads its input by column and cannot fuse with kernels that read by row, such as
-    a norm and its gradient.
-    """
-    dims = argument(node, "dim")
-    if not isinstance(dims, (list, tuple)) or not dims:
-        return False
-    source = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
-    if source is None or source.dim() == 0:
-        return False
-    kept = {d % source.dim() for d in dims if isinstance(d, int)}
-    return source.dim() - 1 not in kept
-
-
 def is_fusible(node: fx.Node) -> bool:
     """Return whether a compiler can fuse a node with adjacent ones."""
     schema = schema_of(node)
@@ -104,7 +88,13 @@ def is_fusible(node: fx.Node) -> bool:
     tensors = [t for n in (node, *node.all_input_nodes) for t in tensors_of(n)]
     if any(t.is_complex() for t in tensors):  # Inductor generates no code for complex numbers
         return False
-    if _reduces_outer(node):
-        return False
+    # a sum over leading dimensions that keeps the last one reads its input by column: it cannot
+    # fuse with kernels that read by row, such as a norm and its gradient
+    dims = argument(node, "dim")
+    source = next((t for n in node.all_input_nodes for t in tensors_of(n)), None)
+    if isinstance(dims, (list, tuple)) and dims and source is not None and source.dim():
+        summed = {d % source.dim() for d in dims if isinstance(d, int)}
+        if source.dim() - 1 not in summed:
+            return False
     assert isinstance(node.target, OpOverload)
     return schema.name in _FUSIBLE or torch.Tag.pointwise in node.target.tags

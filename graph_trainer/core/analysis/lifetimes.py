@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -127,10 +127,6 @@ def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
     return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
 
 
-def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[Storage, int]:
-    return {s: b for node in compute_nodes(graph) for s, b in _made_by(node, results[node])}
-
-
 def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:
     """Return the bytes alive at each of `nodes` nodes, with `always` more bytes at each.
 
@@ -145,22 +141,25 @@ def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 
     return list(accumulate(change[:nodes]))
 
 
-def _made_by(node: fx.Node, storages: ValueStorages) -> Iterator[tuple[Storage, int]]:
-    """The storages that a node allocates, each with its bytes."""
+def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[Storage, int]:
+    """Return the bytes of each storage that the graph allocates."""
+    size: dict[Storage, int] = {}
 
-    def made(results: ValueStorages, value: Any) -> Iterator[tuple[Storage, int]]:
-        if isinstance(results, list):
+    def add(node: fx.Node, storages: ValueStorages, value: Any) -> None:
+        if isinstance(storages, list):
             if value is not None:
-                for part, entry in zip(results, value, strict=True):
-                    yield from made(part, entry)
-        elif results[0] is node and isinstance(value, torch.Tensor):
+                for part, entry in zip(storages, value, strict=True):
+                    add(node, part, entry)
+        elif storages[0] is node and isinstance(value, torch.Tensor):
             # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
             # of another op come from an input, which the op really copies without them.
             keeps_gaps = "strided" in str(node.target)
             span_bytes = storage_bytes(value)
-            yield results, span_bytes if keeps_gaps else min(span_bytes, value.nbytes)
+            size[storages] = span_bytes if keeps_gaps else min(span_bytes, value.nbytes)
 
-    return made(storages, value_of(node))
+    for node in compute_nodes(graph):
+        add(node, results[node], value_of(node))
+    return size
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:

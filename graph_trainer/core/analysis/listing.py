@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import fx
-
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
     module_of,
@@ -42,23 +40,22 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
     rows = [HEADINGS]
     for node in compute_nodes(joint.graph):
         view = is_getitem(node) or is_wait(node) or aliased_input(node) is not None
-        if views or not view:
-            rows.append(_row(node, alive[node]))
+        if view and not views:
+            continue
+        tensors, schema = tensors_of(node), schema_of(node)
+        rows.append(
+            (
+                str(phase_of(node) or ""),
+                module_of(node) or "",
+                str(node.target if schema is None else schema.name.rpartition("::")[2]),
+                " x ".join(map(str, tensors[0].shape)) if tensors else "",
+                f"{alive[node]:,}",
+                parameter_of(node) or "",
+            )
+        )
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
-    for *left, bytes_alive, parameter in rows:
-        cells = [text.ljust(width) for text, width in zip(left, widths, strict=False)]
+    for *texts, bytes_alive, parameter in rows:
+        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
         lines.append("  ".join([*cells, bytes_alive.rjust(widths[4]), parameter]).rstrip())
     return "\n".join(lines)
-
-
-def _row(node: fx.Node, alive: int) -> tuple[str, str, str, str, str, str]:
-    tensors, schema = tensors_of(node), schema_of(node)
-    return (
-        str(phase_of(node) or ""),
-        module_of(node) or "",
-        str(node.target if schema is None else schema.name.rpartition("::")[2]),
-        " x ".join(map(str, tensors[0].shape)) if tensors else "",
-        f"{alive:,}",
-        parameter_of(node) or "",
-    )

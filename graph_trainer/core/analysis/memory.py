@@ -119,9 +119,37 @@ def memory_of(
     }
     order = list(joint.graph.nodes)
     size = {s: b for s, b in lives.size.items() if not not_allocated or s not in not_allocated}
-    category = _categories(joint, list(size), last_use, order)
+    roots = storage_roots(joint.graph)
+    gradients = {roots[node] for _, node in joint.gradients()}
+    # storages that collectives read and no other op computes with
+    sent: set[Storage] = set()
+    computed: set[Storage] = set()
+    for node in order:
+        for source in node.all_input_nodes:
+            if is_collective(node):
+                sent.add(roots[source])
+            elif roots[node] != roots[source]:  # else a view of it or a wait for it
+                computed.add(roots[source])
+    backward = [place for place, node in enumerate(order) if is_backward(node)] or [len(order), -1]
+
+    def category_of(storage: Storage) -> Category:
+        node, index = storage
+        role = role_of(node)
+        if index == SCRATCH:
+            return Category.COMMUNICATION
+        if storage in gradients:
+            return Category.GRADIENTS
+        if role is Role.REDUCE_GRAD or (storage in sent and storage not in computed):
+            return Category.COMMUNICATION
+        if role is Role.UNSHARD:
+            return Category.UNSHARDED
+        read_by_backward = backward[0] <= last_use[storage] <= backward[-1]
+        if not is_backward(node) and read_by_backward:
+            return Category.ACTIVATIONS
+        return Category.TEMPORARIES
+
     storages = [
-        LiveStorage(*storage, category[storage], num, lives.born[storage], last_use[storage])
+        LiveStorage(*storage, category_of(storage), num, lives.born[storage], last_use[storage])
         for storage, num in size.items()
     ]
     always = {
@@ -152,45 +180,3 @@ def given_bytes(joint: JointGraph, *kinds: InputKind) -> int:
         for node in nodes
         for t in tensors_of(node)
     )
-
-
-def _categories(
-    joint: JointGraph,
-    storages: list[Storage],
-    last_use: dict[Storage, int],
-    order: list[fx.Node],
-) -> dict[Storage, Category]:
-    roots = storage_roots(joint.graph)
-    gradients = {roots[node] for _, node in joint.gradients()}
-    sent_only = _only_sent(order, roots)
-    backward = [place for place, node in enumerate(order) if is_backward(node)] or [len(order), -1]
-
-    def category(storage: Storage) -> Category:
-        node, index = storage
-        if index == SCRATCH:
-            return Category.COMMUNICATION
-        if storage in gradients:
-            return Category.GRADIENTS
-        role = role_of(node)
-        if role is Role.REDUCE_GRAD or storage in sent_only:
-            return Category.COMMUNICATION
-        if role is Role.UNSHARD:
-            return Category.UNSHARDED
-        read_by_backward = backward[0] <= last_use[storage] <= backward[-1]
-        if not is_backward(node) and read_by_backward:
-            return Category.ACTIVATIONS
-        return Category.TEMPORARIES
-
-    return {storage: category(storage) for storage in storages}
-
-
-def _only_sent(order: list[fx.Node], roots: dict[fx.Node, Storage]) -> set[Storage]:
-    """Storages that collectives read and no other op computes with."""
-    sent: set[Storage] = set()
-    computed: set[Storage] = set()
-    for node in order:
-        for source in node.all_input_nodes:
-            if roots[node] == roots[source] and not is_collective(node):
-                continue  # a view of it or a wait for it
-            (sent if is_collective(node) else computed).add(roots[source])
-    return sent - computed

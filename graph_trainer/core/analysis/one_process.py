@@ -83,21 +83,42 @@ class OneProcess(fx.Interpreter):
 
     def _received(self, name: str, sent: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
         ranks, me = members(str(given["group_name"]), given.get("group_size"))
-        scaled = not self._alike and (sent.is_floating_point() or sent.is_complex())
-        factors = [_factor(rank, me) if scaled else 1.0 for rank in ranks]
+        whole = not (sent.is_floating_point() or sent.is_complex())
+
+        def factor_of(rank: int) -> float:
+            # A power of two, so that products are exact. Gathers over two axes of a mesh of eight
+            # ranks give what one over both gives.
+            return 1.0 if self._alike or whole else 2.0 ** ((rank - me + 8) % 16 - 8)
+
+        factors = [factor_of(rank) for rank in ranks]
         place = ranks.index(me)
         if name.startswith("all_gather"):
             return torch.cat([_times(sent, factor) for factor in factors])
         if name.startswith("broadcast"):
-            return _times(sent, _factor(given["src"], me) if scaled else 1.0)
+            return _times(sent, factor_of(given["src"]))
         if name.startswith("all_to_all"):
-            mine = sent.split(given["input_split_sizes"])[place]
-            sizes = given["output_split_sizes"]
-            parts = [_resized(mine, size) for size in sizes]
-            return torch.cat([_times(p, f) for p, f in zip(parts, factors, strict=True)])
+            # each rank sends as many rows as this one expects: its own, repeated as often as needed
+            rows = sent.split(given["input_split_sizes"])[place]
+            parts = []
+            for size, factor in zip(given["output_split_sizes"], factors, strict=True):
+                if len(rows) == 0:
+                    part = rows.new_zeros(size, *rows.shape[1:])
+                else:
+                    part = rows[torch.arange(size, device=rows.device) % len(rows)]
+                parts.append(_times(part, factor))
+            return torch.cat(parts)
         if name.startswith("reduce_scatter"):
             sent = sent.chunk(len(ranks))[place]
-        return _reduced(sent, str(given["reduce_op"]), factors)
+        reduction = str(given["reduce_op"])
+        if set(factors) == {1.0} and reduction == "avg":
+            return sent.clone()
+        if reduction in ("sum", "avg"):
+            total = sent * (len(factors) if whole else sum(factors))
+            return total / len(factors) if reduction == "avg" else total
+        if reduction == "product":
+            return sent.pow(len(factors)) * (1 if whole else math.prod(factors))
+        ends = _times(sent, min(factors)), _times(sent, max(factors))
+        return torch.maximum(*ends) if reduction == "max" else torch.minimum(*ends)
 
 
 def members(group: str, size: int | None = None) -> tuple[tuple[int, ...], int]:
@@ -112,36 +133,8 @@ def members(group: str, size: int | None = None) -> tuple[tuple[int, ...], int]:
     return tuple(range(size or 2)), 0
 
 
-def _factor(rank: int, me: int) -> float:
-    """What a rank's values are of this rank's: a power of two, so that products are exact.
-
-    Gathers over two axes of a mesh of eight ranks give what one over both gives.
-    """
-    return 2.0 ** ((rank - me + 8) % 16 - 8)
-
-
 def _times(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor if factor == 1.0 else tensor * factor
-
-
-def _resized(rows: torch.Tensor, size: int) -> torch.Tensor:
-    """So many rows: those given, repeated as often as needed."""
-    if len(rows) == 0:
-        return rows.new_zeros(size, *rows.shape[1:])
-    return rows[torch.arange(size, device=rows.device) % len(rows)]
-
-
-def _reduced(mine: torch.Tensor, reduction: str, factors: list[float]) -> torch.Tensor:
-    if set(factors) == {1.0} and reduction == "avg":
-        return mine.clone()
-    whole = not (mine.is_floating_point() or mine.is_complex())
-    if reduction in ("sum", "avg"):
-        total = mine * (len(factors) if whole else sum(factors))
-        return total / len(factors) if reduction == "avg" else total
-    if reduction == "product":
-        return mine.pow(len(factors)) * (1 if whole else math.prod(factors))
-    ends = _times(mine, min(factors)), _times(mine, max(factors))
-    return torch.maximum(*ends) if reduction == "max" else torch.minimum(*ends)
 
 
 def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:

@@ -51,14 +51,15 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     that read a conjugated view.
     """
     storages = value_storages(graph)
-    regions = (_region(run, storages) for run in _runs(graph, storages))
-    return [r for r in regions if sum(map(is_fusible, r.nodes)) > 1 and _is_plain(r)]
-
-
-def _is_plain(region: Region) -> bool:
-    """Tell whether shape, strides, dtype and device say all of each input, as a compiler needs."""
-    values = [tensor_of(node) for node in region.inputs]
-    return bool(region.outputs) and not any(t.is_conj() or t.is_neg() for t in values)
+    regions = []
+    for run in _runs(graph, storages):
+        region = _region(run, storages)
+        # a compiler knows shape, strides, dtype and device of each input, not what is conjugated
+        given = [tensor_of(node) for node in region.inputs]
+        plain = not any(tensor.is_conj() or tensor.is_neg() for tensor in given)
+        if region.outputs and plain and sum(map(is_fusible, region.nodes)) > 1:
+            regions.append(region)
+    return regions
 
 
 def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[list[fx.Node]]:
@@ -92,13 +93,17 @@ def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.
         return False
     if is_host_copy(node):
         return False
-    values = [value_of(n) for n in (node, *node.all_input_nodes)]
-    flat = [t for v in values for t in (v if isinstance(v, tuple | list) else (v,))]
-    if not all(t is None or isinstance(t, torch.Tensor) for t in flat):
-        return False
-    if any(isinstance(s, torch.SymInt) for t in flat if t is not None for s in _numbers(t)):
-        return False
-    if isinstance(values[0], tuple | list) and not all(map(is_getitem, node.users)):
+    for source in (node, *node.all_input_nodes):
+        value = value_of(source)
+        for tensor in value if isinstance(value, tuple | list) else (value,):
+            if tensor is None:
+                continue
+            if not isinstance(tensor, torch.Tensor):
+                return False
+            numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+            if any(isinstance(number, torch.SymInt) for number in numbers):
+                return False
+    if isinstance(value_of(node), tuple | list) and not all(map(is_getitem, node.users)):
         return False
     if not all(_all_of(storages[target], inside) for target in written_arguments(node)):
         return False
@@ -108,10 +113,6 @@ def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.
         return False
     own = {s[0] is node for s in storages_in(storages[node])}
     return len(own) == 1  # a list of new tensors and views is neither
-
-
-def _numbers(tensor: torch.Tensor) -> tuple[int | torch.SymInt, ...]:
-    return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
 
 
 def _is_view(node: fx.Node, storages: ValueStorages) -> bool:

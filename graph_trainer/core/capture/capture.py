@@ -34,12 +34,12 @@ from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import Returned, scalar_loss
-from graph_trainer.core.graph.signature import Input, Signature, with_parts
+from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.torch_private import FakeTensorMode, hooks_of, rename_node
+from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.torch_private import hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
 
@@ -108,6 +108,12 @@ def capture_step(
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
+    # Code of the user's own may keep state that `PythonState` does not see, in slots or iterators:
+    # such a step is traced twice.
+    homes = {type(module).__module__ for module in model.modules()}
+    files = [getattr(sys.modules.get(home), "__file__", None) for home in homes]
+    files.append(getattr(getattr(loss_fn, "__code__", None), "co_filename", None))
+    users_own = not all(file is not None and is_installed_file(file) for file in files)
     for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
@@ -119,7 +125,14 @@ def capture_step(
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators, returned)
-        fakes = [_fake(part, mode, torch.device(meta_as)) for part in real]
+        fakes = []
+        for part in real:
+            if part.is_meta and torch.device(meta_as).type != "meta":
+                shape, stride, dtype = part.shape, part.stride(), part.dtype
+                with mode:
+                    fakes.append(torch.empty_strided(shape, stride, dtype=dtype, device=meta_as))
+            else:
+                fakes.append(mode.from_tensor(part))
         with refuse_draws_of_python():
             graph_module = trace.graph_of(fakes, mode)
         made.extend(trace.made)
@@ -133,20 +146,24 @@ def capture_step(
         graph_module, trace = traced()
         refuse_state_among_constants(graph_module, state)
         changes = python.changes()
-        if changes or generators.seen or _is_of_the_users_own(model, loss_fn):
+        if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], inputs, changes)
-    signature = Signature(
-        _mutated(graph_module.graph, inputs),
-        tuple(trace.outputs),
-        tuple(trace.without_grad),
-        backward,
-    )
+    # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
+    # inputs that the step writes are marked
+    graph, written = graph_module.graph, Writes(graph_module.graph).written_inputs()
+    marked = []
+    for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder")):
+        marked.append(dataclasses.replace(spec, mutated=not written.isdisjoint(nodes)))
+        for node in nodes:
+            set_input_name(node, spec.name)
+            rename_node(graph, node, re.sub(r"\W+", "_", spec.name).strip("_") or "input")
+    outputs, without_grad = tuple(trace.outputs), tuple(trace.without_grad)
+    signature = Signature(tuple(marked), outputs, without_grad, backward)
     refuse_shared_memory(signature.inputs, real)
     rounding = tuple(trace.rounding)
     del trace
     refuse_leftovers(made)
-    _name_placeholders(graph_module.graph, signature)
     graph_module.recompile()
     joint = JointGraph(
         graph_module,
@@ -161,38 +178,3 @@ def capture_step(
     tag_offload_regions(joint)
     joint.validate()
     return joint
-
-
-def _is_of_the_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
-    """Whether some of the step's code is no installed package's. It may keep state where nobody
-    looks, in slots or iterators, and is traced twice."""
-    homes = {type(module).__module__ for module in model.modules()}
-    files = [getattr(sys.modules.get(home), "__file__", None) for home in homes]
-    files.append(getattr(getattr(loss_fn, "__code__", None), "co_filename", None))
-    return not all(file is not None and is_installed_file(file) for file in files)
-
-
-def _fake(tensor: torch.Tensor, mode: FakeTensorMode, meta_as: torch.device) -> torch.Tensor:
-    if tensor.is_meta and meta_as.type != "meta":
-        with mode:
-            return torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=meta_as
-            )
-    return mode.from_tensor(tensor)
-
-
-def _name_placeholders(graph: fx.Graph, signature: Signature) -> None:
-    """Name placeholders after their inputs: 'layers_0_attention_wo_weight', not 'arg0_17'."""
-    for spec, nodes in with_parts(signature.inputs, graph.find_nodes(op="placeholder")):
-        for node in nodes:
-            set_input_name(node, spec.name)
-            rename_node(graph, node, re.sub(r"\W+", "_", spec.name).strip("_") or "input")
-
-
-def _mutated(graph: fx.Graph, inputs: list[Input]) -> tuple[Input, ...]:
-    """Return the inputs, marking those that the traced step writes in place."""
-    written = LastWrites(graph).written_inputs()
-    return tuple(
-        dataclasses.replace(spec, mutated=not written.isdisjoint(nodes))
-        for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder"))
-    )

@@ -63,20 +63,19 @@ def as_in_eager(graph: fx.Graph) -> list[str]:
                 and value_of(mask).device.type == "cpu"
             ):
                 node.target, node.args = aten.where.ScalarOther, (mask, each, 0)
-        if node.target is aten.masked_fill_.Scalar and _sums_weights(*node.args):
-            changed.append(
-                "cross_entropy with weights, smoothed labels and ignored targets sums the weights "
-                f"of the others in eager, and zeros here (module '{module_of(node)}')"
-            )
+        # the sum of class weights over the targets, told from any other masked_fill_
+        if node.target is aten.masked_fill_.Scalar:
+            weights, _, fill = node.args
+            if fill == 0 and weights.target is aten.gather.default:
+                index = weights.args[2]
+                masks = (n.target for n in (index, *index.all_input_nodes))
+                if aten.masked_fill.Scalar in masks:
+                    changed.append(
+                        "cross_entropy with weights, smoothed labels and ignored targets sums the "
+                        "weights of the others in eager, and zeros here "
+                        f"(module '{module_of(node)}')"
+                    )
     return changed
-
-
-def _sums_weights(weights: Any, mask: fx.Node, fill: Any) -> bool:
-    """Tell the sum of class weights over the targets from another masked_fill_."""
-    if fill != 0 or weights.target is not aten.gather.default:
-        return False
-    index = weights.args[2]
-    return any(n.target is aten.masked_fill.Scalar for n in (index, *index.all_input_nodes))
 
 
 def _plain(gradients: tuple[Any, ...]) -> bool:

@@ -44,28 +44,21 @@ def capture_forward(
         loss_fn(forward(tokens), labels).backward()
     """
     outputs = ModelOutputs()
-    joint = capture_step(model, _call, args, dict(kwargs or {}), True, meta_as, outputs)
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    joint = capture_step(model, call, args, dict(kwargs or {}), True, meta_as, outputs)
     joint.outputs = outputs
-    _take_gradients(joint)
-    joint.validate()
-    return joint
-
-
-def _call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return model(*args, **kwargs)
-
-
-def _take_gradients(joint: JointGraph) -> None:
-    """Replace the ones with which backward begins by inputs. Linear in nodes."""
+    # the ones with which backward begins become inputs
     graph, signature = joint.graph, joint.signature
-    seeds = {place: n for n in graph.nodes if (place := loss_gradient_of(n)) is not None}
+    ones = {place: n for n in graph.nodes if (place := loss_gradient_of(n)) is not None}
     returned = {o.name: o for o in signature.outputs if o.kind is OutputKind.OUTPUT}
-    assert joint.outputs is not None, "captured without a loss"
     last = joint.placeholders()[-1]
     inputs = list(signature.inputs)
-    for place in sorted(seeds):
-        seed = seeds[place]
-        output = returned[joint.outputs.differentiable[place]]
+    for place in sorted(ones):
+        seed = ones[place]
+        output = returned[outputs.differentiable[place]]
         with graph.inserting_after(last):
             last = graph.placeholder(f"gradient_of_{output.name.replace(' ', '_')}")
         last.meta["val"] = value_of(seed)
@@ -75,3 +68,5 @@ def _take_gradients(joint: JointGraph) -> None:
         graph.erase_node(seed)
     joint.signature = replace(signature, inputs=tuple(inputs))
     joint.graph_module.recompile()
+    joint.validate()
+    return joint

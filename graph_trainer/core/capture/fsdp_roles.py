@@ -28,8 +28,19 @@ def find_fsdp_roles(joint: JointGraph) -> None:
     with zeros of its shape. Nodes between the parameter and its gather, a cast or that padding,
     are part of the unshard. A node that has a role keeps it. Linear in nodes.
     """
-    parameter = computed_from_one_parameter(joint, _is_one_form)
-    gradient = leading_to_one_gradient(joint, _is_read_once)
+
+    def is_one_form(node: fx.Node) -> bool:
+        # another form of its input: a cast, a view, padding
+        inputs = node.all_input_nodes
+        return not written_arguments(node) and (len(inputs) == 1 or node.target is aten.cat.default)
+
+    def is_read_once(node: fx.Node) -> bool:
+        # by a reader that reads nothing else, or returns it
+        reader, *others = node.users
+        return not others and (reader.op == "output" or len(reader.all_input_nodes) == 1)
+
+    parameter = computed_from_one_parameter(joint, is_one_form)
+    gradient = leading_to_one_gradient(joint, is_read_once)
     seen: set[fx.Node] = set()
     for node in joint.graph.nodes:
         source = node.all_input_nodes[0] if is_wait(node) else node
@@ -37,32 +48,16 @@ def find_fsdp_roles(joint: JointGraph) -> None:
         if kind is None:
             continue
         if kind.result is Result.GATHERED and source in parameter:
-            _mark_unshard(node, parameter, seen)
+            # the gather or its wait, and the nodes from the placeholder to it
+            stack = [node]
+            while stack:
+                node = stack.pop()
+                if node.op == "call_function" and node not in seen:
+                    seen.add(node)
+                    _mark(node, Role.UNSHARD, parameter[node])
+                    stack += node.all_input_nodes
         elif kind.reduces and source in gradient:
             _mark(node, Role.REDUCE_GRAD, gradient[source])
-
-
-def _is_one_form(node: fx.Node) -> bool:
-    """Return whether a node makes another form of its input: a cast, a view, padding."""
-    inputs = node.all_input_nodes
-    return not written_arguments(node) and (len(inputs) == 1 or node.target is aten.cat.default)
-
-
-def _is_read_once(node: fx.Node) -> bool:
-    """Return whether a node has one reader, which reads nothing else or returns it."""
-    reader, *others = node.users
-    return not others and (reader.op == "output" or len(reader.all_input_nodes) == 1)
-
-
-def _mark_unshard(gather: fx.Node, parameter: dict[fx.Node, str], seen: set[fx.Node]) -> None:
-    """Mark a gather or its wait, and the nodes from the placeholder to it."""
-    stack = [gather]
-    while stack:
-        node = stack.pop()
-        if node.op == "call_function" and node not in seen:
-            seen.add(node)
-            _mark(node, Role.UNSHARD, parameter[node])
-            stack += node.all_input_nodes
 
 
 def _mark(node: fx.Node, role: Role, parameter: str | None) -> None:

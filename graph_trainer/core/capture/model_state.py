@@ -35,14 +35,11 @@ def state_of(model: nn.Module) -> ModelState:
                 f"module '{clean_fqn(name)}' is scripted or traced by torch.jit, which hides its "
                 "operators: capture the Python module that it was made of"
             )
-    named = [
-        (kind, clean_fqn(name), tensor)
-        for kind, entries in (
-            (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
-            (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
-        )
-        for name, tensor in entries
-    ]
+    named: list[tuple[InputKind, str, torch.Tensor]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        named.append((InputKind.PARAMETER, clean_fqn(name), parameter))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        named.append((InputKind.BUFFER, clean_fqn(name), buffer))
     names: dict[int, list[str]] = {}
     for _, name, tensor in named:
         names.setdefault(id(tensor), []).append(name)

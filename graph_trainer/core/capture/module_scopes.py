@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -54,7 +55,10 @@ class Scopes:
             names = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
             unseen = modules_that_look_for_hooks(model)
             for module in names.keys() - unseen:
-                handles += self._hook(module, names[module])
+                enter = functools.partial(self._enter, names[module])
+                leave = functools.partial(self._leave, names[module])
+                handles.append(module.register_forward_pre_hook(enter, prepend=True))
+                handles.append(module.register_forward_hook(leave, always_call=True))
             if unseen:
                 handles += self._hook_unseen({module: names[module] for module in unseen})
             self._write(annotation(phase=Phase.LOSS, module=LOSS_MODULE))
@@ -69,7 +73,12 @@ class Scopes:
     def backward(self, *roots: torch.Tensor) -> Iterator[None]:
         """Annotate the backward of `roots` that runs inside."""
         nodes = _walk(roots)
-        _refuse_reentrant_checkpoints(nodes)
+        if any(node.name().removesuffix("Backward") == "CheckpointFunction" for node in nodes):
+            # calls backward() inside backward: autograd.grad returns no gradient for its parameters
+            raise CaptureError(
+                "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
+                "captured step would lose: pass use_reentrant=False"
+            )
         handles = [node.register_prehook(self._enter_backward_of(node)) for node in nodes]
         self._write(annotation(phase=Phase.BACKWARD, module=LOSS_MODULE))
         try:
@@ -81,14 +90,6 @@ class Scopes:
     def failed_module(self) -> str:
         """Return the FQN of the innermost module whose forward raised, else of the running one."""
         return self._module if self._failed is None else self._failed
-
-    def _hook(self, module: nn.Module, fqn: str) -> list[Any]:
-        return [
-            module.register_forward_pre_hook(lambda *_: self._enter(fqn), prepend=True),
-            module.register_forward_hook(
-                lambda _, __, output: self._leave(fqn, output), always_call=True
-            ),
-        ]
 
     def _hook_unseen(self, names: dict[nn.Module, str]) -> list[Any]:
         """Hook modules that choose other kernels where they find a hook of their own."""
@@ -106,7 +107,7 @@ class Scopes:
             register_module_forward_hook(leave, always_call=True),
         ]
 
-    def _enter(self, fqn: str) -> None:
+    def _enter(self, fqn: str, *_: Any) -> None:
         self._failed = None  # an earlier exception was caught by the model
         custom = dict(get_current_meta().get("custom", {}))
         self._stack.append((self._module, custom))
@@ -115,8 +116,9 @@ class Scopes:
         self._write(annotation(phase=None if in_backward else Phase.FORWARD, module=fqn))
         self._remember(fqn)
 
-    def _leave(self, fqn: str, output: Any) -> None:
+    def _leave(self, fqn: str, *inputs_and_output: Any) -> None:
         # torch calls this with no output when forward raised; the innermost comes first
+        output = inputs_and_output[-1]
         if self._failed is None and output is None and sys.exc_info()[1] is not None:
             self._failed = fqn
         module_before, custom = self._stack.pop()
@@ -124,7 +126,8 @@ class Scopes:
         self._remember(module_before)
 
     def _enter_backward_of(self, node: Any) -> Any:
-        module = self._module_at(autograd_sequence_number(node))
+        position = bisect.bisect_right(self._starts, autograd_sequence_number(node)) - 1
+        module = self._modules[max(position, 0)]
 
         def enter(gradients: tuple[Any, ...]) -> None:
             self._module, self._failed = module, None
@@ -144,20 +147,6 @@ class Scopes:
         self._module = module
         self._starts.append(current_sequence_number())
         self._modules.append(module)
-
-    def _module_at(self, sequence_number: int) -> str:
-        position = bisect.bisect_right(self._starts, sequence_number) - 1
-        return self._modules[max(position, 0)]
-
-
-def _refuse_reentrant_checkpoints(nodes: list[Any]) -> None:
-    """Refuse reentrant checkpointing, which calls backward() inside backward and accumulates into
-    `.grad`: torch.autograd.grad silently returns no gradient for its parameters."""
-    if any(node.name().removesuffix("Backward") == "CheckpointFunction" for node in nodes):
-        raise CaptureError(
-            "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
-            "captured step would lose: pass use_reentrant=False"
-        )
 
 
 def _walk(roots: tuple[torch.Tensor, ...]) -> list[Any]:

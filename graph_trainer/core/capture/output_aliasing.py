@@ -35,33 +35,28 @@ class TakenMemory:
                 parameter's. Autograd gives `.grad` those strides, and a norm over other strides
                 sums in another order.
         """
-        parts, _ = unwrap(tensor)
-        if like is not None and not _laid_out_like(tensor, like):
+        # a tensor subclass keeps its strides: its backward decides the layout of what is inside
+        same_strides = like is None or is_traceable_wrapper_subclass(like)
+        if like is not None and not same_strides:
+            dimensions = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
+            same_strides = all(size == 1 or given == wanted for size, given, wanted in dimensions)
+        shared = False
+        for part in unwrap(tensor)[0]:
+            start, stop = _range(part)
+            taken = self._taken[storage_id(part)]
+            overlapping = stop - start < part.numel()
+            shared |= overlapping or any(start < b and a < stop for a, b in taken)
+        if like is not None and not same_strides:
             tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
-        elif not all(map(self._is_free, parts)):
+        elif shared:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         parts, _ = unwrap(tensor)
         for part in parts:
             self._take(part)
         return tensor
 
-    def _is_free(self, part: torch.Tensor) -> bool:
-        start, stop = _range(part)
-        overlapping = stop - start < part.numel()
-        taken = self._taken[storage_id(part)]
-        return not overlapping and all(stop <= a or b <= start for a, b in taken)
-
     def _take(self, part: torch.Tensor) -> None:
         self._taken[storage_id(part)].append(_range(part))
-
-
-def _laid_out_like(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Tell whether autograd would keep a gradient's strides for this parameter. The strides of a
-    tensor subclass are always kept: its backward decides the layout of its inner tensors."""
-    if is_traceable_wrapper_subclass(like):
-        return True
-    dimensions = zip(tensor.shape, tensor.stride(), like.stride(), strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in dimensions)
 
 
 def _range(tensor: torch.Tensor) -> Range:

@@ -6,12 +6,13 @@ the variables that functions close over, in globals. A graph does none of it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
-from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,8 @@ class PythonState:
             ((name,), True, module) for name, module in model.named_modules()
         )
         queue.extend(((), False, each) for each in functions)
-        left = _MOST
-        while queue and left > 0:
+        entries = 0
+        while queue and entries < _MOST:
             path, of_model, value = queue.popleft()
             if id(value) in seen or isinstance(value, _SKIPPED):
                 continue
@@ -66,7 +67,7 @@ class PythonState:
             of_model = of_model and not isinstance(value, (type, FunctionType))
             for where, read, restore in _parts(value, path):
                 before = dict(read())
-                left -= len(before)
+                entries += len(before)
                 self._holders.append(_Holder(where, of_model, before, read, restore))
                 if len(before) <= _LARGE or isinstance(value, nn.Module):
                     for key, each in before.items():
@@ -128,20 +129,25 @@ def _parts(value: Any, path: Names) -> Iterator[Part]:
         yield path, lambda: {n: getattr(value, n) for n in names if hasattr(value, n)}, _nothing
     elif isinstance(value, type):
         if not _of_library(value.__module__):
-            yield (value.__qualname__,), lambda: _own(value), lambda b: _reset(value, b)
+
+            def reset(before: Contents) -> None:
+                now = _own(value)
+                for name in now.keys() - before.keys():
+                    delattr(value, name)
+                for name in before:
+                    if now.get(name) is not before[name]:
+                        setattr(value, name, before[name])
+
+            yield (value.__qualname__,), lambda: _own(value), reset
     elif isinstance(value, (nn.Module, SimpleNamespace)) or not _of_library(type(value).__module__):
         yield path, lambda: {"": type(value).__mro__}, _nothing
-        contents = _contents(value)
+        try:
+            contents = object.__getattribute__(value, "__dict__")
+        except Exception:  # a property of the user's, which may raise anything
+            contents = {}
+        if not isinstance(contents, dict):  # a class that keeps its attributes otherwise
+            contents = {}
         yield path, lambda: contents, lambda before: _refill(contents, before)
-
-
-def _contents(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object; none where its class keeps them otherwise."""
-    try:
-        contents = object.__getattribute__(value, "__dict__")
-    except Exception:  # a property of the user's, which may raise anything
-        return {}
-    return contents if isinstance(contents, dict) else {}
 
 
 def _function_parts(function: FunctionType) -> Iterator[Part]:
@@ -155,34 +161,30 @@ def _function_parts(function: FunctionType) -> Iterator[Part]:
         for name, entry in before.items():
             cells[name].cell_contents = entry
 
-    yield (
-        path,
-        lambda: {n: c for name, cell in cells.items() for n, c in _content(name, cell)},
-        (close_over),
-    )
+    def closed_over() -> Contents:
+        contents = {}
+        for name, cell in cells.items():
+            with contextlib.suppress(ValueError):  # a variable that has no value yet
+                contents[name] = cell.cell_contents
+        return contents
+
+    yield path, closed_over, close_over
     if is_installed_file(function.__code__.co_filename):
         return  # from the globals of an installed package one would reach all of it
     names = _names(function.__code__)
     named = [function.__globals__.get(name) for name in names]
     modules = [m for m in named if isinstance(m, ModuleType) and not _of_library(m.__name__)]
     for space in (function.__globals__, *map(vars, modules)):
-        yield _globals(space, names)
 
+        def restore(before: Contents, space: dict[str, Any] = space) -> None:
+            for name in names:
+                space.pop(name, None)
+            space.update(before)
 
-def _globals(space: dict[str, Any], names: set[str]) -> Part:
-    def restore(before: Contents) -> None:
-        for name in names:
-            space.pop(name, None)
-        space.update(before)
+        def read(space: dict[str, Any] = space) -> Contents:
+            return {name: space[name] for name in names & space.keys()}
 
-    return (space.get("__name__"),), lambda: {n: space[n] for n in names & space.keys()}, restore
-
-
-def _content(name: str, cell: CellType) -> Iterator[tuple[str, Any]]:
-    try:
-        yield name, cell.cell_contents
-    except ValueError:  # a variable that has no value yet
-        return
+        yield (space.get("__name__"),), read, restore
 
 
 def _names(code: CodeType) -> set[str]:
@@ -197,15 +199,6 @@ def _own(kind: type) -> Contents:
         for name, value in vars(kind).items()
         if isinstance(value, FunctionType) or not name.startswith("__")
     }
-
-
-def _reset(kind: type, before: Contents) -> None:
-    now = _own(kind)
-    for name in now.keys() - before.keys():
-        delattr(kind, name)
-    for name in before:
-        if now.get(name) is not before[name]:
-            setattr(kind, name, before[name])
 
 
 # The methods of the built-in types: a subclass may have changed its own.

@@ -16,7 +16,7 @@ from torch import fx
 
 from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import value_of
-from graph_trainer.core.graph.last_writes import LastWrites
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.torch_private import (
     FakeTensorMode,
     no_dispatch,
@@ -73,7 +73,7 @@ def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
     unlike = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()
     if not unlike:
         return
-    writes = LastWrites(graph)
+    writes = Writes(graph)
     after: set[fx.Node] = set()
     for node in graph.nodes:
         if node.target not in unlike and after.isdisjoint(node.all_input_nodes):

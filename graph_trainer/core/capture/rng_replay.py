@@ -25,7 +25,6 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
     value_of,
 )
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     OpOverload,
     is_random,
@@ -33,6 +32,7 @@ from graph_trainer.core.graph.ops import (
     subgraphs,
     written_arguments,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.torch_private import TorchDispatchMode, queued_seeds_of_cuda
 from graph_trainer.errors import CaptureError
 
@@ -289,7 +289,7 @@ def share_repeated_draws(graph: fx.Graph) -> None:
     if not repeated:
         return
     _check_arguments(graph, repeated)
-    writes = LastWrites(graph)
+    writes = Writes(graph)
     kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
     for original, again in repeated:
         if original not in kept:
@@ -359,7 +359,7 @@ def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]
         number[node] = numbers.setdefault((str(node.target), args, own), len(numbers))
 
 
-def _values_of(graph: fx.Graph, draw: fx.Node, writes: LastWrites) -> tuple[fx.Node, list[fx.Node]]:
+def _values_of(graph: fx.Graph, draw: fx.Node, writes: Writes) -> tuple[fx.Node, list[fx.Node]]:
     """Return nodes whose values stay what a draw gave: its result, and what it wrote in place."""
 
     def clone(node: fx.Node) -> fx.Node:

@@ -238,22 +238,19 @@ def _holder(value: object, ignored: tuple[object, ...] = ()) -> str:
         if isinstance(referrer, CellType):
             return "a variable that a function closes over"
         if isinstance(referrer, dict):
-            return _holder_of_entry(referrer, _key(referrer, value), ignored)
+            key = _key(referrer, value)
+            module = sys.modules.get(str(referrer.get("__name__")))
+            if module is not None and vars(module) is referrer:
+                return f"the global {key!r} of module {module.__name__}"
+            for owner in gc.get_referrers(referrer):
+                if getattr(owner, "__dict__", None) is referrer:
+                    return f"attribute {key!r} of a {type(owner).__name__}"
+            return f"[{key!r}] of a dict, {_holder(referrer, ignored)}"
         if isinstance(referrer, (list, tuple, set)):
             return f"a {type(referrer).__name__}, {_holder(referrer, ignored)}"
         name = _key(getattr(referrer, "__dict__", {}), value)
         return f"{f'attribute {name!r} of ' if name else ''}a {type(referrer).__name__}"
     return "an object that Python does not show"
-
-
-def _holder_of_entry(entries: dict[Any, Any], key: object, ignored: tuple[object, ...]) -> str:
-    module = sys.modules.get(str(entries.get("__name__")))
-    if module is not None and vars(module) is entries:
-        return f"the global {key!r} of module {module.__name__}"
-    for owner in gc.get_referrers(entries):
-        if getattr(owner, "__dict__", None) is entries:
-            return f"attribute {key!r} of a {type(owner).__name__}"
-    return f"[{key!r}] of a dict, {_holder(entries, ignored)}"
 
 
 # A loop, since a generator expression would refer to the value by a cell of its own.

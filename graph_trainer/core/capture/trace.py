@@ -6,6 +6,7 @@ import contextlib
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,59 +61,25 @@ LossFn = Callable[..., torch.Tensor]
 _PRESERVED = torch.preserve_format
 
 
-def _place(module: str) -> str:
-    return f"module '{module}'" if module else "the forward of the model itself"
-
-
-def _remedy(error: Exception) -> str:
-    """Return what to do about the most common reason, whose class name does not tell."""
-    if "dynamo-optimized function" in str(error):
-        return " (the graph is of the whole step: leave torch.compile out of the model)"
-    if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
-        return ""
-    return (
-        " (the step reads a tensor's value into Python, by .item(), .tolist(), bool(...) or "
-        "indexing with a mask, and there are no values while it is captured: compute with "
-        "tensors, torch.where for example; torch.distributions take validate_args=False)"
-    )
-
-
-def _line(error: Exception) -> str:
-    """Return the innermost line of the user's own that the error went through."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not is_library_file(f.filename) and not f.filename.startswith("<")]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-
-
+@dataclass(slots=True)
 class StepTrace:
-    """One trace of a step: the function that make_fx runs, and the outputs that it found."""
+    """One trace of a step: the function that make_fx runs, and its outputs."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFn,
-        inputs: list[Input],
-        state: ModelState,
-        batch: Batch,
-        backward: bool,
-        generators: UserGenerators,
-        returned: Returned,
-    ) -> None:
-        self.model = model
-        self.loss_fn = loss_fn
-        self.inputs = inputs
-        self.state = state
-        self.batch = batch
-        self.backward = backward
-        self.scopes = Scopes()
-        self.generators = generators
-        self.returned = returned
-        self.outputs: list[Output] = []
-        self.without_grad: list[str] = []
-        self.rounding: list[str] = []
-        """Why results are eager's up to rounding only; empty where their bits are equal."""
-        self.made: list[weakref.ref[torch.Tensor]] = []
-        """The fake tensors that the step's ops made."""
+    model: nn.Module
+    loss_fn: LossFn
+    inputs: list[Input]
+    state: ModelState
+    batch: Batch
+    backward: bool
+    generators: UserGenerators
+    returned: Returned
+    scopes: Scopes = field(default_factory=Scopes)
+    outputs: list[Output] = field(default_factory=list)
+    without_grad: list[str] = field(default_factory=list)
+    rounding: list[str] = field(default_factory=list)
+    """Why results are eager's up to rounding only; empty where their bits are equal."""
+    made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
+    """The fake tensors that the step's ops made."""
 
     def graph_of(self, fakes: list[torch.Tensor], mode: FakeTensorMode) -> fx.GraphModule:
         """Return the flat graph of the step on fake inputs, one for each plain tensor.
@@ -138,13 +105,43 @@ class StepTrace:
         except GraphTrainerError:
             raise
         except Exception as error:
-            where = f"{_place(self.scopes.failed_module())}{_line(error)}"
+            module = self.scopes.failed_module()
+            where = f"module '{module}'" if module else "the forward of the model itself"
+            # the innermost line of the user's own that the error went through
+            for frame in reversed(traceback.extract_tb(error.__traceback__)):
+                if not is_library_file(frame.filename) and not frame.filename.startswith("<"):
+                    where += f" at {frame.filename}:{frame.lineno}"
+                    break
+            # the most common reasons, whose class names do not say what to do
+            remedy, kind = "", type(error).__name__
+            if "dynamo-optimized function" in str(error):
+                remedy = " (the graph is of the whole step: leave torch.compile out of the model)"
+            elif kind in ("DataDependentOutputException", "DynamicOutputShapeException"):
+                remedy = (
+                    " (the step reads a tensor's value into Python, by .item(), .tolist(), "
+                    "bool(...) or indexing with a mask, and there are no values while it is "
+                    "captured: compute with tensors, torch.where for example; "
+                    "torch.distributions take validate_args=False)"
+                )
             raise CaptureError(
                 f"{type(self.model).__name__} cannot be captured: in {where}: "
-                f"{type(error).__name__}: {error}{_remedy(error)}"
+                f"{kind}: {error}{remedy}"
             ) from error
-        _flatten_output(graph_module)
-        _name_assertions(graph_module)
+        # make_fx records that the traced function took a list: inputs and outputs become flat
+        graph_module.graph.set_codegen(fx.graph.CodeGen())
+        output = graph_module.graph.output_node()
+        output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
+        for node in graph_module.graph.nodes:
+            if node.op in ("placeholder", "get_attr", "output"):
+                node.meta.pop("custom", None)
+        # later traces of torch keep assertions with a message, and drop the others as unused
+        asserts = torch.ops.aten._assert_async
+        for inner in graph_module.modules():
+            if isinstance(inner, fx.GraphModule):
+                for node in inner.graph.find_nodes(op="call_function", target=asserts.default):
+                    node.target = asserts.msg
+                    message = "Expected Tensor with single nonzero value, but got zero"
+                    node.args = (*node.args, message)
         _clone_constants_returned(graph_module.graph)
         views_out_of_place(graph_module.graph)
         share_repeated_draws(graph_module.graph)
@@ -156,12 +153,22 @@ class StepTrace:
 
     def run(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
         """Run the step as autograd would, and return its outputs as plain tensors."""
-        tensors = self._rebuild(flat)
+        tensors = [
+            wrap(parts, spec.layout).requires_grad_(spec.requires_grad)
+            for spec, parts in with_parts(self.inputs, flat)
+        ]
         before = [_place_in_memory(part) for part in flat]
         count = len(self.state.tensors)
         stand_ins = dict(zip(map(id, self.state.tensors), tensors[:count], strict=True))
         state = list(zip(self.inputs, tensors, self.state.tensors, strict=False))
-        own = [_take_attributes(stand_in, real) for _, stand_in, real in state]
+        # a stand-in takes the attributes that were set on the model's tensor, and counts as a
+        # parameter where that is one
+        own: list[set[str]] = []
+        for _, stand_in, real in state:
+            own.append(set(vars(stand_in)))
+            vars(stand_in).update({n: v for n, v in vars(real).items() if n not in own[-1]})
+            if isinstance(real, nn.Parameter):
+                mark_as_parameter(stand_in)
         args, kwargs = self.batch.rebuild(tensors[count:])
         leaves = [
             (spec.name, tensor)
@@ -200,7 +207,14 @@ class StepTrace:
                 _refuse_accumulated(leaves, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
             for (spec, stand_in, real), names in zip(state, own, strict=True):
-                _refuse_set_attributes(spec, stand_in, real, names)
+                now, earlier = vars(stand_in), vars(real)
+                for name in sorted((now.keys() | earlier.keys()) - names):
+                    if not name.startswith("_") and now.get(name) is not earlier.get(name):
+                        raise CaptureError(
+                            f"the step sets attribute '{name}' of {spec.kind.value} "
+                            f"'{spec.name}', which no graph does: keep it in a buffer, or set it "
+                            "outside of the step"
+                        )
             with annotate(annotation(phase=Phase.LOSS)):
                 self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
@@ -211,23 +225,24 @@ class StepTrace:
                     f"the step changes the shape, the strides or the memory of "
                     f"{spec.kind.value} '{spec.name}' in place: work on a view of it, or on a copy"
                 )
+        # what is returned shares no memory, and is flat
         taken = TakenMemory(flat)
-        values = []
+        values: list[torch.Tensor] = []
+
+        def emit(kind: OutputKind, name: str, tensor: torch.Tensor) -> None:
+            parts, layout = unwrap(tensor)
+            self.outputs.append(Output(kind, name, layout))
+            values.extend(parts)
+
         for kind, name, tensor in outputs:
-            values += self._emit(kind, name, taken.unshared(tensor))
+            emit(kind, name, taken.unshared(tensor))
         for (name, leaf), gradient in zip(leaves, gradients, strict=False):
             if gradient is None:
                 self.without_grad.append(name)
                 continue
             _check_gradient(name, leaf, gradient)
-            values += self._emit(OutputKind.GRADIENT, name, taken.unshared(gradient, like=leaf))
+            emit(OutputKind.GRADIENT, name, taken.unshared(gradient, like=leaf))
         return values
-
-    def _rebuild(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            wrap(parts, spec.layout).requires_grad_(spec.requires_grad)
-            for spec, parts in with_parts(self.inputs, flat)
-        ]
 
     def _pass_on_hooks(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Register the gradient hooks of the model's parameters on the traced ones."""
@@ -242,12 +257,10 @@ class StepTrace:
                 stand_ins[id(tensor)].register_hook(hook)
 
     def _refuse_assigned_parameters(self, stand_ins: dict[int, torch.Tensor]) -> None:
-        names = {
-            n: t
-            for i, t in zip(self.state.inputs, stand_ins.values(), strict=True)
-            if i.kind is InputKind.PARAMETER
-            for n in (i.name, *i.aliases)
-        }
+        names = {}
+        for spec, tensor in zip(self.state.inputs, stand_ins.values(), strict=True):
+            if spec.kind is InputKind.PARAMETER:
+                names.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
         now = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
         for name in sorted(names.keys() | now.keys()):
             if now.get(name) is not names.get(name):
@@ -259,11 +272,9 @@ class StepTrace:
 
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Copy buffers that forward assigned into the old ones, so that the next step sees them."""
-        names = {
-            name: (i, t)
-            for i, t in zip(self.state.inputs, stand_ins.values(), strict=True)
-            for name in (i.name, *i.aliases)
-        }
+        names = {}
+        for spec, tensor in zip(self.state.inputs, stand_ins.values(), strict=True):
+            names.update(dict.fromkeys((spec.name, *spec.aliases), (spec, tensor)))
         known = {name for name, (i, _) in names.items() if i.kind is InputKind.BUFFER}
         now = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}
         if known != now.keys():
@@ -298,11 +309,6 @@ class StepTrace:
             for (before, _), value in zip(assigned, values, strict=True):
                 before.copy_(value)
 
-    def _emit(self, kind: OutputKind, name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
-        parts, layout = unwrap(tensor)
-        self.outputs.append(Output(kind, name, layout))
-        return parts
-
 
 @contextlib.contextmanager
 def _autocast_cache() -> Iterator[None]:
@@ -324,28 +330,6 @@ def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> N
                 f"{where} leaves a gradient in .grad of '{name}': it calls backward() "
                 "itself, which a captured step would lose; return the loss and let capture "
                 "run backward"
-            )
-
-
-def _take_attributes(stand_in: torch.Tensor, real: torch.Tensor) -> set[str]:
-    """Give a stand-in the attributes that somebody has set on the model's tensor, and return the
-    names of those that it has without. It counts as a parameter where that is one."""
-    own = set(vars(stand_in))
-    vars(stand_in).update({n: value for n, value in vars(real).items() if n not in own})
-    if isinstance(real, nn.Parameter):
-        mark_as_parameter(stand_in)
-    return own
-
-
-def _refuse_set_attributes(
-    spec: Input, stand_in: torch.Tensor, real: torch.Tensor, own: set[str]
-) -> None:
-    now, before = vars(stand_in), vars(real)
-    for name in sorted((now.keys() | before.keys()) - own):
-        if not name.startswith("_") and now.get(name) is not before.get(name):
-            raise CaptureError(
-                f"the step sets attribute '{name}' of {spec.kind.value} '{spec.name}', which no "
-                "graph does: keep it in a buffer, or set it outside of the step"
             )
 
 
@@ -373,17 +357,6 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
         )
 
 
-def _name_assertions(graph_module: fx.GraphModule) -> None:
-    """Give assertions without a message the one that they raise: later traces of torch keep those
-    with a message, and drop the others as unused."""
-    for module in graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            asserts = torch.ops.aten._assert_async
-            for node in module.graph.find_nodes(op="call_function", target=asserts.default):
-                node.target = asserts.msg
-                node.args = (*node.args, "Expected Tensor with single nonzero value, but got zero")
-
-
 def _clone_constants_returned(graph: fx.Graph) -> None:
     """Clone outputs in the memory of a constant: whoever writes into a gradient, as clipping does,
     would change what the next step reads. Linear in nodes."""
@@ -396,14 +369,3 @@ def _clone_constants_returned(graph: fx.Graph) -> None:
             clone.meta = {"val": value_of(node)}
             copy_annotations(node, clone, phase=Phase.BACKWARD)
             output.replace_input_with(node, clone)
-
-
-def _flatten_output(graph_module: fx.GraphModule) -> None:
-    """Make inputs and outputs flat: make_fx records that the traced function took a list."""
-    graph = graph_module.graph
-    graph.set_codegen(fx.graph.CodeGen())
-    output = graph.output_node()
-    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            node.meta.pop("custom", None)

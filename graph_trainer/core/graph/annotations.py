@@ -129,7 +129,14 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
     """
     if other.meta.get(_CUSTOM):
         kept.meta[_CUSTOM] = {**other.meta[_CUSTOM], **kept.meta.get(_CUSTOM, {})}
-    stronger = min(kept, other, key=_weakness)
+
+    def weakness(node: fx.Node) -> int:
+        policy = recompute_policy(node)
+        if policy is None:
+            return len(_STRENGTH) + 1
+        return _STRENGTH.index(policy.name) if policy.name in _STRENGTH else len(_STRENGTH)
+
+    stronger = min(kept, other, key=weakness)
     if (policy := recompute_policy(stronger)) is not None:
         graph_id = stronger.meta.get(_AC_GRAPH_ID, FSDP_AC_GRAPH_ID)
         set_recompute_policy(kept, policy, ac_graph_id=graph_id)
@@ -138,13 +145,6 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
             kept.meta[mark] = True
     if policy is CheckpointPolicy.MUST_RECOMPUTE:
         clear_offload(kept)
-
-
-def _weakness(node: fx.Node) -> int:
-    policy = recompute_policy(node)
-    if policy is None:
-        return len(_STRENGTH) + 1
-    return _STRENGTH.index(policy.name) if policy.name in _STRENGTH else len(_STRENGTH)
 
 
 def _custom(node: fx.Node, key: str) -> str | None:

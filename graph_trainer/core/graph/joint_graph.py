@@ -8,11 +8,10 @@ of them means; `JointGraph.validate` checks the graph against it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
@@ -105,10 +104,85 @@ class JointGraph:
             raise VerificationError(
                 "the graph does not end with its output node; keep it, as the last node"
             )
-        _check_order(self.graph)
-        _check_inputs(self)
-        _check_outputs(self)
+        # the order of nodes: placeholders, then every node after what it reads
+        seen: set[fx.Node] = set()
+        body_started = False
+        for node in self.graph.nodes:
+            if node.op == "placeholder" and body_started:
+                raise VerificationError(
+                    f"placeholder '{node.name}' comes after a node of the graph's body; "
+                    "every placeholder comes first"
+                )
+            body_started = body_started or node.op not in ("placeholder", "get_attr")
+            for argument in node.all_input_nodes:
+                if argument not in seen:
+                    raise VerificationError(
+                        f"node '{node.name}' reads '{argument.name}', which comes after it or is "
+                        "not in this graph"
+                    )
+            seen.add(node)
+        # the placeholders are those of the signature
+        placeholders = self.placeholders()
+        expected = sum(spec.layout.num_tensors for spec in self.signature.inputs)
+        if len(placeholders) != expected:
+            raise VerificationError(
+                f"the graph has {len(placeholders)} placeholders and its signature describes "
+                f"{expected}; a pass that adds or removes an input must change both"
+            )
+        for spec, nodes in with_parts(self.signature.inputs, placeholders):
+            for node in nodes:
+                if (name := input_name(node)) is not None and name != spec.name:
+                    raise VerificationError(
+                        f"placeholder '{node.name}' is of '{name}' where the signature has "
+                        f"'{spec.name}': the order of the two differs"
+                    )
+        self._check_outputs()
         self.check_phases()
+
+    def _check_outputs(self) -> None:
+        signature, values = self.signature, self.output_values()
+        nested = [v for v in values if not isinstance(v, fx.Node)]
+        if nested:
+            raise VerificationError(
+                f"the graph's output has {nested[0]!r} where the flat signature needs a node; "
+                "outputs are one flat tuple"
+            )
+        expected = sum(spec.layout.num_tensors for spec in signature.outputs)
+        if len(values) != expected:
+            raise VerificationError(
+                f"the graph returns {len(values)} values and its signature describes {expected}"
+            )
+        returned = {o.name for o in signature.outputs if o.kind is OutputKind.GRADIENT}
+        accounted = returned | set(signature.parameters_without_grad)
+        if not signature.backward and accounted:
+            raise VerificationError(
+                f"the signature has a gradient for '{min(accounted)}', or says that it has none, "
+                "and the graph was captured without backward; its one output is the loss"
+            )
+        parameters = {}
+        for spec, nodes in self.inputs_of(InputKind.PARAMETER):
+            parameters[spec.name] = nodes
+            if signature.backward and spec.requires_grad and spec.name not in accounted:
+                raise VerificationError(
+                    f"the graph returns no gradient for parameter '{spec.name}'"
+                )
+        # a backward half takes only the parameters that it reads
+        half = all(output.kind is OutputKind.GRADIENT for output in signature.outputs)
+        for output, nodes in with_parts(signature.outputs, values):
+            name = output.name
+            if output.kind is not OutputKind.GRADIENT or (half and name not in parameters):
+                continue
+            if name not in parameters:
+                raise VerificationError(
+                    f"the signature has a gradient for '{name}', which is no parameter of the graph"
+                )
+            # the gradient of another parameter mostly differs in shape or dtype
+            given, wanted = _describe(nodes), _describe(parameters[name])
+            if given != wanted:
+                raise VerificationError(
+                    f"output '{nodes[0].name}' is returned as the gradient of '{name}': it is "
+                    f"{given} and the parameter is {wanted}"
+                )
 
     def check_phases(self) -> None:
         """Check that every node has a phase that the graph may have.
@@ -137,90 +211,6 @@ def compute_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
     return (n for n in graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
 
 
-def _check_order(graph: fx.Graph) -> None:
-    seen: set[fx.Node] = set()
-    body_started = False
-    for node in graph.nodes:
-        if node.op == "placeholder" and body_started:
-            raise VerificationError(
-                f"placeholder '{node.name}' comes after a node of the graph's body; "
-                "every placeholder comes first"
-            )
-        body_started = body_started or node.op not in ("placeholder", "get_attr")
-        for argument in node.all_input_nodes:
-            if argument not in seen:
-                raise VerificationError(
-                    f"node '{node.name}' reads '{argument.name}', which comes after it or is "
-                    "not in this graph"
-                )
-        seen.add(node)
-
-
-def _check_inputs(joint: JointGraph) -> None:
-    placeholders = joint.placeholders()
-    expected = sum(spec.layout.num_tensors for spec in joint.signature.inputs)
-    if len(placeholders) != expected:
-        raise VerificationError(
-            f"the graph has {len(placeholders)} placeholders and its signature describes "
-            f"{expected}; a pass that adds or removes an input must change both"
-        )
-    for spec, nodes in with_parts(joint.signature.inputs, placeholders):
-        for node in nodes:
-            if (name := input_name(node)) is not None and name != spec.name:
-                raise VerificationError(
-                    f"placeholder '{node.name}' is of '{name}' where the signature has "
-                    f"'{spec.name}': the order of the two differs"
-                )
-
-
-def _check_outputs(joint: JointGraph) -> None:
-    signature, values = joint.signature, joint.output_values()
-    nested = [v for v in values if not isinstance(v, fx.Node)]
-    if nested:
-        raise VerificationError(
-            f"the graph's output has {nested[0]!r} where the flat signature needs a node; "
-            "outputs are one flat tuple"
-        )
-    expected = sum(spec.layout.num_tensors for spec in signature.outputs)
-    if len(values) != expected:
-        raise VerificationError(
-            f"the graph returns {len(values)} values and its signature describes {expected}"
-        )
-    returned = {o.name for o in signature.outputs if o.kind is OutputKind.GRADIENT}
-    accounted = returned | set(signature.parameters_without_grad)
-    if not signature.backward and accounted:
-        raise VerificationError(
-            f"the signature has a gradient for '{min(accounted)}', or says that it has none, and "
-            "the graph was captured without backward; its one output is the loss"
-        )
-    parameters = {}
-    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
-        parameters[spec.name] = nodes
-        if signature.backward and spec.requires_grad and spec.name not in accounted:
-            raise VerificationError(f"the graph returns no gradient for parameter '{spec.name}'")
-    # a backward half takes only the parameters that it reads
-    half = all(output.kind is OutputKind.GRADIENT for output in signature.outputs)
-    for output, nodes in with_parts(signature.outputs, values):
-        if output.kind is OutputKind.GRADIENT and not (half and output.name not in parameters):
-            _check_gradient(output.name, nodes, parameters)
-
-
-def _check_gradient(
-    name: str, nodes: tuple[fx.Node, ...], parameters: Mapping[str, tuple[fx.Node, ...]]
-) -> None:
-    """Compare shape and dtype: those of another parameter's gradient mostly differ."""
-    if name not in parameters:
-        raise VerificationError(
-            f"the signature has a gradient for '{name}', which is no parameter of the graph"
-        )
-    kinds = [(t.shape, t.dtype) for n in nodes for t in tensors_of(n)]
-    wanted = [(t.shape, t.dtype) for n in parameters[name] for t in tensors_of(n)]
-    if kinds != wanted:
-        raise VerificationError(
-            f"output '{nodes[0].name}' is returned as the gradient of '{name}': it is "
-            f"{_describe(kinds)} and the parameter is {_describe(wanted)}"
-        )
-
-
-def _describe(tensors: list[tuple[torch.Size, torch.dtype]]) -> str:
-    return ", ".join(f"{tuple(shape)} {dtype}" for shape, dtype in tensors) or "no tensor"
+def _describe(nodes: Iterable[fx.Node]) -> str:
+    tensors = [t for node in nodes for t in tensors_of(node)]
+    return ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "no tensor"

@@ -46,15 +46,11 @@ class ModuleSettings:
     def without(self, changed: Iterable[str]) -> ModuleSettings:
         """Leave out the attributes that forward itself changes, by "module.attribute"."""
         names = set(changed)
-        kept = [
-            (
-                fqn,
-                kind,
-                {n: v for n, v in attributes.items() if f"{fqn}.{n}".strip(".") not in names},
-            )
-            for fqn, kind, attributes in self.modules
-        ]
-        return replace(self, modules=tuple(kept))
+        modules = []
+        for fqn, kind, attributes in self.modules:
+            kept = {n: v for n, v in attributes.items() if f"{fqn}.{n}".strip(".") not in names}
+            modules.append((fqn, kind, kept))
+        return replace(self, modules=tuple(modules))
 
     def check(self, call: Call, device_types: Iterable[str]) -> None:
         """Refuse a model with other modes, hooks or attributes. A model may be wrapped otherwise.
@@ -63,31 +59,40 @@ class ModuleSettings:
             CaptureError: with what differs, and the first module where it does.
         """
         if call.training != list(self.training.values()):
-            self._check_modes(call.model)
+            for name, module in call.model.named_modules():
+                before = self.training.get(clean_fqn(name), module.training)
+                if before != module.training:
+                    raise CaptureError(
+                        f"module '{clean_fqn(name)}' was in {'train' if before else 'eval'}() mode "
+                        "when the graph was captured and is not now; dropout and norms are another "
+                        "graph then: capture again"
+                    )
         if call.hooks != self.hooks:
             raise CaptureError(
                 "the hooks of the model's modules or parameters, or replaced forwards, are others "
                 "than when the graph was captured, which has what they did in it: capture again"
             )
         if len(call.modules) == len(self.modules):
-            for module, (name, kind, before) in zip(call.modules, self.modules, strict=True):
-                _check_module(module, name, kind, before)
+            for module, (name, kind, attributes) in zip(call.modules, self.modules, strict=True):
+                if type(module) is not kind:
+                    raise CaptureError(
+                        f"module '{name}' was a {kind.__name__} when the graph was captured and is "
+                        f"a {type(module).__name__} now: capture again"
+                    )
+                contents = vars(module)
+                for attribute, (of_type, value) in attributes.items():
+                    now = contents.get(attribute)
+                    if now is not value and (type(now) is not of_type or now != value):
+                        raise CaptureError(
+                            f"'{f'{name}.{attribute}'.strip('.')}' was {value!r} when the graph "
+                            f"was captured and is {now!r} now: capture again"
+                        )
         if defaults_of(device_types) != self.defaults:
             raise CaptureError(
                 f"torch's default dtype and autocast are {defaults_of(device_types)}, and were "
                 f"{self.defaults} when the graph was captured: run the step within the same "
                 "torch.autocast, or capture again"
             )
-
-    def _check_modes(self, model: nn.Module) -> None:
-        for name, module in model.named_modules():
-            before = self.training.get(clean_fqn(name), module.training)
-            if before != module.training:
-                raise CaptureError(
-                    f"module '{clean_fqn(name)}' was in {'train' if before else 'eval'}() mode "
-                    "when the graph was captured and is not now; dropout and norms are another "
-                    "graph then: capture again"
-                )
 
 
 def defaults_of(device_types: Iterable[str]) -> tuple[Any, ...]:
@@ -105,19 +110,3 @@ def _attributes(module: nn.Module) -> Attributes:
     attributes = {n: (type(v), v) for n, v in vars(module).items() if type(v) in _SCALARS}
     del attributes["training"]
     return attributes
-
-
-def _check_module(module: nn.Module, name: str, kind: type, before: Attributes) -> None:
-    if type(module) is not kind:
-        raise CaptureError(
-            f"module '{name}' was a {kind.__name__} when the graph was captured and is a "
-            f"{type(module).__name__} now: capture again"
-        )
-    contents = vars(module)
-    for attribute, (of_type, value) in before.items():
-        now = contents.get(attribute)
-        if now is not value and (type(now) is not of_type or now != value):
-            raise CaptureError(
-                f"'{f'{name}.{attribute}'.strip('.')}' was {value!r} when the graph was captured "
-                f"and is {now!r} now: capture again"
-            )

@@ -129,8 +129,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     """
     schema = schema_of(node)
     if schema is None:
-        operands = [n for n in node.all_input_nodes if n.op != "get_attr"]
-        return operands if any(_writes_its_inputs(m.graph) for m in subgraphs(node)) else []
+        if any(_writes_its_inputs(module.graph) for module in subgraphs(node)):
+            return [n for n in node.all_input_nodes if n.op != "get_attr"]
+        return []
     if not may_write(node.target):
         return []
     return argument_nodes(written_values(schema, node.args, node.kwargs))
@@ -295,35 +296,32 @@ def _shared_inputs(node: fx.Node) -> list[_Shared]:
         return []
     values = [name and argument(node, name) for name in _shared_names(node.target)]
     shared: list[_Shared] = [v if isinstance(v, fx.Node | list | tuple) else None for v in values]  # type: ignore[misc]
-    if schema.name in _MAY_COPY and isinstance(shared[0], fx.Node) and _copies(node, shared[0]):
-        return [None]
+    if schema.name in _MAY_COPY and isinstance(shared[0], fx.Node):
+        # a copy or a view: run on the fake tensors of the inputs
+        source = value_of(shared[0])
+        if isinstance(source, torch.Tensor) and (
+            storage_id(inferred_value(node)) != storage_id(source)
+        ):
+            return [None]
     return shared
 
 
 @functools.cache
 def _shared_names(target: Any) -> list[str | None]:
     """List, for each result in an op's schema, the argument whose storage it shares."""
-    schema = target._schema
-    return [_shared_name(schema, entry.alias_info) for entry in schema.returns]
-
-
-def _shared_name(schema: torch.FunctionSchema, result: Any) -> str | None:
-    if result is None:
-        return None
-    for entry in schema.arguments:
-        info = entry.alias_info
-        # a schema writes a list of views of one argument, as split returns, as (a -> *)
-        if info is not None and (
-            info.before_set & result.before_set or (not result.before_set and "*" in info.after_set)
-        ):
-            return str(entry.name)
-    return None
-
-
-def _copies(node: fx.Node, source: fx.Node) -> bool:
-    """Tell whether a node of `_MAY_COPY` copies, by running it on its inputs' fake tensors."""
-    value = value_of(source)
-    return isinstance(value, torch.Tensor) and storage_id(inferred_value(node)) != storage_id(value)
+    names: list[str | None] = []
+    for result in (entry.alias_info for entry in target._schema.returns):
+        names.append(None)
+        for entry in target._schema.arguments:
+            info = entry.alias_info
+            if result is None or info is None:
+                continue
+            # a schema writes a list of views of one argument, as split returns, as (a -> *)
+            listed = not result.before_set and "*" in info.after_set
+            if info.before_set & result.before_set or listed:
+                names[-1] = str(entry.name)
+                break
+    return names
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -356,8 +354,35 @@ def value_storages(graph: fx.Graph) -> dict[fx.Node, ValueStorages]:
     Linear in nodes and their results.
     """
     known: dict[fx.Node, ValueStorages] = {}
+
+    def of_shared(source: fx.Node | list[fx.Node]) -> ValueStorages:
+        # a list is written in place: each result is one of its elements
+        return known[source] if isinstance(source, fx.Node) else [known[part] for part in source]
+
     for node in graph.nodes:
-        known[node] = _of_getitem(node, known) if is_getitem(node) else _of_results(node, known)
+        if is_getitem(node):
+            source, index = node.args
+            if not isinstance(source, fx.Node) or not isinstance(index, int):
+                known[node] = (node, 0)
+                continue
+            results = known[source]
+            if isinstance(results, list):
+                known[node] = results[index]
+            else:  # `source` has no value at capture, so its number of results is unknown
+                known[node] = (source, index) if results[0] is source else results
+            continue
+        # an input's storage where a result shares it, else a new one
+        new = _new_storages(node)
+        shared = _shared_inputs(node)
+        if len(shared) <= 1:
+            known[node] = new if not shared or shared[0] is None else of_shared(shared[0])
+            continue
+        if not isinstance(new, list):
+            new = [(node, index) for index in range(len(shared))]
+        known[node] = [
+            part if entry is None else of_shared(entry)
+            for part, entry in zip(new, shared, strict=True)
+        ]
     return known
 
 
@@ -370,41 +395,9 @@ def storages_in(storages: ValueStorages) -> Iterator[Storage]:
             yield from storages_in(part)
 
 
-def _of_getitem(node: fx.Node, known: dict[fx.Node, ValueStorages]) -> ValueStorages:
-    source, index = node.args
-    if not isinstance(source, fx.Node) or not isinstance(index, int):
-        return (node, 0)
-    results = known[source]
-    if isinstance(results, list):
-        return results[index]
-    # `source` has no value at capture, so its number of results is unknown
-    return (source, index) if results[0] is source else results
-
-
-def _of_results(node: fx.Node, known: dict[fx.Node, ValueStorages]) -> ValueStorages:
-    """The storages of a node's results: an input's where the result shares it, else new ones."""
-    new = _new_storages(node)
-    shared = _shared_inputs(node)
-    if len(shared) <= 1:
-        return _storages_of(shared[0], known) if shared and shared[0] is not None else new
-    if not isinstance(new, list):
-        new = [(node, index) for index in range(len(shared))]
-    return [
-        part if entry is None else _storages_of(entry, known)
-        for part, entry in zip(new, shared, strict=True)
-    ]
-
-
-def _storages_of(
-    shared: fx.Node | list[fx.Node], known: dict[fx.Node, ValueStorages]
-) -> ValueStorages:
-    # a list is written in place: each result is one of its elements
-    return known[shared] if isinstance(shared, fx.Node) else [known[part] for part in shared]
-
-
 def _new_storages(node: fx.Node) -> ValueStorages:
-    """A storage for each result of a node. A result that is no tensor, such as a gradient that was
-    not asked for, is counted too."""
+    """Number a storage for each result of a node. A result that is no tensor, such as a gradient
+    that was not asked for, is counted too."""
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:
@@ -413,3 +406,17 @@ def _new_storages(node: fx.Node) -> ValueStorages:
         return (node, next(place))
 
     return number(value_of(node))
+
+
+def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:
+    """Erase every node without a reader that has no effect. One walk from the end: linear in nodes.
+
+    Args:
+        among: erase only these, and what they alone read.
+    """
+    for node in reversed(list(graph.nodes)):
+        if node.users or has_effect(node) or (among is not None and node not in among):
+            continue
+        if among is not None:
+            among.update(node.all_input_nodes)
+        graph.erase_node(node)

@@ -87,8 +87,17 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
     Raises:
         CaptureError: a subclass inside a subclass; with a name, a tensor that is not dense.
     """
-    if name:
-        _refuse_what_a_graph_cannot_hold(tensor, name)
+    if name and is_lazy(tensor):
+        raise CaptureError(
+            f"'{name}' has no shape yet: run the model once on a batch, which initializes lazy "
+            "modules, before it is captured"
+        )
+    if name and (tensor.is_nested or tensor.is_quantized or tensor.layout is not torch.strided):
+        kind = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else None
+        raise CaptureError(
+            f"'{name}' is a {kind or str(tensor.layout).removeprefix('torch.')} tensor; a graph "
+            "takes dense ones: pass its parts, or make it dense"
+        )
     common = {
         "shape": tensor.shape,
         "stride": tensor.stride(),
@@ -115,22 +124,6 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
         context=context,
     )
     return [value for _, value in inside], layout
-
-
-def _refuse_what_a_graph_cannot_hold(tensor: torch.Tensor, name: str) -> None:
-    if is_lazy(tensor):
-        raise CaptureError(
-            f"'{name}' has no shape yet: run the model once on a batch, which initializes lazy "
-            "modules, before it is captured"
-        )
-    kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized}
-    kinds[str(tensor.layout).removeprefix("torch.")] = tensor.layout is not torch.strided
-    for kind, holds in kinds.items():
-        if holds:
-            raise CaptureError(
-                f"'{name}' is a {kind} tensor; a graph takes dense ones: pass its parts, or "
-                "make it dense"
-            )
 
 
 def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:

@@ -75,11 +75,11 @@ class Agreement:
         kinds = [type(each).__name__ for each in values]
         for rank, kind in zip(ranks, kinds, strict=True):
             if kind != kinds[0]:
-                # one rank has finished its passes while a pass of another rank asks
+                # one rank has finished its passes while a pass of another rank exchanges a number
                 self._received_failure = True
                 raise VerificationError(
-                    f"the ranks are at different points of the pass pipeline: rank {ranks[0]} "
-                    f"hands out {kinds[0]}, and rank {rank} {kind}. {REMEDY}"
+                    f"ranks are at different points of the pass pipeline: rank {ranks[0]} "
+                    f"exchanges its {kinds[0]}, and rank {rank} its {kind}. {REMEDY}"
                 )
         return values
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from typing import NoReturn
 
 import torch.distributed as dist
 
@@ -75,8 +74,22 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     # same pairs, so only the ranks in these pairs send their sequences.
     pairs = list(dict.fromkeys(disagreeing.values()))[:_PAIRS_SHOWN]
     named = {rank for pair in pairs for rank in pair}
-    sequences = agreement.gather(mine if rank in named else [])
-    _refuse_pairs(pairs, dict(zip(ranks, sequences, strict=True)))
+    sequences = dict(zip(ranks, agreement.gather(mine if rank in named else []), strict=True))
+    # the first place at which two ranks differ on a group of both
+    differences = []
+    for pair in pairs:
+        in_common: list[list[tuple[int, object, object]]] = [[], []]
+        for entries, member in zip(in_common, pair, strict=True):
+            for place, each in enumerate(sequences[member]):
+                if set(pair) <= set(each.entry[1]):
+                    entries.append((place, each.entry, each.waited_after))
+        at = first_difference(*in_common)
+        differences.append(
+            (min(entries[at][0] for entries in in_common if at < len(entries)), *pair)
+        )
+    place, first, second = min(differences)
+    lines = [_line(sequences[rank], place) for rank in (first, second)]
+    refuse_order(str(place), first, lines[0], second, lines[1])
 
 
 def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
@@ -146,29 +159,6 @@ def _sha256(value: object) -> str:
 
 def _short(ranks: Ranks) -> str:
     return _sha256(ranks)[:32]
-
-
-def _refuse_pairs(pairs: list[tuple[int, int]], sequences: dict[int, Sequence]) -> NoReturn:
-    """Raise with the first place at which two ranks differ on a group of both.
-
-    Of the `sequences` by rank only those of the ranks in `pairs` count.
-    """
-
-    def in_common(rank: int, pair: tuple[int, int]) -> list[tuple[int, object, object]]:
-        return [
-            (place, each.entry, each.waited_after)
-            for place, each in enumerate(sequences[rank])
-            if set(pair) <= set(each.entry[1])
-        ]
-
-    def first_place(pair: tuple[int, int]) -> int:
-        one, two = (in_common(rank, pair) for rank in pair)
-        at = first_difference(one, two)
-        return min(entries[at][0] for entries in (one, two) if at < len(entries))
-
-    place, one, two = min((first_place(pair), *pair) for pair in pairs)
-    lines = [_line(sequences[rank], place) for rank in (one, two)]
-    refuse_order(str(place), one, lines[0], two, lines[1])
 
 
 def _line(sequence: Sequence, place: int) -> str:

@@ -72,7 +72,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
             sequence += sequence_of([collective_of(node, ranks_of_group, waited_after)])
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
-            line = f"{node.target}, an op that nobody here knows and that may communicate, {where}"
+            line = f"{node.target}, an unknown op, which may communicate, {where}"
             entry: Entry = (str(node.target), everyone, (), "")
             sequence.append(Issued(entry, waited_after, line, where))
     return sequence
@@ -88,5 +88,5 @@ def may_communicate(node: fx.Node) -> bool:
     if schema is not None:
         return collective_kind(node) is None and schema.name.split("::")[0] not in _COMPUTE
     if next(subgraphs(node), None) is not None:
-        return False  # the nodes of its subgraphs are asked one by one
+        return False  # the nodes of its subgraphs are looked at one by one
     return getattr(node.target, "__module__", "") not in _ARITHMETIC

@@ -15,7 +15,7 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.partition import repartition
 from graph_trainer.core.partition.repartition import PARTITIONS
-from graph_trainer.core.partition.step import PartitionedStep, partitioned_step_of
+from graph_trainer.core.partition.step import PartitionedStep
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private import storage_id
@@ -61,16 +61,16 @@ class CompileBackend:
         self._repartition = PARTITIONS[partition]
         self._of_inductor, self._of_autograd = of_inductor, of_autograd
         self._on_partition = on_partition
-        self._said = False
+        self._warned = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
         """Compile a graph of torch.compile's. Whenever it runs the steps in it check their model,
         which torch.compile's guards do not know."""
-        steps = [
-            (step, _inputs_of_batch(module.graph, node, step))
-            for node in module.graph.nodes
-            if (step := partitioned_step_of(node.target)) is not None
-        ]
+        steps = []
+        for node in module.graph.nodes:
+            step: PartitionedStep | None = getattr(node.target, "partitioned_step", None)
+            if step is not None:
+                steps.append((step, _inputs_of_batch(module.graph, node, step)))
         compiled = self._compile(module, inputs, partitioned=bool(steps))
 
         def checked(*values: Any) -> Any:
@@ -83,8 +83,8 @@ class CompileBackend:
     def _compile(
         self, module: fx.GraphModule, inputs: Sequence[Any], *, partitioned: bool
     ) -> Compiled:
-        if not partitioned and not self._said:
-            self._said = True
+        if not partitioned and not self._warned:
+            self._warned = True
             logger.warning(
                 "gt.backend: this module has no partitioned step, so it is compiled as by plain "
                 "torch.compile: give it gt.partition(joint)"

@@ -132,13 +132,27 @@ def cut(joint: JointGraph) -> Halves:
             "with backward=True"
         )
     forward = _forward_nodes(joint)
-    seeds = _seeds(joint, forward)
+    # the gradients with which backward begins: inputs, or the node that makes ones
+    given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
+    seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
+    if not given and len(seeds) != 1 and _outputs(joint, gradients=True):
+        raise PassError(
+            f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "
+            "begins, and there must be one: a pass that replaces a node copies its annotations"
+        )
+    for seed in seeds:
+        for node in (*seed.users, seed):
+            if node in forward:
+                raise PassError(
+                    f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
+                    "gradient with which backward begins: correct its phase, or that of its readers"
+                )
     reads = _reads(joint, forward, seeds)
     inputs = [node for node in joint.placeholders() if node not in seeds]
     read = [place for place, node in enumerate(inputs) if node in reads.saved]
     forward_half, saved = _forward_half(joint, forward, inputs, reads)
-    given = [inputs[place] for place in read]
-    return Halves(forward_half, _backward_half(joint, forward, seeds, given, saved), tuple(read))
+    taken = [inputs[place] for place in read]
+    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(read))
 
 
 def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
@@ -158,25 +172,6 @@ def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
             if source in forward and source.op == "call_function":
                 forward.add(node)
     return {node for node in forward if node.op == "call_function"}
-
-
-def _seeds(joint: JointGraph, forward: set[fx.Node]) -> list[fx.Node]:
-    """Return the gradients of what forward returns: inputs, or the node that makes ones."""
-    given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
-    seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
-    if not given and len(seeds) != 1 and _outputs(joint, gradients=True):
-        raise PassError(
-            f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "
-            "begins, and there must be one: a pass that replaces a node copies its annotations"
-        )
-    for seed in seeds:
-        for node in (*seed.users, seed):
-            if node in forward:
-                raise PassError(
-                    f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
-                    "gradient with which backward begins: correct its phase, or that of its readers"
-                )
-    return seeds
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +211,13 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 continue
             if value not in readable or node in seeds:
                 continue
-            _check_tensor(value, node)
+            if not isinstance(value_of(value), torch.Tensor):
+                raise PassError(
+                    f"backward's node '{node.name}' ({node.target}) reads '{value.name}' "
+                    f"({value.target}) of forward, whose result is a "
+                    f"{type(value_of(value)).__name__} and cannot be saved: let it read the "
+                    "tensors inside"
+                )
             # which write of forward comes next after the reader, if any
             writers = by_forward[roots[value]]
             place = bisect.bisect(writers, order[node], key=order.__getitem__)
@@ -231,15 +232,6 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                     "copy in one of them"
                 )
     return reads
-
-
-def _check_tensor(value: fx.Node, reader: fx.Node) -> None:
-    if not isinstance(value_of(value), torch.Tensor):
-        raise PassError(
-            f"backward's node '{reader.name}' ({reader.target}) reads '{value.name}' "
-            f"({value.target}) of forward, whose result is a {type(value_of(value)).__name__} and "
-            "cannot be saved: let it read the tensors inside"
-        )
 
 
 _Saved = dict[tuple[fx.Node, fx.Node | None], fx.Node]
@@ -296,9 +288,9 @@ def _backward_half(
 ) -> JointGraph:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    spec_of = {
-        n: spec for spec, ns in with_parts(joint.signature.inputs, joint.placeholders()) for n in ns
-    }
+    spec_of: dict[fx.Node, Input] = {}
+    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
+        spec_of |= dict.fromkeys(nodes, spec)
     inputs: list[Input] = []
 
     def take(source: fx.Node, kind: InputKind, name: str) -> fx.Node:

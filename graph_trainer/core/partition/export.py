@@ -32,7 +32,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect, is_collective, is_getitem, is_wait
+from graph_trainer.core.graph.ops import erase_unused, is_collective, is_getitem, is_wait
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -40,7 +40,6 @@ from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
 from graph_trainer.core.partition.cut import peak_bytes
 from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.partition.step import PartitionedStep
-from graph_trainer.core.passes.context import ReshardAfterForward
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.torch_private_compile import (
@@ -182,11 +181,7 @@ class ExportedStep:
         Linear in nodes."""
         self._enter(ExportStage.REMOVE_WAITS)
         graph = self.graph_module.graph
-        unused = {node for node in graph.nodes if is_wait(node)}
-        for node in reversed(list(graph.nodes)):
-            if node in unused and not node.users and not has_effect(node):
-                unused.update(node.all_input_nodes)
-                graph.erase_node(node)
+        erase_unused(graph, among={node for node in graph.nodes if is_wait(node)})
 
     def tag(self, tags: PassConfig | Callable[[JointGraph], None]) -> None:
         """Write tags: by the passes of stage TAG that a config names, with its settings, or by a
@@ -199,7 +194,26 @@ class ExportedStep:
         """
         self._enter(ExportStage.TAG)
         if isinstance(tags, PassConfig):
-            _check_reshard(self.joint, tags.reshard_after_forward)
+            # Tags cannot bring about another way to reshard: merged gathers are no unshard chain of
+            # one parameter, and backward goes on gathering what it gathers again.
+            tagged = {node for chain in unshard_chains(self.joint) for node in chain.nodes}
+            merged: set[fx.Node] = set()  # gathers of forward, and what only shows their results
+            kept = regathers = False
+            for node in self.joint.graph.nodes:
+                gathers = is_collective(node) and role_of(node) is Role.UNSHARD
+                from_merged = not merged.isdisjoint(node.all_input_nodes)
+                if is_backward(node):
+                    kept |= from_merged
+                    regathers |= gathers
+                elif (gathers and node not in tagged) or (from_merged and is_layout_only(node)):
+                    merged.add(node)
+            policy = tags.reshard_after_forward
+            too_late = {"always": kept, "default": kept and not regathers, "never": regathers}
+            if policy is not None and too_late.get(policy):
+                raise PassError(
+                    f'reshard_after_forward = "{policy}" comes too late for this step, which was '
+                    "cut with another: give it to run_passes, before gt.partition"
+                )
             run_tags(self.joint, tags)
             return
         before = str(self.graph_module.graph)
@@ -295,29 +309,6 @@ class ExportedStep:
                 f"{', '.join(s.name for s in ExportStage)}"
             )
         self._stage = stage
-
-
-def _check_reshard(joint: JointGraph, policy: ReshardAfterForward | None) -> None:
-    """Refuse a way to reshard that tags cannot bring about on an exported step: merged gathers are
-    no unshard chain of one parameter, and what backward gathers again it goes on gathering."""
-    tagged = {node for chain in unshard_chains(joint) for node in chain.nodes}
-    merged: set[fx.Node] = set()
-    """Merged gathers of forward and what only shows their results."""
-    kept = again = False
-    for node in joint.graph.nodes:
-        gathers = is_collective(node) and role_of(node) is Role.UNSHARD
-        from_merged = not merged.isdisjoint(node.all_input_nodes)
-        if is_backward(node):
-            kept |= from_merged
-            again |= gathers
-        elif (gathers and node not in tagged) or (from_merged and is_layout_only(node)):
-            merged.add(node)
-    unlike: dict[str | None, bool] = {"always": kept, "default": kept and not again, "never": again}
-    if unlike.get(policy):
-        raise PassError(
-            f'reshard_after_forward = "{policy}" comes too late for this step, which was cut with '
-            "another: give it to run_passes, before gt.partition"
-        )
 
 
 def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:

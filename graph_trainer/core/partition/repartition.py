@@ -139,7 +139,10 @@ def repartition_by_min_cut(
             continue
         if reads_stale and node.target is torch.ops.aten.clone.default:
             # PyTorch's partitioner lets backward do what it alone reads: let the write read it too
-            _read_instead(node.all_input_nodes[0], node)
+            def comes_after(user: fx.Node, clone: fx.Node = node) -> bool:
+                return clone < user
+
+            node.all_input_nodes[0].replace_all_uses_with(node, delete_user_cb=comes_after)
         # recomputation would draw other numbers, or read what forward has written since
         is_kept = runs_once(source) or reads_stale
         if is_marked_saved(source) and recompute_policy(node) is None:
@@ -151,11 +154,6 @@ def repartition_by_min_cut(
         _merge_gathers(half.graph, set())
         half.recompile()
     return halves
-
-
-def _read_instead(value: fx.Node, clone: fx.Node) -> None:
-    """Let what comes after a clone read the clone."""
-    value.replace_all_uses_with(clone, delete_user_cb=lambda user: clone < user)
 
 
 PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_by_min_cut}

@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 from graph_trainer.core.capture.model_state import refuse_shared_memory
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect
-from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
+from graph_trainer.core.graph.ops import erase_unused
+from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -72,11 +72,35 @@ class PartitionedStep(nn.Module):
         self._gradients = [spec.name for spec in self.halves.backward.signature.outputs]
         self._places = self._binding.places(model)
         self._batch = _plain_batch(joint)
-        self.call_on_tensors = self._traceable()
+
+        # A function of the tensors of a call that torch.compile puts into its graph as it is, and
+        # that AOTAutograd traces with the metadata of the two graphs' nodes.
+        inputs_of_forward = [spec.name for spec in self.halves.forward.signature.inputs]
+        places = [inputs_of_forward.index(name) for name in self._gradients]
+
+        def interpreted(half: JointGraph) -> BoxedFunction:
+            return lambda values: fx.Interpreter(half.graph_module).run(*values)
+
+        def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
+            run = (interpreted(self.halves.forward), interpreted(self.halves.backward))
+            return _Function.apply(self, run, values, *(tensors[place] for place in places))
+
+        partitioned_step.partitioned_step = self  # type: ignore[attr-defined]
+        torch.compiler.allow_in_graph(partitioned_step)
+        self.call_on_tensors = partitioned_step
+
+        def check_tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+            self._check_ranks()
+            call = Call(self.model, args, kwargs)
+            self._binding.values(call)
+            self._trained()
+            return [*self._binding.state(self.model), *self.joint.captured_batch.take(call)]
+
         # Not as a decorator: that would import torch._dynamo along with this package, which makes
         # TORCHINDUCTOR_CACHE_DIR before the command line can refuse it.
         self.checked_tensors = torch.compiler.disable(
-            self._check_tensors,
+            check_tensors,
             reason="fullgraph=True needs a batch of plain tensors with the shapes of the capture, "
             "no nests, constants or DTensors",
         )
@@ -106,7 +130,12 @@ class PartitionedStep(nn.Module):
             run = (self._run_forward, self._run_backward)
             return self.returned(_Function.apply(self, run, values, *self._trained()))
         if self._run_loss is None:
-            self._run_loss = self._compile(_without_saved(self.halves.forward))
+            alone = copy_graph(self.halves.forward)
+            specs = [s for s in alone.signature.outputs if s.kind is not OutputKind.SAVED]
+            count = sum(spec.layout.num_tensors for spec in specs)
+            alone.output_node().args = (alone.output_values()[:count],)
+            erase_unused(alone.graph)
+            self._run_loss = self._compile(alone)
         return self.returned(self._outputs(self.run(self._run_loss, self.halves.forward, values)))
 
     def _trained(self) -> list[torch.Tensor]:
@@ -166,28 +195,6 @@ class PartitionedStep(nn.Module):
         refuse_shared_memory(specs, values)
         self._trained()
 
-    def _check_tensors(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        self._check_ranks()
-        call = Call(self.model, args, kwargs)
-        self._binding.values(call)
-        self._trained()
-        return [*self._binding.state(self.model), *self.joint.captured_batch.take(call)]
-
-    def _traceable(self) -> Callable[..., tuple[torch.Tensor, ...]]:
-        """Return a function of the tensors of a call that torch.compile puts into its graph as it
-        is, and that AOTAutograd traces with the metadata of the two graphs' nodes."""
-        names = [spec.name for spec in self.halves.forward.signature.inputs]
-        places = [names.index(name) for name in self._gradients]
-
-        def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
-            run = tuple(map(_interpreted, (self.halves.forward, self.halves.backward)))
-            return _Function.apply(self, run, values, *(tensors[place] for place in places))
-
-        partitioned_step.partitioned_step = self  # type: ignore[attr-defined]
-        torch.compiler.allow_in_graph(partitioned_step)
-        return partitioned_step
-
     def _outputs(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         pairs = with_parts(self.halves.forward.signature.outputs, results)
         return tuple(wrap(p, spec.layout) for spec, p in pairs if spec.kind is not OutputKind.SAVED)
@@ -239,37 +246,22 @@ class _Function(torch.autograd.Function):
         specs = step.halves.forward.signature.outputs
         values = list(ctx.saved_tensors)
         for place in step._differentiable:
-            values += _parts_of_gradient(specs[place], gradients[place])
+            # the gradient of an output, with the strides of the capture
+            spec, gradient = specs[place], gradients[place]
+            if gradient.stride() != spec.layout.stride:
+                strided = gradient.new_empty_strided(gradient.shape, spec.layout.stride)
+                gradient = strided.copy_(gradient)
+            if not spec.layout.matches(gradient):
+                raise CaptureError(
+                    f"the gradient of '{spec.name}' is {unwrap(gradient)[1].describe()}; backward "
+                    f"was captured for {spec.layout.describe()}: return another tensor of the "
+                    "model, or redistribute what it returns"
+                )
+            values += unwrap(gradient)[0]
         clear_saved_tensors(ctx)  # the graph frees each after its last reader
         results = step.run(ctx.run, step.halves.backward, values)
         outputs = with_parts(step.halves.backward.signature.outputs, results)
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
-
-
-def _parts_of_gradient(spec: Output, gradient: torch.Tensor) -> list[torch.Tensor]:
-    """Take the gradient of an output apart, with the strides of the capture."""
-    if gradient.stride() != spec.layout.stride:
-        gradient = gradient.new_empty_strided(gradient.shape, spec.layout.stride).copy_(gradient)
-    if not spec.layout.matches(gradient):
-        raise CaptureError(
-            f"the gradient of '{spec.name}' is {unwrap(gradient)[1].describe()}; backward was "
-            f"captured for {spec.layout.describe()}: return another tensor of the model, or "
-            "redistribute what it returns"
-        )
-    return unwrap(gradient)[0]
-
-
-def _interpreted(half: JointGraph) -> BoxedFunction:
-    def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        results: tuple[torch.Tensor, ...] = fx.Interpreter(half.graph_module).run(*values)
-        return results
-
-    return run
-
-
-def partitioned_step_of(target: object) -> PartitionedStep | None:
-    """Return the partitioned step that a node of torch.compile's graph calls, if it calls one."""
-    return getattr(target, "partitioned_step", None)
 
 
 _PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
@@ -286,18 +278,6 @@ def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
         return None  # one is a nest of tensors, or a constant
     layouts = [(tuple(n.shape), n.stride, n.dtype, n.device) for n in (s.layout for s in specs)]
     return len(args), sorted(kwargs), layouts
-
-
-def _without_saved(forward: JointGraph) -> JointGraph:
-    """Return a copy of a forward graph that computes the loss alone. Linear in nodes."""
-    alone = copy_graph(forward)
-    outputs = [s for s in forward.signature.outputs if s.kind is not OutputKind.SAVED]
-    count = sum(spec.layout.num_tensors for spec in outputs)
-    alone.output_node().args = (alone.output_values()[:count],)
-    for node in reversed(list(alone.graph.nodes)):
-        if not node.users and not has_effect(node):
-            alone.graph.erase_node(node)
-    return alone
 
 
 def partition(

@@ -138,13 +138,25 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     for name in disable_passes:
         _lookup(name, known | {p.name: p for p in selected}, "disable_passes")
     selected = [p for p in selected if p.name not in disable_passes]
-    _check_unique(selected)
+    seen: set[str] = set()
+    for each in selected:
+        if each.name in seen:
+            raise PassError(
+                f"compile.passes: '{each.name}' is listed twice; a pass runs once: remove one"
+            )
+        seen.add(each.name)
     if "default" in passes:
         # of one stage: built-in passes as the catalogue has them, others where they were put
         built_in = iter([p for p in known.values() if p in selected])
         selected = [next(built_in) if known.get(p.name) == p else p for p in selected]
         selected.sort(key=lambda p: p.stage)
-    _check_stages(selected)
+    for before, after in zip(selected, selected[1:], strict=False):
+        if after.stage < before.stage:
+            raise PassError(
+                f"compile.passes: '{after.name}' (stage {after.stage.name}) is listed after "
+                f"'{before.name}' (stage {before.stage.name}); put it in front, stages run in "
+                "the order CLEANUP, STRUCTURE, TAG, REMATERIALIZE, COMMUNICATION, SCHEDULE"
+            )
     return selected
 
 
@@ -201,12 +213,14 @@ def without_effect(
             changed = [f.name for f in fields(given) if getattr(given, f.name) != f.default]
             yield from (Idle(of, name, getattr(given, name), *lack) for name in changed or names)
     for setting, value in settings.items():
-        own, built_in = (
+        own = [p for p in selected if p not in _BUILT_IN]
+        carriers = (
             [p for p in passes if value in p.required_for.get(setting, ())]
-            for passes in ([p for p in selected if p not in _BUILT_IN], _BUILT_IN)
+            for passes in (own, _BUILT_IN)
         )
-        lacks = (lacking(selected, disabled, each.name) for each in own or built_in)
-        yield from (Idle("", setting, value, *lack) for lack in lacks if lack is not None)
+        for each in next(filter(None, carriers), ()):
+            if lack := lacking(selected, disabled, each.name):
+                yield Idle("", setting, value, *lack)
     for of, name, other, acting in idle_fields(settings, options):
         value = getattr(options[of], name) if of else settings[name]
         yield Idle(of, name, value, "has no effect", other=other, acting=acting)
@@ -284,23 +298,3 @@ def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     raise PassError(
         f"compile.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
     )
-
-
-def _check_unique(selected: Sequence[Pass]) -> None:
-    seen: set[str] = set()
-    for each in selected:
-        if each.name in seen:
-            raise PassError(
-                f"compile.passes: '{each.name}' is listed twice; a pass runs once: remove one"
-            )
-        seen.add(each.name)
-
-
-def _check_stages(selected: Sequence[Pass]) -> None:
-    for before, after in zip(selected, selected[1:], strict=False):
-        if after.stage < before.stage:
-            raise PassError(
-                f"compile.passes: '{after.name}' (stage {after.stage.name}) is listed after "
-                f"'{before.name}' (stage {before.stage.name}); put it in front, stages run in "
-                "the order CLEANUP, STRUCTURE, TAG, REMATERIALIZE, COMMUNICATION, SCHEDULE"
-            )

@@ -108,10 +108,8 @@ class RunSettings:
                 f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
                 'more. To recompute nothing set activation_policy = "none"'
             )
-        if self.activation_policy == "file":
-            self._check_table()
-
-    def _check_table(self) -> None:
+        if self.activation_policy != "file":
+            return
         if not isinstance(self.memory_table, MemoryTable):
             raise PassError(
                 f'activation_policy is "file" and memory_table {self.memory_table!r}; give it a '

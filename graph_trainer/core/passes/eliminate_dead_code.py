@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect
+from graph_trainer.core.graph.ops import erase_unused
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 
@@ -20,6 +20,4 @@ def eliminate_dead_code(joint: JointGraph, options: NoOptions, context: PassCont
     Relies on nothing. Guarantees that what is left is read or has an effect. One walk from
     the end: linear in nodes.
     """
-    for node in reversed(list(joint.graph.nodes)):
-        if not node.users and not has_effect(node):
-            joint.graph.erase_node(node)
+    erase_unused(joint.graph)

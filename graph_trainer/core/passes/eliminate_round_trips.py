@@ -20,16 +20,16 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     argument,
     argument_nodes,
+    erase_unused,
     plain_kind,
     storage_roots,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.torch_private_groups import group_ranks
 
 aten = torch.ops.aten
@@ -56,20 +56,15 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
     Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
     in which their graphs differ. Linear in nodes for each mesh dimension.
     """
-    while _shorten_all(joint):
-        eliminate_dead_code(joint)
-
-
-def _shorten_all(joint: JointGraph) -> bool:
-    """Let readers of all local slices read what this rank sent. Returns whether any changed."""
-    cuts = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
-    if not cuts:
-        return False
-    trips = _RoundTrips(joint)
-    changed = False
-    for cut in reversed(cuts):  # what precedes a node is then as it was
-        changed |= trips.shorten(cut)
-    return changed
+    changed = True
+    while changed:
+        changed = False
+        cuts = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
+        trips = _RoundTrips(joint) if cuts else None
+        for cut in reversed(cuts):  # what precedes a node is then as it was
+            changed |= trips is not None and trips.shorten(cut)
+        if changed:
+            erase_unused(joint.graph)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +80,7 @@ class _Gathered:
 
 class _RoundTrips:
     def __init__(self, joint: JointGraph) -> None:
-        self._writes = LastWrites(joint.graph)
+        self._writes = Writes(joint.graph)
         self._storages = storage_roots(joint.graph)
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
         self._ranks = cache(group_ranks)
@@ -112,8 +107,10 @@ class _RoundTrips:
             self._storages[source] = self._storages[gathered.source]
         replaced = False
         for reader in (cut, *copies):
-            if self._storages[reader] in self._returned or self._is_read_by_offset(reader):
+            if self._storages[reader] in self._returned:
                 continue
+            if any("as_strided" in str(view.target) for view in self._views(reader)):
+                continue  # an explicit offset into the storage, which changes
             if reader.users and tensor_of(reader).stride() == tensor_of(source).stride():
                 self._replace(reader, source)
                 replaced = True
@@ -192,10 +189,6 @@ class _RoundTrips:
                 user for user in each.users if self._storages.get(user) == self._storages[node]
             ]
         return views[1:]
-
-    def _is_read_by_offset(self, reader: fx.Node) -> bool:
-        """Return whether a view has an explicit offset into the storage, which changes."""
-        return any("as_strided" in str(view.target) for view in self._views(reader))
 
     def _replace(self, reader: fx.Node, source: fx.Node) -> None:
         """Let the readers of a node read another with the same elements in the same layout."""

@@ -17,7 +17,6 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
@@ -26,6 +25,7 @@ from graph_trainer.core.graph.ops import (
     plain_kind,
     written_arguments,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 
@@ -67,13 +67,13 @@ def fold_grad_reductions(joint: JointGraph, options: NoOptions, context: PassCon
     """
     graph = joint.graph
     position = {node: index for index, node in enumerate(graph.nodes)}
-    writes: LastWrites | None = None
+    writes: Writes | None = None
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
         chains = _two_chains(node)
         if chains is None:
             continue
         early, late = sorted(chains, key=lambda chain: position[chain.nodes[0]])
-        writes = writes or LastWrites(graph)
+        writes = writes or Writes(graph)
         # `writes` does not know the sums that this loop has made, which are never written
         if early.source in position and writes.between(early.nodes[0], late.nodes[0], early.source):
             continue

@@ -14,10 +14,10 @@ from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of
 from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
+    erase_unused,
     is_wait,
     plain_kind,
     schema_of,
@@ -25,10 +25,10 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.normalize_views import shows_the_same
 from graph_trainer.core.sharding.process_groups import groups_within
 from graph_trainer.core.torch_private import StridedShard
@@ -116,25 +116,57 @@ def _fuse_chains(
         and parameter_of(before) == parameter_of(node)
         and phase_of(before) is phase_of(node)
     }
-    chains = _chains(joint, pairs, join) if pairs else {}
+    chains = _joined_pairs(joint, pairs, join) if pairs else {}
     groups = groups_within([partition for _, partition in chains.values()], agreement)
     for node, (first, partition) in chains.items():
-        _set_arguments(
-            node,
-            input=argument(first, "input"),
-            group_size=len(partition[0]),
-            group_name=groups[partition],
-        )
+        schema = schema_of(node)
+        assert schema is not None
+        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
+        given["input"] = argument(first, "input")
+        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
+        node.args, node.kwargs = tuple(given.values()), {}
     if chains:
-        eliminate_dead_code(joint)
+        erase_unused(joint.graph)
 
 
-def _set_arguments(node: fx.Node, **changed: Any) -> None:
-    schema = schema_of(node)
-    assert schema is not None
-    names = [entry.name for entry in schema.arguments]
-    node.args = tuple(changed.get(name, argument(node, name)) for name in names)
-    node.kwargs = {}
+def _joined_pairs(
+    joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join
+) -> dict[fx.Node, _Chain]:
+    """Return the chains by their last collective; a chain of three extends one of two."""
+    even = _evenly_sharded(joint)
+    writes = Writes(joint.graph)
+    join = cache(join)
+    meshes = meshes_of(joint, dist.get_world_size()) if dist.is_initialized() else []
+    partition_on = cache(partial(partition_of, meshes))
+
+    def partition_around(node: fx.Node) -> Partition | None:
+        # the partition that the group of a collective belongs to, where a mesh gives it
+        name = str(argument(node, "group_name"))
+        try:
+            ranks, backend = group_ranks(name), group_backend(name)
+        except (RuntimeError, ValueError) as error:
+            raise PassError(
+                f"node '{node.name}' ({node.target}) communicates over the group '{name}', and "
+                "this process has no process group of that name; run passes where the graph "
+                "was captured, before its process groups are destroyed"
+            ) from error
+        return partition_on(ranks) if meshes and backend == dist.get_backend() else None
+
+    chains: dict[fx.Node, _Chain] = {}
+    for node, previous in pairs.items():
+        if parameter_of(node) not in even:
+            continue
+        first, inner = chains.get(previous) or (previous, partition_around(previous))
+        outer = partition_around(node)
+        if inner is None or outer is None:
+            continue
+        if writes.between(first, node, first.all_input_nodes[0]):
+            continue  # what the first one sends has changed by then
+        partition = join(inner, outer)
+        if partition is not None:
+            chains.pop(previous, None)
+            chains[node] = (first, partition)
+    return chains
 
 
 def _before(node: fx.Node) -> fx.Node | None:
@@ -159,29 +191,6 @@ def _before(node: fx.Node) -> fx.Node | None:
     return first
 
 
-def _chains(joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join) -> dict[fx.Node, _Chain]:
-    """Return the chains by their last collective; a chain of three extends one of two."""
-    even = _evenly_sharded(joint)
-    read = _group_reader(joint)
-    writes = LastWrites(joint.graph)
-    join = cache(join)
-    chains: dict[fx.Node, _Chain] = {}
-    for node, previous in pairs.items():
-        if parameter_of(node) not in even:
-            continue
-        first, inner = chains.get(previous) or (previous, read(previous))
-        outer = read(node)
-        if inner is None or outer is None:
-            continue
-        if writes.between(first, node, first.all_input_nodes[0]):
-            continue  # what the first one sends has changed by then
-        partition = join(inner, outer)
-        if partition is not None:
-            chains.pop(previous, None)
-            chains[node] = (first, partition)
-    return chains
-
-
 def _evenly_sharded(joint: JointGraph) -> set[str]:
     """Return the parameters of which every rank stores equally much.
 
@@ -201,27 +210,3 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
         if all(size % count == 0 for size, count in zip(tensor.shape, parts, strict=True)):
             even.add(spec.name)
     return even
-
-
-def _group_reader(joint: JointGraph) -> Callable[[fx.Node], Partition | None]:
-    """Make a function from a collective to the partition that its group belongs to.
-
-    It returns None where no mesh gives the partition, and raises PassError for a group that this
-    process does not have.
-    """
-    meshes = meshes_of(joint, dist.get_world_size()) if dist.is_initialized() else []
-    partition_on = cache(partial(partition_of, meshes))
-
-    def read(node: fx.Node) -> Partition | None:
-        name = str(argument(node, "group_name"))
-        try:
-            ranks, backend = group_ranks(name), group_backend(name)
-        except (RuntimeError, ValueError) as error:
-            raise PassError(
-                f"node '{node.name}' ({node.target}) communicates over the group '{name}', and "
-                "this process has no process group of that name; run passes where the graph "
-                "was captured, before its process groups are destroyed"
-            ) from error
-        return partition_on(ranks) if meshes and backend == dist.get_backend() else None
-
-    return read

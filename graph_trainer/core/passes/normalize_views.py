@@ -44,35 +44,31 @@ def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext)
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
-        source = _same_as(node)
-        if source is not None:
-            node.replace_all_uses_with(source)
+        # the node of which this view has the same elements: its input, or that of a view before
+        same: fx.Node | None = None
+        source = node.args[0] if node.args else None
+        if isinstance(source, fx.Node) and node.target in _ALIASES:
+            same = source
+        elif isinstance(source, fx.Node) and node.target in _VIEWS:
+            before = source.args[0] if source.target in _VIEWS and source.args else None
+            if shows_the_same(node, source):
+                same = source
+            elif isinstance(before, fx.Node) and shows_the_same(node, before):
+                same = before
+        if same is not None:
+            node.replace_all_uses_with(same)
             graph.erase_node(node)
-        elif node.target is aten.view.default and not _can_view(*node.args[:2]):
+        elif node.target is aten.view.default:
             source, shape = node.args[:2]
-            node.target = aten.reshape.default
-            # a copy, with the strides of a copy
-            node.meta["val"] = value_of(source).reshape(shape)
-
-
-def _same_as(node: fx.Node) -> fx.Node | None:
-    """Return the node that has the same elements as a view of it, if there is one."""
-    source = _first_argument(node)
-    if source is None:
-        return None
-    if node.target in _ALIASES:
-        return source
-    if node.target not in _VIEWS:
-        return None
-    if shows_the_same(node, source):
-        return source
-    before = _first_argument(source) if source.target in _VIEWS else None
-    return before if before is not None and shows_the_same(node, before) else None
-
-
-def _first_argument(node: fx.Node) -> fx.Node | None:
-    first = node.args[0] if node.args else None
-    return first if isinstance(first, fx.Node) else None
+            value = value_of(source)
+            if not isinstance(value, torch.Tensor) or value.is_contiguous():
+                continue
+            try:
+                value.view(shape)
+            except (RuntimeError, ValueError):
+                node.target = aten.reshape.default
+                # a copy, with the strides of a copy
+                node.meta["val"] = value.reshape(shape)
 
 
 def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
@@ -90,15 +86,3 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
         and x.storage_offset() == y.storage_offset()
         and x.dtype == y.dtype
     )
-
-
-def _can_view(source: fx.Node, shape: object) -> bool:
-    """Return whether a node's (fake) value can be viewed in another shape without a copy."""
-    value = source.meta.get("val")
-    if not isinstance(value, torch.Tensor) or value.is_contiguous():
-        return True
-    try:
-        value.view(shape)  # type: ignore[call-overload]
-    except (RuntimeError, ValueError):
-        return False
-    return True

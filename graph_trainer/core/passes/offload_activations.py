@@ -28,7 +28,6 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.host_copies import OFFLOAD, RELOAD, WAIT_COPY, starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     Storage,
     is_collective,
@@ -36,6 +35,7 @@ from graph_trainer.core.graph.ops import (
     storages_in,
     value_storages,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.rematerialize import recompute
@@ -110,9 +110,9 @@ def offload_activations(
         tagged += [node for nodes in block_inputs(joint).values() for node in nodes]
     if not tagged:
         return
-    left: Counter[str] = Counter()
-    values = _values(joint, tagged, options.min_bytes, left)
-    copied = _insert_copies(joint, values, options, left)
+    staying: Counter[str] = Counter()
+    values = _values(joint, tagged, options.min_bytes, staying)
+    copied = _insert_copies(joint, values, options, staying)
     recompute(joint, {view for value, _ in copied for view in value.shown_by})
     for value, read in copied:
         for reader in [n for n in value.base.users if is_backward(n)]:
@@ -121,14 +121,11 @@ def offload_activations(
     joint.remarks.append(
         f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
     )
-    joint.remarks += [f"{count} tagged values stay: {why}" for why, count in left.items()]
-
-
-# --- what is offloaded -----------------------------------------------------------------------
+    joint.remarks += [f"{count} tagged values stay: {why}" for why, count in staying.items()]
 
 
 def _values(
-    joint: JointGraph, tagged: list[fx.Node], min_bytes: int, left: Counter[str]
+    joint: JointGraph, tagged: list[fx.Node], min_bytes: int, staying: Counter[str]
 ) -> list[_Value]:
     """Return the storages of the tagged nodes that can be offloaded, and count why others not."""
     storages = value_storages(joint.graph)
@@ -136,78 +133,51 @@ def _values(
     for node in joint.graph.nodes:
         for storage in {s for s in storages_in(storages[node]) if s in shown}:
             shown[storage].append(node)
-    refusal = _Refusal(joint, min_bytes)
-    values = []
-    for storage, nodes in shown.items():
-        forward = [n for n in nodes if not is_backward(n)]
-        whole = [n for n in forward if _is_tensor(n) and not is_collective(n)]
-        why = refusal.of(storage, nodes, whole)
-        if why:
-            left[why] += 1
-            continue
-        base = whole[0]
-        values.append(_Value(base, forward[forward.index(base) + 1 :]))
-    return values
+    writes = Writes(joint.graph)
+    parameters = {n for chain in unshard_chains(joint) for n in chain.nodes}
+    returned = set(joint.output_node().all_input_nodes)
+    devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}
 
-
-def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(value_of(node), torch.Tensor)
-
-
-def _is_also_read_elsewhere(whole: list[fx.Node], nodes: list[fx.Node]) -> bool:
-    """Return whether backward reads the collective or the tuple from which the tensor came, or the
-    tensor's memory is communicated again."""
-    before = nodes[: nodes.index(whole[0])]
-    return any(is_wait(n) or is_collective(n) for n in nodes[len(before) + 1 :]) or any(
-        is_backward(user) for node in before for user in node.users
-    )
-
-
-class _Refusal:
-    """Says why a storage cannot be offloaded, or need not be."""
-
-    def __init__(self, joint: JointGraph, min_bytes: int) -> None:
-        self._writes = LastWrites(joint.graph)
-        self._parameters = {n for chain in unshard_chains(joint) for n in chain.nodes}
-        self._returned = set(joint.output_node().all_input_nodes)
-        devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}
-        self._host_is_device = devices <= {"cpu"}
-        self._min_bytes = min_bytes
-
-    def of(self, storage: Storage, nodes: list[fx.Node], whole: list[fx.Node]) -> str:
-        """Return the reason, empty if there is none.
-
-        Args:
-            nodes: all that have the storage.
-            whole: those of forward and loss whose value is one tensor, complete.
-        """
+    def why_not(storage: Storage, nodes: list[fx.Node], whole: list[fx.Node]) -> str:
+        # of the nodes that have the storage, `whole` are those of forward with one whole tensor
         if storage[0].op != "call_function":
             return "memory of an input"
         if not any(is_backward(user) for node in nodes for user in node.users):
             return "backward does not read them, or computes them again"
-        if not self._parameters.isdisjoint(nodes):
+        if not parameters.isdisjoint(nodes):
             return "parameters, which are gathered again instead"
-        if not self._returned.isdisjoint(nodes):
+        if not returned.isdisjoint(nodes):
             return "memory of an output"
-        if not whole or _is_also_read_elsewhere(whole, nodes):
+        # backward may read the collective or the tuple from which the tensor came, or the tensor's
+        # memory may be communicated again
+        place = nodes.index(whole[0]) if whole else 0
+        source_read = any(is_backward(user) for node in nodes[:place] for user in node.users)
+        sent_again = any(is_wait(n) or is_collective(n) for n in nodes[place + 1 :])
+        if not whole or source_read or sent_again:
             return "read in other ways than through one tensor"
-        if self._writes.is_written(whole[0]):
+        if writes.is_written(whole[0]):
             return "written in place"
-        return self._of_tensor(tensor_of(whole[0]))
-
-    def _of_tensor(self, tensor: torch.Tensor) -> str:
+        tensor = tensor_of(whole[0])
         if any(isinstance(size, torch.SymInt) for size in tensor.shape):
             return "of a size that is not fixed"
-        if tensor.nbytes < self._min_bytes:
+        if tensor.nbytes < min_bytes:
             return f"smaller than {KEY}.min_bytes"
-        if tensor.device.type == "cpu" and not self._host_is_device:
+        if tensor.device.type == "cpu" and not devices <= {"cpu"}:
             return "in host memory already"
         if torch.empty_like(tensor).stride() != tensor.stride():
             return "with gaps in memory"
         return ""
 
-
-# --- where copies start and end --------------------------------------------------------------
+    values = []
+    for storage, nodes in shown.items():
+        forward = [n for n in nodes if not is_backward(n)]
+        tensors = [n for n in forward if isinstance(value_of(n), torch.Tensor)]
+        whole = [n for n in tensors if not is_collective(n)]
+        if why := why_not(storage, nodes, whole):
+            staying[why] += 1
+            continue
+        values.append(_Value(whole[0], forward[forward.index(whole[0]) + 1 :]))
+    return values
 
 
 class _Places:
@@ -229,65 +199,65 @@ class _Places:
         halves = [[n for n in self.order if is_backward(n) is half] for half in (False, True)]
         self._end = self.at[halves[1][0]] if halves[1] else len(self.order) - 1
         """Where backward begins."""
-        self._forward, self._backward = map(self._first_of_blocks, halves)
+        # where each block begins in forward, where the last one ends, and where each begins in
+        # backward
+        begins: list[dict[str, int]] = [{}, {}]
+        for first, nodes in zip(begins, halves, strict=True):
+            for node in nodes:
+                if (block := block_of(module_of(node))) is not None:
+                    first.setdefault(block, self.at[node])
+        self._forward, self._backward = (sorted(first.values()) for first in begins)
         blocks = [n for n in halves[0] if block_of(module_of(n)) is not None]
         self._forward += [self.at[n] + 1 for n in blocks[-1:]]
-
-    def _first_of_blocks(self, nodes: list[fx.Node]) -> list[int]:
-        first: dict[str, int] = {}
-        for node in nodes:
-            if (block := block_of(module_of(node))) is not None:
-                first.setdefault(block, self.at[node])
-        return sorted(first.values())
 
     def last(self, node: fx.Node) -> int:
         """Return the number of the last node that computes up to this one."""
         return self.at[node] - (self.order[self.at[node]] is not node)
 
-    def end_of_copy_out(self, last: int) -> int:
-        """Return where a copy is waited for of a value that forward last reads at `last`."""
-        number = bisect.bisect_right(self._forward, last) + self._options.finish_blocks
-        return self._forward[number] if number < len(self._forward) else max(self._end, last + 1)
+    def waits(self, last: int, first: int) -> tuple[int, int]:
+        """Return where a copy to the host is waited for and where the copy back starts.
 
-    def start_of_copy_back(self, first: int) -> int:
-        """Return where a value is copied back that backward first reads at `first`."""
+        Args:
+            last: where forward last reads the value.
+            first: where backward first reads it.
+        """
+        place = bisect.bisect_right(self._forward, last) + self._options.finish_blocks
+        end = self._forward[place] if place < len(self._forward) else max(self._end, last + 1)
         ahead = self._options.prefetch_blocks
-        if not ahead or not self._backward:
-            return first
-        number = bisect.bisect_right(self._backward, first) - 1 - ahead
-        return self._backward[number] if number >= 0 else min(self._end, first)
+        back = first
+        if ahead and self._backward:
+            place = bisect.bisect_right(self._backward, first) - 1 - ahead
+            back = self._backward[place] if place >= 0 else min(self._end, first)
+        return end, max(back, last + 1)
 
 
 def _insert_copies(
     joint: JointGraph,
     values: list[_Value],
     options: OffloadActivationsOptions,
-    left: Counter[str],
+    staying: Counter[str],
 ) -> list[tuple[_Value, fx.Node]]:
     """Insert the copies of the values, each with the node that backward is to read."""
     places = _Places(joint.graph, options)
     copied: list[tuple[_Value, fx.Node]] = []
     for value in sorted(values, key=lambda v: v.base):
         base = value.base
-        nodes = {
-            base,
-            *value.shown_by,
-            *(n for view in (base, *value.shown_by) for n in view.users),
-        }
+        nodes = {base, *value.shown_by}
+        for view in (base, *value.shown_by):
+            nodes.update(view.users)
         last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
         reader = min(n for n in nodes if is_backward(n))
         first = places.at[reader]
-        back = max(places.start_of_copy_back(first), last + 1)
-        end = places.end_of_copy_out(last)
+        end, back = places.waits(last, first)
         if max(back, end) > first or end >= back:
-            left["backward needs them before a copy would be complete"] += 1
+            staying["backward needs them before a copy would be complete"] += 1
             continue
         device, phase = tensor_of(base).device, phase_of(base)
         out = _insert(joint, places.order[last + 1], base, phase, OFFLOAD, base)
         stored = _insert(joint, places.order[end], base, phase, WAIT_COPY, out, base)
         start = places.order[back] if back < first else reader
-        again = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
-        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, again, stored)
+        reload = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
+        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, reload, stored)
         copied.append((value, read))
     return copied
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
-from graph_trainer.core.graph.access_order import AccessOrder
 from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
+from graph_trainer.core.graph.writes import AccessOrder
 from graph_trainer.core.ordering.agreement import (
     Agreement,
     OneRank,
@@ -128,7 +128,16 @@ def pass_by_pass(
     _check_settings(joint, config, selected)
     if first is not None:
         selected = [each for each in selected if each.name in first.history]
-    _check_history(joint, selected)
+    # An earlier stage than that of a pass that ran on the graph may not follow: merging gathers
+    # after rematerialization, for one, would undo it without a word.
+    known = registered_passes()
+    ran = [known[name] for name in joint.history if name in known]
+    latest = max(ran, key=lambda p: p.stage, default=None)
+    if latest is not None and selected and selected[0].stage < latest.stage:
+        raise PassError(
+            f"'{selected[0].name}' (stage {selected[0].stage.name}) cannot run on a graph that "
+            f"'{latest.name}' (stage {latest.stage.name}) ran on before; capture again"
+        )
     run, simulated_on = _context_of(joint, config, selected, agreement)
     steps = _prepare(config, selected, run, {} if first is None else first.decisions)
     follows_plan = first is not None and plan_memory.name in first.decisions
@@ -266,8 +275,8 @@ def _context_of(
 ) -> tuple[PassContext, str]:
     """Return what all passes know of the run; and which machine they simulate and why, where a
     pass does and no hardware is named."""
-    asks = (each.needs_hardware(_options(config, each), config) for each in selected)
-    if config.hardware is not None or not any(asks):
+    simulates = (each.needs_hardware(_options(config, each), config) for each in selected)
+    if config.hardware is not None or not any(simulates):
         return PassContext(settings=config, agreement=agreement, hardware=config.hardware), ""
     detected = detect_on_all_ranks(joint, agreement)
     context = PassContext(settings=config, agreement=agreement, hardware=detected.hardware)
@@ -335,21 +344,6 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
-def _check_history(joint: JointGraph, selected: Sequence[Pass]) -> None:
-    """Refuse to go back to an earlier stage than that of a pass that ran on the graph: merging
-    gathers after rematerialization, for one, would undo it without a word."""
-    known = registered_passes()
-    ran = [known[name] for name in joint.history if name in known]
-    if not ran or not selected:
-        return
-    latest = max(ran, key=lambda p: p.stage)
-    if selected[0].stage < latest.stage:
-        raise PassError(
-            f"'{selected[0].name}' (stage {selected[0].stage.name}) cannot run on a graph that "
-            f"'{latest.name}' (stage {latest.stage.name}) ran on before; capture again"
-        )
-
-
 def run_one(
     joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
 ) -> tuple[float, str, AccessOrder]:
@@ -377,20 +371,17 @@ def run_one(
             verified = numbers.check(joint, changes_sums=step.may_change_sums)
     except VerificationError as error:
         raise VerificationError(
-            f"pass '{step.graph_pass.name}' (after {_ran(joint)}) left an invalid graph: {error}"
+            f"pass '{step.graph_pass.name}' (after {', '.join(joint.history) or 'no other pass'}) "
+            f"left an invalid graph: {error}"
         ) from error
     joint.history.append(step.graph_pass.name)
     return seconds, verified, order
 
 
-def _ran(joint: JointGraph) -> str:
-    return ", ".join(joint.history) or "no other pass"
-
-
 def _run(joint: JointGraph, step: PassStep) -> None:
     """Run a pass, naming it in what it raises."""
     name = step.graph_pass.name
-    ran = _ran(joint)
+    ran = ", ".join(joint.history) or "no other pass"
     try:
         step.run(joint)
     except CollectiveError:  # no fault of the pass that waited for the lost rank

@@ -15,7 +15,6 @@ from graph_trainer.core.graph.annotations import (
     recompute_policy,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     is_getitem,
@@ -23,6 +22,7 @@ from graph_trainer.core.graph.ops import (
     subgraph_of,
     written_arguments,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -57,20 +57,47 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
     if not tagged:
         return
     graph = joint.graph
-    writes = LastWrites(graph)
-    copier = _Copier(joint)
-    copies = copier.copies
+    writes = Writes(graph)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def argument_of_copy(source: fx.Node) -> fx.Node:
+        module = subgraph_of(source)
+        if module is None:
+            return copies.get(source, source)
+        stem = f"{str(source.target).replace('.', '_')}_recomputed"
+        names = (f"{stem}_{number}" for number in itertools.count())
+        name = next(name for name in names if not hasattr(joint.graph_module, name))
+        joint.graph_module.add_submodule(name, _copy_module(module))
+        attribute = graph.get_attr(name)
+        attribute.meta.update(source.meta)
+        return attribute
+
     for reader in list(graph.nodes):
         if not is_backward(reader):
             continue
-        for node in _needed(reader, tagged, copies):
+        # the tagged nodes that the reader needs and that have no copy yet
+        needed: set[fx.Node] = set()
+        stack = [reader]
+        while stack:
+            inputs = tagged.intersection(stack.pop().all_input_nodes) - needed - copies.keys()
+            needed |= inputs
+            stack += inputs
+        for node in sorted(needed):
             _check_may_run_again(node, reader, writes)
             with graph.inserting_before(reader):
-                copier.copy(node)
+                copies[node] = graph.node_copy(node, argument_of_copy)
+            copy_annotations(node, copies[node], phase=Phase.BACKWARD)
         if any(source in copies for source in reader.all_input_nodes):
             reader.args = fx.map_arg(reader.args, lambda n: copies.get(n, n))
             reader.kwargs = fx.map_arg(reader.kwargs, lambda n: copies.get(n, n))
-    _erase_unused_originals(graph, copies)
+    # the originals that only backward read: those with an effect were refused above
+    for node in reversed(list(graph.nodes)):
+        if node in copies and not node.users:
+            subgraphs = [n for n in node.all_input_nodes if subgraph_of(n) is not None]
+            graph.erase_node(node)
+            for attribute in subgraphs:
+                if not attribute.users:
+                    graph.erase_node(attribute)
 
 
 def to_be_recomputed(node: fx.Node) -> bool:
@@ -87,44 +114,6 @@ def to_be_recomputed(node: fx.Node) -> bool:
     return policy is CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _needed(reader: fx.Node, tagged: set[fx.Node], copies: dict[fx.Node, fx.Node]) -> list[fx.Node]:
-    """Return the tagged nodes that a reader needs and that have no copy yet, in graph order."""
-    needed: set[fx.Node] = set()
-    stack = [reader]
-    while stack:
-        inputs = tagged.intersection(stack.pop().all_input_nodes) - needed - copies.keys()
-        needed |= inputs
-        stack += inputs
-    return sorted(needed)
-
-
-class _Copier:
-    """Copies nodes to where the graph inserts now; copies read earlier copies."""
-
-    def __init__(self, joint: JointGraph) -> None:
-        self.copies: dict[fx.Node, fx.Node] = {}
-        self._joint = joint
-
-    def copy(self, node: fx.Node) -> None:
-        """Copy one node with its annotations, in the phase backward and without its tag."""
-        made = self._joint.graph.node_copy(node, self._argument)
-        copy_annotations(node, made, phase=Phase.BACKWARD)
-        self.copies[node] = made
-
-    def _argument(self, source: fx.Node) -> fx.Node:
-        module = subgraph_of(source)
-        if module is None:
-            return self.copies.get(source, source)
-        joint, target = self._joint, str(source.target)
-        stem = f"{target.replace('.', '_')}_recomputed"
-        names = (f"{stem}_{number}" for number in itertools.count())
-        name = next(name for name in names if not hasattr(joint.graph_module, name))
-        joint.graph_module.add_submodule(name, _copy_module(module))
-        attribute = joint.graph.get_attr(name)
-        attribute.meta.update(source.meta)
-        return attribute
-
-
 def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     """Copy a subgraph, so that a pass on one of the two never changes the other. Its tensors stay
     shared; graphs within it are copied too."""
@@ -135,7 +124,7 @@ def _copy_module(module: fx.GraphModule) -> fx.GraphModule:
     return made
 
 
-def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> None:
+def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: Writes) -> None:
     """Refuse a node that would give `reader` another result if it ran again."""
     what = f"node '{node.name}' ({node.target}) is tagged MUST_RECOMPUTE but"
     if written_arguments(node):
@@ -155,15 +144,3 @@ def _check_may_run_again(node: fx.Node, reader: fx.Node, writes: LastWrites) -> 
                 f"{what} reads '{source.name}', which '{writer.name}' writes in place after it: "
                 "tag it MUST_SAVE"
             )
-
-
-def _erase_unused_originals(graph: fx.Graph, copies: dict[fx.Node, fx.Node]) -> None:
-    """Erase the originals that only backward read. They have no effect, or `_check_may_run_again`
-    would have refused them."""
-    for node in reversed(list(graph.nodes)):
-        if node in copies and not node.users:
-            subgraphs = [n for n in node.all_input_nodes if subgraph_of(n) is not None]
-            graph.erase_node(node)
-            for attribute in subgraphs:
-                if not attribute.users:
-                    graph.erase_node(attribute)

@@ -103,11 +103,27 @@ class Report:
 
     def cells(self) -> list[list[str]]:
         """Return the rows as text under HEADINGS; a number that a pass changed has the change."""
-        table, before = [], None
+        gathers = [name for name, kind in KINDS.items() if kind.result is Result.GATHERED]
+        reductions = [name for name, kind in KINDS.items() if kind.reduces]
+        table: list[list[str]] = []
+        before: list[float] | None = None
         for row in self.rows:
-            name = f"{row.name}, rolled back" if row.rolled_back else row.name
-            table.append([name, *_cells(row, before)])
-            before = row
+            forward = sum(row.count(n, p) for n in gathers for p in (Phase.FORWARD, Phase.LOSS))
+            numbers = [
+                row.nodes,
+                forward,
+                sum(row.count(name, Phase.BACKWARD) for name in gathers),
+                sum(row.count(name) for name in reductions),
+                row.collective_bytes / MIB,
+                row.peak_bytes / MIB,
+            ]
+            cells = [f"{row.name}, rolled back" if row.rolled_back else row.name]
+            for value, earlier in zip(numbers, before or numbers, strict=True):
+                digits = 1 if isinstance(value, float) else 0
+                change = round(value - earlier, digits)
+                cells.append(f"{value:,.{digits}f}" + (f" {change:+,.{digits}f}" if change else ""))
+            table.append([*cells, f"{row.seconds:.2f}"])
+            before = numbers
         return table
 
     def notes(self) -> list[str]:
@@ -131,27 +147,3 @@ class Report:
             right = [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
             lines.append("  ".join([name.ljust(widths[0]), *right]))
         return "\n".join([*lines, *self.notes()])
-
-
-def _cells(row: PassReport, before: PassReport | None) -> list[str]:
-    cells = []
-    for place, value in enumerate(_numbers(row)):
-        digits = 1 if isinstance(value, float) else 0
-        change = 0 if before is None else round(value - _numbers(before)[place], digits)
-        cells.append(f"{value:,.{digits}f}" + (f" {change:+,.{digits}f}" if change else ""))
-    return [*cells, f"{row.seconds:.2f}"]
-
-
-def _numbers(row: PassReport) -> list[float]:
-    gathers = [name for name, kind in KINDS.items() if kind.result is Result.GATHERED]
-    forward = sum(row.count(n, phase) for n in gathers for phase in (Phase.FORWARD, Phase.LOSS))
-    backward = sum(row.count(name, Phase.BACKWARD) for name in gathers)
-    reductions = sum(row.count(name) for name, kind in KINDS.items() if kind.reduces)
-    return [
-        row.nodes,
-        forward,
-        backward,
-        reductions,
-        row.collective_bytes / MIB,
-        row.peak_bytes / MIB,
-    ]

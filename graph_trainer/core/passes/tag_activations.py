@@ -25,7 +25,6 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
     aliased_input,
     collective_kind,
@@ -33,6 +32,7 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
 )
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, acts_with
 from graph_trainer.core.suggest import did_you_mean
@@ -112,7 +112,7 @@ def tag_activations(
     policy = context.settings.activation_policy
     if policy not in tag_activations.required_for["activation_policy"]:
         return
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
     every = context.settings.recompute_every_nth_block if policy == "layers" else 1
     blocks = forward_blocks(joint)
     if joint.signature.backward and 0 < len(blocks) < every:
@@ -140,13 +140,13 @@ def _communicated(
 ) -> Iterator[fx.Node]:
     """Yield the collectives that backward does not repeat, and their waits."""
     full = context.settings.activation_policy != "selective"
-    again = options.regather == "always" or (options.regather == "policy" and full)
+    repeats = options.regather == "always" or (options.regather == "policy" and full)
     for node in nodes:
         if not (is_collective(node) or is_wait(node)):
             continue
         kind = collective_kind(node if is_collective(node) else node.all_input_nodes[0])
         gathers = kind is not None and kind.result is Result.GATHERED
-        if not again or not (gathers or full):
+        if not repeats or not (gathers or full):
             yield node
 
 
@@ -164,25 +164,15 @@ def _worth_keeping(
                 yield node
         elif node.target in _EXPENSIVE or _ATTENTION.search(str(node.target)):
             yield node
-        elif not has_residual and _is_residual(node, block):
-            # without it a schedule may hoist the recomputation of whole blocks
-            has_residual = True
-            yield node
-
-
-def _is_residual(node: fx.Node, block: str) -> bool:
-    """Return whether a node adds what the block was given to what it made of it."""
-    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
-        return False
-    shape = tensor_of(node).shape
-    inputs = node.all_input_nodes
-    return all(tensor_of(n).shape == shape for n in inputs) and any(
-        forward_block_of(_base(n)) != block for n in inputs
-    )
-
-
-def _base(node: fx.Node) -> fx.Node:
-    """Return the node that allocated what a view shows."""
-    while (source := aliased_input(node)) is not None:
-        node = source
-    return node
+        elif not has_residual and node.target is aten.add.Tensor and len(node.all_input_nodes) == 2:
+            # The first addition of what the block was given to what it made of it: without it a
+            # schedule may hoist the recomputation of whole blocks.
+            sources = []
+            for source in node.all_input_nodes:
+                if tensor_of(source).shape == tensor_of(node).shape:
+                    while (base := aliased_input(source)) is not None:
+                        source = base
+                    sources.append(source)
+            if len(sources) == 2 and any(forward_block_of(s) != block for s in sources):
+                has_residual = True
+                yield node

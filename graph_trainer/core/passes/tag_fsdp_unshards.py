@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket, unshard_chains
+from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
 from graph_trainer.core.graph.annotations import recompute_policy, set_recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -27,7 +27,12 @@ def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContex
     Relies on FSDP roles and on `deduplicate_unshards`. Changes metadata only. n log n.
     """
     chains = unshard_chains(joint)
-    kept = _kept(joint, context, chains)
+    settings = context.settings
+    kept = {chain.parameter for chain in chains}
+    if settings.reshard_after_forward == "always":
+        kept = set()
+    elif settings.reshard_after_forward != "never" and not settings.pipeline_parallel:
+        kept = last_bucket(joint, chains)
     decided = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE)
     for chain in chains:
         recomputed = any(
@@ -43,12 +48,3 @@ def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContex
         for node in chain.nodes:
             if recompute_policy(node) not in decided:
                 set_recompute_policy(node, policy)
-
-
-def _kept(joint: JointGraph, context: PassContext, chains: list[UnshardChain]) -> set[str]:
-    everything = {chain.parameter for chain in chains}
-    if context.settings.reshard_after_forward == "always":
-        return set()
-    if context.settings.reshard_after_forward == "never" or context.settings.pipeline_parallel:
-        return everything
-    return last_bucket(joint, chains)

@@ -30,7 +30,13 @@ class SameOnAnyMesh(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], DTensor):
-            return _value_of_whole(args[0])
+            # a scalar may be a partial sum or maximum on each rank; no backend adds booleans
+            scalar = args[0]
+            local, mesh = scalar.to_local(), scalar.device_mesh
+            part: torch.Tensor = local.to(torch.int64) if local.dtype is torch.bool else local
+            total = DTensor.from_local(part, mesh, scalar.placements, run_check=False)
+            value = total.redistribute(placements=[Replicate()] * mesh.ndim).to_local().item()
+            return bool(value) if local.dtype is torch.bool else value
         like = args[0] if args else None
         if not isinstance(like, DTensor) or torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -59,14 +65,3 @@ class SameOnAnyMesh(TorchDispatchMode):
             shape=like.shape,
             stride=drawn.stride(),
         )
-
-
-def _value_of_whole(scalar: DTensor) -> bool | int | float:
-    """Return the value of a scalar DTensor, which may be a partial sum or maximum on each rank."""
-    local = scalar.to_local()
-    # no backend adds booleans
-    part = local.to(torch.int64) if local.dtype is torch.bool else local
-    mesh = scalar.device_mesh
-    whole = DTensor.from_local(part, mesh, scalar.placements, run_check=False)
-    value = whole.redistribute(placements=[Replicate()] * mesh.ndim).to_local().item()
-    return bool(value) if local.dtype is torch.bool else value

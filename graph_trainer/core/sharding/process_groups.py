@@ -32,8 +32,21 @@ def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict
         PassError: the ranks ask for different groups; or a group is to be made while other ranks
             do not take part.
     """
-    names = {partition: _made_before(partition) for partition in partitions}
-    missing = sorted(partition for partition, name in names.items() if name is None)
+    if not partitions:
+        return {}
+    # A partition is made on all ranks at once, so all ranks find theirs or none; groups made
+    # elsewhere may exist on some ranks only and do not count.
+    world, everyone = dist.group.WORLD, tuple(range(dist.get_world_size()))
+    assert world is not None
+    ranks_of = dict(process_groups())
+    names: dict[Partition, str] = {}
+    for partition in partitions:
+        if partition == (everyone,):
+            names[partition] = str(world.group_name)
+        for group in groups_made():
+            if ranks_of[group] in partition:
+                names.setdefault(partition, str(group.group_name))
+    missing = sorted(set(partitions) - names.keys())
     if missing and agreement.is_apart:
         raise PassError(
             "a batch makes this rank's graph ask for process groups that its first graph did not "
@@ -46,35 +59,15 @@ def groups_within(partitions: Sequence[Partition], agreement: Agreement) -> dict
             f"{[p[0] for p in missing]} and the like; look for code in the model that depends "
             "on the rank, or leave the pass out with compile.disable_passes"
         )
-    made = {partition: _make(partition) for partition in missing}
-    return {partition: name or made[partition] for partition, name in names.items()}
+    for partition in missing:
+        for ranks in partition:
+            group = new_group_in_order(ranks, _MADE_HERE)
+            if dist.get_rank() in ranks:
+                names[partition] = str(group.group_name)
+        assert partition in names, "a partition has a group for every rank of the world"
+    return names
 
 
 def groups_made() -> list[dist.ProcessGroup]:
     """List this rank's process groups that were made here."""
     return [group for group, _ in process_groups() if group.group_desc == _MADE_HERE]
-
-
-def _made_before(partition: Partition) -> str | None:
-    """Return the name of this rank's group if it was made here before. A partition is made on all
-    ranks at once, so all ranks find theirs or none; groups made elsewhere may exist on some ranks
-    only and do not count."""
-    everyone = tuple(range(dist.get_world_size()))
-    if partition == (everyone,):
-        world = dist.group.WORLD
-        assert world is not None
-        return str(world.group_name)
-    ranks_of = dict(process_groups())
-    names = [str(g.group_name) for g in groups_made() if ranks_of[g] in partition]
-    return names[0] if names else None
-
-
-def _make(partition: Partition) -> str:
-    rank = dist.get_rank()
-    mine = ""
-    for ranks in partition:
-        group = new_group_in_order(ranks, _MADE_HERE)
-        if rank in ranks:
-            mine = str(group.group_name)
-    assert mine, "a partition has a group for every rank of the world"
-    return mine

@@ -66,8 +66,8 @@ class _SecondRound:
             work = self.started.result(timeout.total_seconds() or None)
         except TimeoutError:
             raise RuntimeError(f"Timed out: an all-reduce took longer than {timeout}") from None
-        left = timeout - timedelta(seconds=time.monotonic() - start)
-        work.wait(max(left, timedelta(milliseconds=1)) if timeout else timeout)
+        rest = timeout - timedelta(seconds=time.monotonic() - start)
+        work.wait(max(rest, timedelta(milliseconds=1)) if timeout else timeout)
 
     def is_completed(self) -> bool:
         if not self.started.done():

@@ -9,6 +9,7 @@ these reads is a few plain nodes that passes can move, merge, drop and repeat.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,10 +23,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.fx.traceback import annotate
 from torch.nn.parameter import is_lazy
 
-from graph_trainer.core.graph.annotations import (
-    Role,
-    annotation,
-)
+from graph_trainer.core.graph.annotations import Role, annotation
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
 from graph_trainer.core.torch_private import StridedShard, registered_parameter
@@ -95,7 +93,11 @@ class _Unshard(torch.autograd.Function):
             if shard.is_floating_point() and sharding.policy.param_dtype is not None:
                 full = shard.to(sharding.policy.param_dtype)
             if sharding.shard_group is not None:
-                full = _gather_rows(full, sharding.shard_group, sharding.rows)
+                # [local rows, ...] -> [rows, ...]. Ranks after the last full one have fewer rows or
+                # none: each sends the same padded number, and all padding comes after the last row.
+                rows, group = sharding.rows, sharding.shard_group
+                full = all_gather(_pad_rows(full.contiguous(), -(-rows // group.size())), group)
+                full = full if full.shape[0] == rows else full.narrow(0, 0, rows)
             # autograd needs another tensor than its input where neither op made one
             return full.view_as(full) if full is shard else full
 
@@ -106,28 +108,17 @@ class _Unshard(torch.autograd.Function):
             if grad.is_floating_point() and sharding.policy.reduce_dtype is not None:
                 grad = grad.to(sharding.policy.reduce_dtype)
             if sharding.shard_group is not None:
-                grad = _scatter_rows(grad, sharding.shard_group, sharding)
+                # [rows, ...] -> [local rows, ...], summed over the group
+                group = sharding.shard_group
+                per_rank = -(-sharding.rows // group.size())
+                grad = reduce_scatter(_pad_rows(grad.contiguous(), per_rank * group.size()), group)
+                if per_rank != sharding.local_rows:
+                    grad = grad.narrow(0, 0, sharding.local_rows)
             for group in sharding.reduce_groups:
                 grad = all_reduce(grad.contiguous(), group)
             if sharding.divisor != 1:
                 grad = grad / sharding.divisor
             return grad.to(ctx.shard_dtype), None
-
-
-def _gather_rows(shard: torch.Tensor, group: dist.ProcessGroup, rows: int) -> torch.Tensor:
-    """All-gather: [local rows, ...] -> [rows, ...]. Ranks after the last full one have fewer rows
-    or none, so each sends the same padded number, and all padding comes after the last row."""
-    full = all_gather(_pad_rows(shard.contiguous(), -(-rows // group.size())), group)
-    return full if full.shape[0] == rows else full.narrow(0, 0, rows)
-
-
-def _scatter_rows(
-    grad: torch.Tensor, group: dist.ProcessGroup, sharding: _Sharding
-) -> torch.Tensor:
-    """Reduce-scatter: [rows, ...] -> [local rows, ...], summed over the group."""
-    per_rank = -(-sharding.rows // group.size())
-    local = reduce_scatter(_pad_rows(grad.contiguous(), per_rank * group.size()), group)
-    return local if per_rank == sharding.local_rows else local.narrow(0, 0, sharding.local_rows)
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -184,7 +175,14 @@ def simple_fsdp(
         mesh = init_device_mesh("cpu", (8,))
         model = simple_fsdp(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     """
-    _check_mode(mode, mesh)
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode is '{mode}'; it must be one of {', '.join(get_args(Mode))}")
+    wanted = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != wanted:
+        raise ConfigError(
+            f"mode '{mode}' needs a mesh of {wanted} dimension{'s' if wanted > 1 else ''}"
+            f"{' (replicate, shard)' if wanted > 1 else ''} and got one of {mesh.ndim}: {mesh}"
+        )
     for name, module in model.named_modules():
         if isinstance(module, _Sharded):
             raise ConfigError(
@@ -256,12 +254,8 @@ def _reading_class(base: type, names: tuple[str, ...]) -> type:
     Python finds a property of the class before nn.Module looks among its parameters, so forward
     reads the gathered tensor; named_parameters, state_dict and the optimizer read the shard.
     """
-    reads = {name: property(_reader(name)) for name in names}
-    return type(base.__name__, (_Sharded, base), {**reads, "__module__": base.__module__})
 
-
-def _reader(name: str) -> Any:
-    def read(module: nn.Module) -> torch.Tensor | None:
+    def read(module: nn.Module, name: str) -> torch.Tensor | None:
         parameter = registered_parameter(module, name)
         if parameter is None or _as_shards.get():
             return parameter
@@ -271,7 +265,8 @@ def _reader(name: str) -> Any:
             # nn.Module.__getattr__ would catch it and return the shard instead
             raise RuntimeError(f"gathering parameter '{name}' failed: {error}") from error
 
-    return read
+    reads = {name: property(functools.partial(read, name=name)) for name in names}
+    return type(base.__name__, (_Sharded, base), {**reads, "__module__": base.__module__})
 
 
 def shard_of(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
@@ -293,17 +288,6 @@ def shard_of(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
         if isinstance(placement, (Shard, StridedShard)):
             local = _part_of_rank(local, placement.dim, mesh, dim)
     return local
-
-
-def _check_mode(mode: str, mesh: DeviceMesh) -> None:
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode is '{mode}'; it must be one of {', '.join(get_args(Mode))}")
-    wanted = 2 if mode == "hybrid_shard" else 1
-    if mesh.ndim != wanted:
-        raise ConfigError(
-            f"mode '{mode}' needs a mesh of {wanted} dimension{'s' if wanted > 1 else ''}"
-            f"{' (replicate, shard)' if wanted > 1 else ''} and got one of {mesh.ndim}: {mesh}"
-        )
 
 
 def _shard(
@@ -334,7 +318,11 @@ def _shard(
         # a copy, so that the unsharded storage is freed
         shard = _part_of_rank(local, 0, mesh, shard_dim).contiguous().clone()
         rows_here = shard.shape[0]
-        split = _ranks_that_split_rows(data)
+        split = 1  # the parts into which tensor parallelism has already split the rows
+        if isinstance(data, DTensor):
+            for size, placement in zip(data.device_mesh.shape, data.placements, strict=True):
+                if isinstance(placement, Shard) and placement.dim == 0:
+                    split *= size
         row_placement: Placement = StridedShard(0, split_factor=split) if split > 1 else Shard(0)
         group = mesh.get_group(shard_dim)
         others = tuple(mesh.get_group(d) for d in range(shard_dim))
@@ -357,13 +345,3 @@ def _part_of_rank(
     per_rank = -(-size // mesh.size(mesh_dim))
     start = min(mesh.get_local_rank(mesh_dim) * per_rank, size)
     return tensor.narrow(tensor_dim, start, min(per_rank, size - start))
-
-
-def _ranks_that_split_rows(data: torch.Tensor) -> int:
-    """Count the parts into which tensor parallelism has already split the rows."""
-    parts = 1
-    if isinstance(data, DTensor):
-        for size, placement in zip(data.device_mesh.shape, data.placements, strict=True):
-            if isinstance(placement, Shard) and placement.dim == 0:
-                parts *= size
-    return parts

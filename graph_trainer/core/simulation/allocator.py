@@ -45,8 +45,14 @@ class Segment:
         """Take a block of at least `num_bytes` and store it under `key`."""
         wanted = max(_ROUND, -(-num_bytes // _ROUND) * _ROUND)
         place = bisect.bisect_left(self._free, (wanted, -1))
-        if place == len(self._free):
-            size, address = self._grow(wanted)
+        if place == len(self._free):  # the segment grows
+            address = self.reserved
+            if self.reserved in self._start_of_end:  # a free block at the end is extended
+                address = self._start_of_end[self.reserved]
+                self._drop(address)
+            missing = wanted - (self.reserved - address)
+            self.reserved += -(-missing // self._page) * self._page
+            size = self.reserved - address
         else:
             size, address = self._free.pop(place)
             del self._size_at[address], self._start_of_end[address + size]
@@ -57,15 +63,6 @@ class Segment:
     def free(self, key: object) -> None:
         """Return the block of `key` to the segment."""
         self._put(*self._used.pop(key))
-
-    def _grow(self, wanted: int) -> tuple[int, int]:
-        address = self.reserved
-        if self.reserved in self._start_of_end:  # a free block at the end is extended
-            address = self._start_of_end[self.reserved]
-            self._drop(address)
-        missing = wanted - (self.reserved - address)
-        self.reserved += -(-missing // self._page) * self._page
-        return self.reserved - address, address
 
     def _put(self, address: int, size: int) -> None:
         if address in self._start_of_end:

@@ -71,7 +71,18 @@ def fuse(
             sources = [source_of[n] for n in inputs]
             groups.add(node, place, [s for s in sources if depth[s] == depth[node]], part_of(node))
     group = groups.by_node()
-    return Fusion(group, _kept_inside(graph, storage_roots(graph), group))
+    # results that only nodes of their group read are never allocated
+    roots = storage_roots(graph)
+    own = (node for node in group if not has_own_buffer(node))
+    inside = {roots[node] for node in own if roots[node] == (node, 0)}
+    for node in graph.nodes:
+        if is_free(node):
+            continue
+        for source in node.all_input_nodes:
+            root = roots[source]
+            if root in inside and group.get(node) != group[root[0]]:
+                inside.discard(root)
+    return Fusion(group, inside)
 
 
 def fuse_in_regions(joint: JointGraph) -> Fusion:
@@ -151,18 +162,3 @@ class _Groups:
             group = self._merged_into[group]
         self._merged_into |= dict.fromkeys(path, group)
         return group
-
-
-def _kept_inside(
-    graph: fx.Graph, roots: dict[fx.Node, Storage], group: dict[fx.Node, int]
-) -> set[Storage]:
-    own = (node for node in group if not has_own_buffer(node))
-    inside = {roots[node] for node in own if roots[node] == (node, 0)}
-    for node in graph.nodes:
-        if is_free(node):
-            continue
-        for source in node.all_input_nodes:
-            root = roots[source]
-            if root in inside and group.get(node) != group[root[0]]:
-                inside.discard(root)
-    return inside

@@ -135,7 +135,11 @@ class _Traffic:
     def of(self, node: fx.Node) -> tuple[int, bool]:
         """Return the bytes that a node moves, and whether a launch belongs to it."""
         group = self._fusion.group.get(node)
-        written = _written(node)
+        written, schema = _size(node), schema_of(node)
+        if schema is not None and schema.name in _WRITE_ONE_PART:
+            ranks = argument(node, "group_size")
+            assert isinstance(ranks, int)
+            written //= ranks
         if group is None:
             return written + sum(self._read_from(node, n) for n in node.all_input_nodes), True
         launches = group not in self._read
@@ -162,16 +166,6 @@ class _Traffic:
 def _size(node: fx.Node) -> int:
     # an expanded dimension counts once
     return sum(min(t.nbytes, storage_bytes(t)) for t in tensors_of(node))
-
-
-def _written(node: fx.Node) -> int:
-    size = _size(node)
-    schema = schema_of(node)
-    if schema is not None and schema.name in _WRITE_ONE_PART:
-        ranks = argument(node, "group_size")
-        assert isinstance(ranks, int)
-        return size // ranks
-    return size
 
 
 def flops_of(node: fx.Node) -> tuple[int, Kind]:

@@ -68,7 +68,19 @@ class Runtime:
 
     def kept_until(self, joint: JointGraph) -> dict[Storage, int]:
         """Return the storages that stay alive after their last reader, with the last position."""
-        return _saved_until(joint) if self.keeps_saved else {}
+        if not self.keeps_saved:
+            return {}
+        roots = storage_roots(joint.graph)
+        last_of_layer: dict[int | None, int] = {}
+        for place, node in enumerate(joint.graph.nodes):
+            if is_backward(node):
+                last_of_layer[layer_of(module_of(node))] = place
+        until: dict[Storage, int] = {}
+        for node in joint.graph.nodes:
+            layer = layer_of(module_of(node))
+            if is_saved_for_backward(node) and layer is not None and layer in last_of_layer:
+                until[roots[node]] = last_of_layer[layer]
+        return until
 
 
 GRAPH_TRAINER = Runtime(
@@ -107,19 +119,3 @@ def mark_saved(joint: JointGraph) -> None:
     for node in joint.graph.find_nodes(op="call_function", target=aten.detach.default):
         if phase_of(node) is Phase.FORWARD:
             set_saved_for_backward(node.all_input_nodes[0])
-
-
-def _saved_until(joint: JointGraph) -> dict[Storage, int]:
-    roots = storage_roots(joint.graph)
-    last_of_layer = {
-        layer_of(module_of(node)): place
-        for place, node in enumerate(joint.graph.nodes)
-        if is_backward(node)
-    }
-    return {
-        roots[node]: last_of_layer[layer]
-        for node in joint.graph.nodes
-        if is_saved_for_backward(node)
-        and (layer := layer_of(module_of(node))) is not None
-        and layer in last_of_layer
-    }

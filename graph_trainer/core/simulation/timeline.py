@@ -176,8 +176,8 @@ def play(
 def stretched(seconds: float, communicating: float, hardware: Hardware) -> float:
     """Return the seconds of a kernel that takes `seconds` alone and starts now, where collectives
     run for `communicating` more seconds."""
-    left = 1 - hardware.collective_compute_share
     if communicating <= 0:
         return seconds
-    done = communicating * left
-    return seconds / left if done >= seconds else communicating + seconds - done
+    speed = 1 - hardware.collective_compute_share
+    done = communicating * speed
+    return seconds / speed if done >= seconds else communicating + seconds - done

@@ -20,8 +20,8 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import has_effect, is_collective, is_wait, plain_kind
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from
 from graph_trainer.core.passes.context import PassContext
@@ -51,7 +51,7 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
     Relies on FSDP roles and phases. Changes metadata only. Linear in nodes.
     """
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
     source = computed_from_one_parameter(joint, lambda node: _moves(node, writes))
     goal = leading_to_one_gradient(joint, lambda node: _moves(node, writes))
     for node in joint.graph.nodes:
@@ -74,7 +74,7 @@ def _tag(node: fx.Node) -> BucketTag | None:
     return None
 
 
-def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
+def _is_plain(node: fx.Node, writes: Writes) -> bool:
     """Return whether a collective is waited for once, never written, and dense as in a bucket."""
     users = list(node.users)
     return (
@@ -85,7 +85,7 @@ def _is_plain(node: fx.Node, writes: LastWrites) -> bool:
     )
 
 
-def _moves(node: fx.Node, writes: LastWrites) -> bool:
+def _moves(node: fx.Node, writes: Writes) -> bool:
     """Return whether a node may move, and read another storage: it has no effect, its tensors are
     never written, and it uses no storage offset."""
     return not (

@@ -13,8 +13,8 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import is_getitem, is_wait, storages_in, value_storages
+from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.simulation.collective_costs import collective_seconds
@@ -35,7 +35,7 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
     seconds = {node: each.seconds for node, each in cost.items()}
     seconds |= {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
     storages, size = value_storages(joint.graph), lifetimes(joint).size
-    writes = LastWrites(joint.graph)
+    writes = Writes(joint.graph)
     nodes_of = forward_blocks(joint)
     border = {
         storage
@@ -90,5 +90,5 @@ def _grouped(nodes: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Nod
     return groups, number
 
 
-def _may_run_again(group: Sequence[fx.Node], writes: LastWrites) -> bool:
+def _may_run_again(group: Sequence[fx.Node], writes: Writes) -> bool:
     return all(may_run_again(n, writes) for n in group if not (is_wait(n) and n is not group[0]))

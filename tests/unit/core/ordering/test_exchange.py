@@ -75,7 +75,7 @@ def test_a_rank_that_agrees_on_a_number_while_another_hands_out_its_order():
             return exchange.check_order_across_ranks(at_once(GATHER), agreements[1])
 
     for error in in_threads(2, work):
-        assert "rank 0 hands out int, and rank 1 dict" in str(error)
+        assert "rank 0 exchanges its int, and rank 1 its dict" in str(error)
     error = ValueError("the next one")
     found = in_threads(2, lambda rank: agreements[0].fail(error) if rank == 0 else None)
     assert found == [error, None], "no rank waits for this one any more"

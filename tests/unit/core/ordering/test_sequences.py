@@ -48,7 +48,7 @@ def test_an_unknown_op_is_communication_among_all_ranks(unknown_op):
     assert "nobody here knows them: order_test.mystery.default" in str(proof)
     for check in (offline, online):
         assert check([plain, plain, [], []]) is None
-        words = ["rank 1 issues nothing more", "mystery", "an op that nobody here", "'layers.7'"]
+        words = ["rank 1 issues nothing more", "mystery", "an unknown op", "'layers.7'"]
         refused(after, plain, rest, rest, words=words, check=check)
         refused(plain, plain, [], rest, words=["mystery"], check=check)
     # at another place beside the same collectives

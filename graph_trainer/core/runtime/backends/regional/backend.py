@@ -64,37 +64,26 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
         if wrong is None:
             memory = set(map(_memory, boxed))
             results = run(boxed)
-            wrong = _wrong(results, strides, memory)
+            wrong = []
+            for index, (result, stride) in enumerate(zip(results, strides, strict=True)):
+                if result.numel() and (_memory(result) in memory or result.stride() != stride):
+                    wrong.append(index)
+                memory.add(_memory(result))
         else:
             results = run(boxed)
         if wrong:
             results = list(results)
             for index in wrong:
-                results[index] = _copy(results[index], strides[index])
+                strided = results[index].new_empty_strided(results[index].shape, strides[index])
+                results[index] = strided.copy_(results[index])
         return results
 
     return call
 
 
-def _wrong(
-    results: Sequence[torch.Tensor], strides: Sequence[tuple[int, ...]], seen: set[StorageWeakRef]
-) -> list[int]:
-    wrong = []
-    for index, (result, stride) in enumerate(zip(results, strides, strict=True)):
-        memory = _memory(result)
-        if result.numel() and (memory in seen or result.stride() != stride):
-            wrong.append(index)
-        seen.add(memory)
-    return wrong
-
-
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:
     # an address is no name: a result may get that of an input which the program has freed
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def _copy(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
 
 
 def _graph_of_calls(

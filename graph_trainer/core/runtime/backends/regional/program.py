@@ -73,12 +73,13 @@ def examples_of_region(region: Region) -> list[torch.Tensor]:
     """Make fake tensors like the inputs of a region, in a fake mode of their own: what a program
     is compiled for then depends on nothing else of the step."""
     with FakeTensorMode(shape_env=ShapeEnv()):  # without one, Inductor's cache is left out
-        return [_example(spec_of(tensor_of(node))) for node in region.inputs]
-
-
-def _example(spec: TensorSpec) -> torch.Tensor:
-    if spec.aligned:
-        return torch.empty_strided(spec.shape, spec.stride, dtype=spec.dtype, device=spec.device)
-    span = 2 + sum((n - 1) * step for n, step in zip(spec.shape, spec.stride, strict=True))
-    base = torch.empty(max(span, 1), dtype=spec.dtype, device=spec.device)
-    return base.as_strided(spec.shape, spec.stride, 1)
+        examples = []
+        for spec in (spec_of(tensor_of(node)) for node in region.inputs):
+            shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
+            if spec.aligned:
+                examples.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+                continue
+            span = 2 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            base = torch.empty(max(span, 1), dtype=dtype, device=device)
+            examples.append(base.as_strided(shape, stride, 1))
+        return examples

@@ -1,7 +1,8 @@
-"""The order of reads and writes of every storage that a graph writes in place."""
+"""Where a graph writes its storages in place, and whether a change kept the order around that."""
 
 from __future__ import annotations
 
+import bisect
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -10,7 +11,6 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
     is_wait,
-    may_write,
     storage_roots,
     storages_in,
     value_storages,
@@ -20,42 +20,75 @@ from graph_trainer.core.graph.signature import with_parts
 from graph_trainer.errors import VerificationError
 
 
+class Writes:
+    """The nodes of a graph that write in place, by storage. Linear to build."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._roots = storage_roots(graph)
+        self.writers: dict[Storage, list[fx.Node]] = {}
+        """The nodes that write each storage, in order."""
+        for node in graph.nodes:
+            for target in written_arguments(node):
+                self.writers.setdefault(self._roots[target], []).append(node)
+
+    def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
+        """Return the last node after `first` and before `last` that writes the storage of `source`.
+
+        None if none does; a `last` of None is the end of the graph. Logarithmic in the number of
+        nodes that write the storage.
+        """
+        writers = self.writers.get(self._roots[source], [])
+        stop = len(writers) if last is None else bisect.bisect_left(writers, last)
+        return writers[stop - 1] if stop and first < writers[stop - 1] else None
+
+    def is_written(self, node: fx.Node) -> bool:
+        """Tell whether a node of the graph writes the storage of `node` in place."""
+        return self._roots[node] in self.writers
+
+    def written_inputs(self) -> set[fx.Node]:
+        """Return the placeholders whose storage the graph writes."""
+        return {root for root, _ in self.writers if root.op == "placeholder"}
+
+
 @dataclass(slots=True)
 class AccessOrder:
-    """Which writes of a storage come before each of its readers. Linear in nodes to build."""
+    """Which writes of a storage come before each of its readers: still true of a graph before its
+    last change. Linear in nodes to build."""
 
     writers: dict[Storage, list[fx.Node]] = field(default_factory=dict)
-    """The nodes that write each storage, in order."""
+    """As `Writes` has them."""
     writes_before: dict[tuple[fx.Node, Storage], int] = field(default_factory=dict)
     """By reader and storage, how many writes of the storage come before the reader."""
 
     @classmethod
     def of(cls, joint: JointGraph) -> AccessOrder:
         """Read the order from a graph. Empty if no op writes in place."""
-        order = cls()
-        if not any(may_write(node.target) for node in joint.graph.nodes):
+        order = cls(Writes(joint.graph).writers)
+        if not order.writers:
             return order
-        storages, roots = value_storages(joint.graph), storage_roots(joint.graph)
-        for node in joint.graph.nodes:
-            for target in written_arguments(node):
-                order.writers.setdefault(roots[target], []).append(node)
+        storages = value_storages(joint.graph)
         done = dict.fromkeys(order.writers, 0)
+        written: dict[fx.Node, list[Storage]] = {}
+        for storage, nodes in order.writers.items():
+            for node in nodes:
+                written.setdefault(node, []).append(storage)
         for node in joint.graph.nodes:
             sources = [*node.all_input_nodes]
             if is_wait(node):  # until then its collective reads
                 sources += [n for start in sources for n in start.all_input_nodes]
-            for read in {s for n in sources for s in storages_in(storages[n])}:
-                if read in done:
-                    order.writes_before[node, read] = done[read]
-            for target in written_arguments(node):
-                done[roots[target]] += 1
+            for source in sources:
+                for storage in storages_in(storages[source]):
+                    if storage in done:
+                        order.writes_before[node, storage] = done[storage]
+            for storage in written.get(node, ()):
+                done[storage] += 1
         return order
 
     def check_kept(self, joint: JointGraph) -> AccessOrder:
         """Refuse a graph that reads a storage before another of its writes than this order does.
 
-        Storages whose writers are others than before are left out: whoever replaces a write says
-        by its own test that it replaces it rightly.
+        Storages with other writers than before are left out: a pass that replaces a write has its
+        own test that the replacement is right.
 
         Returns:
             the order of the graph, for the check after its next change.
