@@ -13,7 +13,7 @@ from rich.text import Text
 
 from graph_trainer.cli import launcher
 from graph_trainer.cli.bisect_worker import VERDICT_FILE
-from graph_trainer.core.bisect.node_diff import NodeDifference
+from graph_trainer.core.analysis.node_diff import NodeDifference
 from graph_trainer.core.bisect.search import CAPTURE, Row, Verdict
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from graph_trainer.core.analysis.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.check_capture import check_capture
-from graph_trainer.core.bisect.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -144,7 +144,9 @@ def bisect_passes(
     if before is None:
         return Verdict(rows, len(reference), [])
     on_event(f"{row.name}: looking for the first node that differs, node by node")
-    node = first_difference(runs, before, joint, [difference.name for difference in mine])
+    node = first_difference(
+        runs.node_by_node, before, joint, [difference.name for difference in mine]
+    )
     return Verdict(rows, len(reference), ranks.gather(node))
 
 

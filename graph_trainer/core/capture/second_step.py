@@ -19,7 +19,7 @@ from graph_trainer.core.tensor_diff import digest
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
 
-Place = tuple[int, int, torch.Size, tuple[int, ...]]
+Place = tuple[int, object, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides of a tensor."""
 
 

@@ -44,12 +44,11 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     numbers = ValueNumbers()
     first: dict[object, fx.Node] = {}
     for node in list(joint.graph.nodes):
-        source = _unpadded(node)
-        unshards = role_of(node) is Role.UNSHARD
         if any(writes.is_written(n) for n in (node, *node.all_input_nodes)):
             numbers.number_alone(node)
             continue
-        if source is not None:
+        unshards = role_of(node) is Role.UNSHARD
+        if (source := _unpadded(node)) is not None:
             numbers.number_alike(node, source)
         elif unshards or (len(node.all_input_nodes) == 1 and not runs_once(node)):
             numbers.number(node, numbers.call(node))

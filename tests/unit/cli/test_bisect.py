@@ -13,7 +13,7 @@ from rich.console import Console
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 from graph_trainer.cli.bisect import verdict_table
-from graph_trainer.core.bisect.node_diff import NodeDifference
+from graph_trainer.core.analysis.node_diff import NodeDifference
 from graph_trainer.core.bisect.search import Row, Verdict
 from graph_trainer.core.tensor_diff import Difference
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from graph_trainer.core.analysis.node_diff import first_difference, partners_of
 from graph_trainer.core.analysis.one_process import OneProcess
-from graph_trainer.core.bisect.node_diff import first_difference, partners_of
 from graph_trainer.core.graph.annotations import Phase, copy_annotations
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.testing import Builder, values_for
@@ -12,7 +12,7 @@ from tests.unit.graphs import aten, c10d
 
 
 class ByHand:
-    """What `first_difference` needs of `Runs`, for a graph without a model.
+    """Runs a graph without a model.
 
     Memory that is not written yet holds the same in the first two runs, and then something else.
     """
@@ -20,23 +20,18 @@ class ByHand:
     def __init__(self):
         self.count = 0
 
-    def node_by_node(self, joint, observe):
+    def __call__(self, joint, observe):
         garbage = float(self.count // 2)
         self.count += 1
 
-        class Watched(OneProcess):
+        class Uninitialized(OneProcess):
             def call_function(self, target, args, kwargs):
                 if "empty" in str(target):
                     return torch.full(args[0], garbage)
                 return super().call_function(target, args, kwargs)
 
-            def run_node(self, n):
-                value = super().run_node(n)
-                observe(n, value)
-                return value
-
         with torch.no_grad():
-            Watched(joint.graph_module).run(*values_for(joint))
+            Uninitialized(joint.graph_module, observe=observe).run(*values_for(joint))
 
 
 def find(joint, *changes, differing=("loss",)):
@@ -304,7 +299,7 @@ def test_a_difference_that_does_not_come_again_is_said():
     class Once(ByHand):
         """The first run of the graph after, and only that one, gives another loss."""
 
-        def node_by_node(self, joint, observe):
+        def __call__(self, joint, observe):
             another = 1.0 if self.count == 2 else 0.0
 
             def changed(node, value):
@@ -312,7 +307,7 @@ def test_a_difference_that_does_not_come_again_is_said():
                     value = value + another
                 observe(node, (value[0] + another, *value[1:]) if node.op == "output" else value)
 
-            super().node_by_node(joint, changed)
+            super().__call__(joint, changed)
 
     joint = chain()
     found = first_difference(Once(), copy_graph(joint), joint, ["loss"])
