@@ -78,7 +78,7 @@ class NodeDifference:
     difference: Difference
 
 
-def first_difference(
+def first_differing_node(
     replay: Replay, before: JointGraph, after: JointGraph, differing: Iterable[str]
 ) -> NodeDifference | None:
     """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
-from graph_trainer.core.analysis.node_diff import first_difference, result_name
+from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -127,7 +127,7 @@ def _compared(
             )
     if wrong:
         first, others = wrong[0], len(wrong) - 1
-        node = first_difference(
+        node = first_differing_node(
             lambda joint, observe: run(joint, alike=bool(replaced), observe=observe),
             before,
             after,
