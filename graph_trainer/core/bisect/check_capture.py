@@ -156,9 +156,6 @@ class _Ops(TorchDispatchMode):
     ) -> Any:
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass calls again, with the plain tensors inside it
-        if self._known is None:
-            # what the graph is given is known too: where eager copies it, the graph need not
-            self.values.update(_digests(args), _digests(kwargs))
         result = func(*args, **(kwargs or {}))
         if self._known is None:
             self.values.update(_digests(result))
