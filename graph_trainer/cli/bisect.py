@@ -13,8 +13,8 @@ from rich.text import Text
 
 from graph_trainer.cli import launcher
 from graph_trainer.cli.bisect_worker import VERDICT_FILE
-from graph_trainer.core.bisect.node_diff import NodeDifference
-from graph_trainer.core.bisect.search import CAPTURE, Row, Verdict
+from graph_trainer.core.analysis.node_diff import NodeDifference
+from graph_trainer.core.bisect.search import CAPTURE, Prefix, Verdict
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table
 
@@ -107,19 +107,19 @@ def verdict_table(verdict: Verdict) -> RenderableType:
     for heading in ("max abs", "max rel"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("ranks", overflow="fold")
-    for row in verdict.rows:
-        table.add_row(*map(Text, _cells(row, verdict.compared)))
+    for prefix in verdict.prefixes:
+        table.add_row(*map(Text, _cells(prefix, verdict.compared)))
     return Group(table, Text(_conclusion(verdict), overflow="fold"))
 
 
-def _cells(row: Row, compared: int) -> list[str]:
-    if not row.ranks:
-        return [row.name, f"{row.nodes:,}", "0", f"none of {compared}", "", "", ""]
-    first = row.differences[row.ranks[0]][0]
+def _cells(prefix: Prefix, compared: int) -> list[str]:
+    if not prefix.ranks:
+        return [prefix.name, f"{prefix.nodes:,}", "0", f"none of {compared}", "", "", ""]
+    first = prefix.differences[prefix.ranks[0]][0]
     what = f"{first.name} ({first.note})" if first.note else first.name
-    number = max(map(len, row.differences))
+    number = max(map(len, prefix.differences))
     amounts = [f"{first.max_abs:.3g}", f"{first.max_rel:.3g}"]
-    return [row.name, f"{row.nodes:,}", f"{number}", what, *amounts, _ranks(row.ranks)]
+    return [prefix.name, f"{prefix.nodes:,}", f"{number}", what, *amounts, _ranks(prefix.ranks)]
 
 
 def _ranks(ranks: list[int]) -> str:

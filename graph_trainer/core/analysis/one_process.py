@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
+from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -35,16 +36,19 @@ SIMULATED = {
 """Functional collectives that can be simulated, by name without the namespace."""
 
 
-class OneProcess(fx.Interpreter):
+class OneProcess(Observed):
     """Runs a graph as one rank, with collectives as functions of what this rank sends.
 
     Args:
         module: the graph.
         alike: whether the other ranks hold exactly what this rank holds.
+        observe: called with every node and its value.
     """
 
-    def __init__(self, module: fx.GraphModule, *, alike: bool = False) -> None:
-        super().__init__(module, garbage_collect_values=True)
+    def __init__(
+        self, module: fx.GraphModule, *, alike: bool = False, observe: Observe | None = None
+    ) -> None:
+        super().__init__(module, observe)
         self._alike = alike
         self._attributes: dict[str, Any] = {}
 
@@ -179,7 +183,11 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def run(
-    joint: JointGraph, values: Sequence[torch.Tensor] | None = None, *, alike: bool = False
+    joint: JointGraph,
+    values: Sequence[torch.Tensor] | None = None,
+    *,
+    alike: bool = False,
+    observe: Observe | None = None,
 ) -> list[torch.Tensor]:
     """Run a graph in one process; see `OneProcess`.
 
@@ -187,11 +195,12 @@ def run(
         joint: the graph; no process group is used, whatever its collectives name.
         values: of the placeholders, which stay as they are; by default `values_for(joint)`.
         alike: whether the other ranks hold exactly what this rank holds.
+        observe: called with every node and its value.
 
     Returns:
         copies of what the graph returns and, after them, what it leaves in its inputs.
     """
     inputs = values_for(joint) if values is None else [value.clone() for value in values]
     with same_random_numbers(), torch.no_grad():
-        outputs = OneProcess(joint.graph_module, alike=alike).run(*inputs)
+        outputs = OneProcess(joint.graph_module, alike=alike, observe=observe).run(*inputs)
     return [output.clone() for output in outputs] + inputs

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.utils.module_tracker import ModuleTracker
 
-from graph_trainer.core.bisect.replay import Observed, StartingPoint, gradients_of, named_results
+from graph_trainer.core.bisect.replay import StartingPoint, eager_step, named_results
 from graph_trainer.core.capture.trace import LossFn
+from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
 from graph_trainer.core.graph.ops import OpOverload
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig
-from graph_trainer.core.runtime.step import Gradients, Step
+from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.tensor_diff import Difference, Results, compare, digest
-from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode
+from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import VerificationError
 
@@ -69,13 +70,10 @@ def check_capture(
     start = StartingPoint(model, loss_fn, batches)
 
     def eager(model: nn.Module, *args: Any) -> tuple[torch.Tensor, Gradients]:
-        for parameter in model.parameters():
-            parameter.grad = None
-        loss = loss_fn(model, *args)
-        loss.backward()
-        return loss, gradients_of(model)
+        return eager_step(model, loss_fn, args, {})
 
-    captured = TrainStep(loss_fn, passes=passes or PassConfig())
+    # every graph is kept: what is captured below would be seen as ops of the step
+    captured = TrainStep(loss_fn, passes=passes or PassConfig(), max_graphs=len(batches))
     with start.again():
         wanted = list(_results(model, eager, batches, attributes))
     with start.again():
@@ -87,9 +85,19 @@ def check_capture(
     if first == len(steps):
         return
     computed = [d for d in steps[first] if not d.name.startswith(("attribute", "random"))]
-    # every rank searches where one of them does: the steps communicate
-    search = any(ranks.gather(bool(computed)))
-    op = _first_op(start, model, batches[: first + 1], eager, captured) if search else ""
+    op = ""
+    if any(ranks.gather(bool(computed))):
+        # every rank searches where one of them does: the steps communicate
+        before, batch = batches[:first], batches[first]
+        with start.again():
+            list(_results(model, captured, before))
+            with _Ops() as of_graph:
+                captured(model, *batch)
+        with start.again():
+            list(_results(model, eager, before))
+            with ModuleTracker() as tracker, _Ops(of_graph.values, tracker) as of_model:
+                eager(model, *batch)
+        op = of_model.first_other
     for rank, (differences, where) in enumerate(ranks.gather((steps[first], op))):
         if differences:
             rounding = [why for joint in captured.joint_graphs() for why in joint.rounding]
@@ -115,7 +123,11 @@ def _results(
         for fqn, module in model.named_modules() if attributes else ():
             for name, value in vars(module).items():
                 if name not in _OF_EVERY_MODULE and isinstance(value, _COMPARED):
-                    seen[f"attribute {f'{fqn}.{name}'.strip('.')}"] = _flat(value)
+                    if isinstance(value, dict):
+                        value = [*value, *value.values()]
+                    elif not isinstance(value, (list, tuple, set)):
+                        value = [value]
+                    seen[f"attribute {f'{fqn}.{name}'.strip('.')}"] = list(value)
         yield seen
 
 
@@ -123,50 +135,21 @@ _OF_EVERY_MODULE = vars(nn.Module()).keys()
 _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(None))
 
 
-def _flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [*value, *value.values()]
-    return list(value) if isinstance(value, (list, tuple, set)) else [value]
+class _Ops(TorchDispatchMode):
+    """Digest what ops compute, and find the first op whose result is none of the `known` ones.
 
+    Args:
+        known: digests; None to collect them.
+        tracker: says in which module an op runs.
+    """
 
-def _first_op(
-    start: StartingPoint,
-    model: nn.Module,
-    batches: Sequence[Sequence[Any]],
-    eager: TakeStep,
-    captured: TrainStep,
-) -> str:
-    """Return the first op of the last batch's eager step whose result the graph has nowhere."""
-    known: set[str] = set()
-    with start.again():
-        for _ in _results(model, captured, batches[:-1]):
-            pass
-        captured(model, *batches[-1])
-        joint = captured.joint_graphs()[-1]
-    with start.again():
-        for _ in _results(model, captured, batches[:-1]):
-            pass
+    supports_higher_order_operators = True
 
-        def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-            observed = Observed(joint.graph_module, lambda node, value: known.add(digest(value)))
-            with torch.no_grad():
-                return observed.run(*values)
-
-        Step(joint, run)(model, *batches[-1])
-    with start.again():
-        for _ in _results(model, eager, batches[:-1]):
-            pass
-        with ModuleTracker() as tracker, _Search(known, tracker) as search:
-            eager(model, *batches[-1])
-    return search.place
-
-
-class _Search(TorchDispatchMode):
-    """Find the first op whose result is none of the known ones."""
-
-    def __init__(self, known: set[str], tracker: ModuleTracker) -> None:
+    def __init__(self, known: set[str] | None = None, tracker: ModuleTracker | None = None) -> None:
         super().__init__()
-        self._known, self._tracker, self.place = known, tracker, ""
+        self._known, self._tracker = known, tracker
+        self.values: set[str] = set()
+        self.first_other = ""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -174,22 +157,35 @@ class _Search(TorchDispatchMode):
         if any(kind not in (torch.Tensor, nn.Parameter, FakeTensor) for kind in types):
             return NotImplemented  # the subclass calls again, with the plain tensors inside it
         result = func(*args, **(kwargs or {}))
-        values = result if isinstance(result, (tuple, list)) else (result,)
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        # memory that nothing has written yet is not compared
-        view = isinstance(func, OpOverload) and any(r.alias_info for r in func._schema.returns)
-        skipped = view or "empty" in str(func)
-        if not skipped and not all(digest(tensor) in self._known for tensor in tensors):
-            self.place = self.place or f"{func} in {self._place()}"
+        if self._known is None:
+            self.values.update(_digests(result))
+        elif not self.first_other and _is_complete(func) and _digests(result) - self._known:
+            self.first_other = f"{func} in {self._place()}"
         return result
 
     def _place(self) -> str:
-        modules = self._tracker.parents - {"Global"}
-        if not modules:
+        modules = set() if self._tracker is None else self._tracker.parents - {"Global"}
+        if self._tracker is None or not modules:
             return "the loss"
         name = max(modules, key=len).partition(".")[2]
         part = "backward" if self._tracker.is_bw else "forward"
         return f"{f'module {name!r}' if name else 'the model'} ({part})"
+
+
+def _digests(values: Any) -> set[str]:
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+    return {digest(leaf) for leaf in leaves if not (leaf.is_meta or isinstance(leaf, FakeTensor))}
+
+
+def _is_complete(func: Any) -> bool:
+    """Tell whether an op makes values that are all there when it returns: no view, no memory that
+    nothing has written yet, no collective that is not waited for yet."""
+    if not isinstance(func, OpOverload):
+        return True
+    kind = kind_of_op(func._schema.name)
+    is_view = any(returned.alias_info for returned in func._schema.returns)
+    is_started = kind is not None and kind.effect is Effect.STARTS
+    return not is_view and not is_started and "empty" not in str(func)
 
 
 def _message(

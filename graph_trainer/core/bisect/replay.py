@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 
+from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.trace import LossFn
@@ -18,8 +19,6 @@ from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.runtime.step import Gradients, Step, compile
 from graph_trainer.core.tensor_diff import Results
 from graph_trainer.core.torch_private import pytree, swap_tensors
-
-Observe = Callable[[fx.Node, Any], None]
 
 
 class StartingPoint:
@@ -57,6 +56,17 @@ class StartingPoint:
                     parameter.grad = gradient
 
 
+def eager_step(
+    model: nn.Module, loss_fn: LossFn, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[torch.Tensor, Gradients]:
+    """Take a step of the model itself, without a graph."""
+    for parameter in model.parameters():
+        parameter.grad = None
+    loss = loss_fn(model, *args, **kwargs)
+    loss.backward()
+    return loss, gradients_of(model)
+
+
 def gradients_of(model: nn.Module) -> Gradients:
     """Return the gradients that a model's parameters have accumulated, by FQN."""
     return {clean_fqn(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
@@ -72,7 +82,11 @@ def named_results(
             tensors[f"gradient of {clean_fqn(name)}"] = gradient
     for name, buffer in model.named_buffers():
         tensors[f"buffer {clean_fqn(name)}"] = buffer
-    return {n: [p.detach().clone() for p in unwrap(t)[0]] for n, t in tensors.items()}
+    results: Results = {}
+    for name, tensor in tensors.items():
+        parts, _ = unwrap(tensor)
+        results[name] = [part.detach().clone() for part in parts]
+    return results
 
 
 class Runs:
@@ -98,11 +112,8 @@ class Runs:
     def eager(self) -> Results:
         """Run the model itself, without a graph."""
         with self._start.again():
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            loss = self._loss_fn(self.model, *self._args, **self._kwargs)
-            loss.backward()
-            return named_results(self.model, loss, gradients_of(self.model))
+            step = eager_step(self.model, self._loss_fn, self._args, self._kwargs)
+            return named_results(self.model, *step)
 
     def graph(self, joint: JointGraph) -> Results:
         """Run a graph with the eager backend."""
@@ -120,16 +131,3 @@ class Runs:
     def _step(self, step: Step) -> Results:
         with self._start.again():
             return named_results(self.model, *step(self.model, *self._args, **self._kwargs))
-
-
-class Observed(fx.Interpreter):
-    """Runs a graph, and calls `observe(node, value)` after each node."""
-
-    def __init__(self, module: fx.GraphModule, observe: Observe) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self._observe = observe
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        self._observe(n, result)
-        return result

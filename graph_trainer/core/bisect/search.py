@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from graph_trainer.core.analysis.node_diff import NodeDifference, first_differing_node
 from graph_trainer.core.bisect.check_capture import check_capture
-from graph_trainer.core.bisect.node_diff import NodeDifference, first_difference
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Prefix:
     """One prefix of the pass list: the graph as captured, or after one more pass."""
 
     name: str
@@ -49,7 +49,7 @@ class Row:
 class Verdict:
     """Every prefix that ran; the last one differs if any does."""
 
-    rows: list[Row]
+    prefixes: list[Prefix]
     compared: int
     """Number of values (loss, gradients, buffers) compared for each prefix."""
     nodes: list[NodeDifference | None]
@@ -58,7 +58,7 @@ class Verdict:
     @property
     def culprit(self) -> str | None:
         """The pass that changes the numbers, "capture", or None."""
-        return self.rows[-1].name if self.rows[-1].ranks else None
+        return self.prefixes[-1].name if self.prefixes[-1].ranks else None
 
     @property
     def first_node(self) -> NodeDifference | None:
@@ -116,7 +116,7 @@ def bisect_passes(
     on_event(f"eager: {len(reference)} values to compare (loss, gradients, buffers)")
     joint = _or_fail_on_all_ranks(runs.capture, ranks)
     steps = pass_by_pass(joint, passes, agreement=ranks)
-    rows: list[Row] = []
+    prefixes: list[Prefix] = []
     before: JointGraph | None = None
 
     def loss_of(model: nn.Module, *args: Any) -> torch.Tensor:
@@ -125,16 +125,16 @@ def bisect_passes(
     while True:
         report = _or_fail_on_all_ranks(lambda: next(steps, None), ranks)
         if report is None:
-            return Verdict(rows, len(reference), [])
+            return Verdict(prefixes, len(reference), [])
         check_order_across_ranks(joint, ranks)
         mine = compare(reference, runs.graph(joint))
         gathered = ranks.gather((report.nodes, mine))
-        row = Row(report.name, gathered[0][0], [differences for _, differences in gathered])
-        rows.append(row)
-        place = f"{len(rows) - 1} of {total} passes, up to {row.name}" if before else CAPTURE
-        words = f"differs on {len(row.ranks)} of {len(row.differences)} ranks"
-        on_event(f"{place}: {words if row.ranks else 'bitwise equal on every rank'}")
-        if row.ranks:
+        prefix = Prefix(report.name, gathered[0][0], [differences for _, differences in gathered])
+        prefixes.append(prefix)
+        place = f"{len(prefixes) - 1} of {total} passes, up to {prefix.name}" if before else CAPTURE
+        words = f"differs on {len(prefix.ranks)} of {len(prefix.differences)} ranks"
+        on_event(f"{place}: {words if prefix.ranks else 'bitwise equal on every rank'}")
+        if prefix.ranks:
             break
         if before is None:
             on_event(f"{CAPTURE}: comparing two steps, one after the other")
@@ -142,10 +142,12 @@ def bisect_passes(
             check_capture(model, loss_of, [args, args], passes=captured, attributes=False)
         before = copy_graph(joint)
     if before is None:
-        return Verdict(rows, len(reference), [])
-    on_event(f"{row.name}: looking for the first node that differs, node by node")
-    node = first_difference(runs, before, joint, [difference.name for difference in mine])
-    return Verdict(rows, len(reference), ranks.gather(node))
+        return Verdict(prefixes, len(reference), [])
+    on_event(f"{prefix.name}: looking for the first node that differs, node by node")
+    node = first_differing_node(
+        runs.node_by_node, before, joint, [difference.name for difference in mine]
+    )
+    return Verdict(prefixes, len(reference), ranks.gather(node))
 
 
 def _or_fail_on_all_ranks(work: Callable[[], T], ranks: Agreement) -> T:

@@ -2,16 +2,22 @@
 
 Eager checkpointing restores the state of the random generator before it runs a block again,
 so that dropout drops the same values. A graph has no such state: a repeated draw would give
-other numbers. Here a draw is known to be a repetition by the restored generator state, and it
-reuses the values of the first draw; later draws keep their position in the random stream.
+other numbers, so it reuses the values of the first draw.
 """
+
+# The idea: fake ops draw nothing, so during capture the generator's state is free to count. Its
+# seed is a mark of ours, the number of draws so far, and moves on with every random op. Where
+# checkpointing restores the state, the seed is an earlier mark again: a draw whose mark has been
+# drawn before repeats that draw. The mark is noted on the node of the trace; afterwards
+# `share_repeated_draws` replaces each repeated draw by the values of the first. So later draws keep
+# their position in the random stream of the step, as in eager.
 
 from __future__ import annotations
 
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +38,7 @@ from graph_trainer.core.graph.ops import (
     subgraphs,
     written_arguments,
 )
+from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.torch_private import TorchDispatchMode, queued_seeds_of_cuda
 from graph_trainer.errors import CaptureError
@@ -51,12 +58,9 @@ _CUSTOM, _DRAW, _RUN_AGAIN = "custom", "random_draw", "run_again"
 class RandomDraws(TorchDispatchMode):
     """Write onto every random node of a trace on fake tensors which draw of the step it is.
 
-    Fake ops draw nothing, so the CPU generator can count: its seed advances at each random op,
-    checkpointing saves and restores it with the generator's state, and the state from before the
-    trace is restored at the end.
-
-    Draws within the subgraphs of a higher-order op are not seen here: the op is only marked
-    where a recomputation runs it again.
+    The generator's state from before the trace is restored at the end. Draws within the subgraphs
+    of a higher-order op are not seen here: the op is only marked where a recomputation runs it
+    again.
     """
 
     supports_higher_order_operators = True
@@ -84,15 +88,22 @@ class RandomDraws(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if not isinstance(func, OpOverload):
-            return self._run_higher_order(func, args, kwargs or {})
         kwargs = kwargs or {}
+        if not isinstance(func, OpOverload):
+            # the low bits count higher-order ops: one that comes to a place again is run again
+            place = self._place()
+            is_run_again = place in self._higher_order
+            self._higher_order.add(place)
+            self._move_to(place + 1)
+            with annotate({_RUN_AGAIN: True}) if is_run_again else contextlib.nullcontext():
+                return func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         own = _own_generator(func._schema, args, kwargs)
         if own is not None:
             self._generators.check(own)
             return func(*args, **kwargs)
+        # the high bits count draws: a mark that has been drawn is a repetition
         mark = self._place() // _PER_DRAW * _PER_DRAW
         call = _described(func, args, kwargs)
         if mark not in self._drawn:
@@ -107,16 +118,6 @@ class RandomDraws(TorchDispatchMode):
         self._move_to(self._drawn[mark][1])
         with annotate({_DRAW: mark}):
             return func(*args, **kwargs)
-
-    def _run_higher_order(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        place = self._place()
-        again = place in self._higher_order
-        self._higher_order.add(place)
-        self._move_to(place + 1)
-        if not again:
-            return op(*args, **kwargs)
-        with annotate({_RUN_AGAIN: True}):
-            return op(*args, **kwargs)
 
     def _place(self) -> int:
         place = torch.random.default_generator.initial_seed()
@@ -277,7 +278,8 @@ def share_repeated_draws(graph: fx.Graph) -> None:
             a draw is repeated on other tensors.
     """
     first: dict[int, fx.Node] = {}
-    repeated: list[tuple[fx.Node, fx.Node]] = []
+    original: dict[fx.Node, fx.Node] = {}
+    """By repeated draw, the first one."""
     for node in graph.nodes:
         if _pop(node, _RUN_AGAIN):
             _check_draws_nothing(node)
@@ -285,16 +287,21 @@ def share_repeated_draws(graph: fx.Graph) -> None:
         if mark is None or not is_random(node):
             continue
         if first.setdefault(mark, node) is not node:
-            repeated.append((first[mark], node))
-    if not repeated:
+            original[node] = first[mark]
+    if not original:
         return
-    _check_arguments(graph, repeated)
+    _check_arguments(graph, original)
     writes = Writes(graph)
     kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
-    for original, again in repeated:
-        if original not in kept:
-            kept[original] = _values_of(graph, original, writes)
-        result, written = kept[original]
+    for again, draw in original.items():
+        if draw not in kept:
+            # what the step writes after the draw must not change what is reused
+            written = [_cloned(node, draw) for node in written_arguments(draw)]
+            # dropout with its mask, attention: no op writes into their several results
+            overwritten = len(tensors_of(draw)) == 1 and writes.between(draw, None, draw)
+            result = _cloned(draw, draw) if overwritten and not _returns_written(draw) else draw
+            kept[draw] = result, written
+        result, written = kept[draw]
         copies = []
         for argument, drawn in zip(written_arguments(again), written, strict=True):
             with graph.inserting_before(again):
@@ -327,52 +334,47 @@ def _check_draws_nothing(node: fx.Node) -> None:
         )
 
 
-def _check_arguments(graph: fx.Graph, repeated: Sequence[tuple[fx.Node, fx.Node]]) -> None:
+def _check_arguments(graph: fx.Graph, original: Mapping[fx.Node, fx.Node]) -> None:
     """Refuse a draw that is repeated for a tensor computed otherwise, as dropout of a gradient."""
-    numbers: dict[object, int] = {}
-    number: dict[fx.Node, int] = {}
-    first = {again: original for original, again in repeated}
+    numbers = ValueNumbers()
 
-    def read(node: fx.Node) -> object:
-        overwritten = set(written_arguments(node))
-        shape_only = str(node.target).partition(".")[2].partition(".")[0].endswith("_like")
+    def read_by(draw: fx.Node) -> str:
+        """Describe what a draw reads. It overwrites some arguments, and reads only the shape of
+        others; and the default generator is a node too, another one in each call."""
+        unread = set(written_arguments(draw))
+        if str(draw.target).partition(".")[2].partition(".")[0].endswith("_like"):
+            return "a shape"
 
-        def described(argument: fx.Node) -> int | str:
-            # the default generator is a node too, another one in each call
-            tensor = isinstance(value_of(argument), torch.Tensor)
-            return number[argument] if tensor and argument not in overwritten else "any"
+        def argument(node: fx.Node) -> object:
+            is_read = node not in unread and isinstance(value_of(node), torch.Tensor)
+            return numbers[node] if is_read else "any"
 
-        return "any" if shape_only else fx.map_arg((node.args, node.kwargs), described)
+        return numbers.call(draw, argument)
 
     for node in graph.nodes:
-        if node in first and read(node) != read(first[node]):
+        if node in original and read_by(node) != read_by(original[node]):
             raise CaptureError(
                 f"{node.target} draws random numbers (module '{module_of(node)}') from a state of "
                 "the generator that was restored, where it drew for another tensor before. What "
                 "is recomputed must draw as forward did: draw the mask once and use it twice"
             )
         if node.target in _SAME_VALUE:
-            number[node] = number[node.args[0]]
-            continue
-        args = repr(fx.map_arg((node.args, node.kwargs), lambda n: number[n]))
-        own = first.get(node, node) if is_random(node) else node.op == "call_function" or node
-        number[node] = numbers.setdefault((str(node.target), args, own), len(numbers))
+            numbers.number_alike(node, node.all_input_nodes[0])
+        elif node in original:
+            numbers.number_alike(node, original[node])
+        elif node.op == "call_function" and not is_random(node):
+            numbers.number(node, numbers.call(node))
+        else:
+            numbers.number_alone(node)
 
 
-def _values_of(graph: fx.Graph, draw: fx.Node, writes: Writes) -> tuple[fx.Node, list[fx.Node]]:
-    """Return nodes whose values stay what a draw gave: its result, and what it wrote in place."""
-
-    def clone(node: fx.Node) -> fx.Node:
-        with graph.inserting_after(draw):
-            copy = graph.call_function(torch.ops.aten.clone.default, (node,))
-        copy.meta = {"val": node.meta["val"]}
-        copy_annotations(draw, copy)
-        return copy
-
-    written = [clone(node) for node in written_arguments(draw)]
-    # dropout with its mask, attention: no op writes into their several results
-    overwritten = len(tensors_of(draw)) == 1 and writes.between(draw, None, draw) is not None
-    return (clone(draw) if overwritten and not _returns_written(draw) else draw), written
+def _cloned(node: fx.Node, draw: fx.Node) -> fx.Node:
+    """Copy the value that a node has right after a draw."""
+    with draw.graph.inserting_after(draw):
+        copy = draw.graph.call_function(torch.ops.aten.clone.default, (node,))
+    copy.meta = {"val": node.meta["val"]}
+    copy_annotations(draw, copy)
+    return copy
 
 
 def _returns_written(node: fx.Node) -> bool:

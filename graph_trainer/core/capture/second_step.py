@@ -14,11 +14,10 @@ from torch import fx
 from graph_trainer.core.graph.annotations import module_of, value_of
 from graph_trainer.core.graph.ops import runs_once, subgraph_of, written_arguments
 from graph_trainer.core.graph.signature import Input, InputKind, with_parts
+from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.tensor_diff import digest
 from graph_trainer.core.torch_private import FakeTensor, storage_id
 from graph_trainer.errors import CaptureError
-
-_UNKNOWN = -1
 
 Place = tuple[int, object, torch.Size, tuple[int, ...]]
 """Storage, offset, shape and strides of a tensor."""
@@ -42,15 +41,17 @@ def check_second_step(
     Raises:
         CaptureError: with the attributes and the first op that differs.
     """
-    numbers = _Numbers(inputs)
-    before, results = numbers.of(first)
-    numbers.keep(first, before)
-    after, results_after = numbers.of(second)
-    if results == results_after:
+    # The idea: number the values of both graphs, and compare what they leave behind. Tensors of
+    # the first step that the second one finds in attributes keep their numbers, if every step
+    # would make them alike. The first node of the second graph without its like is the culprit.
+    steps = _Steps()
+    before = steps.number(first)
+    steps.keep(first, inputs)
+    if steps.number(second) == before:
         return
-    known = set(before.values())
-    differing = (n for n, number in after.items() if n.op != "get_attr" and number not in known)
-    node = next(differing, second.graph.output_node())
+    known = {steps.numbers[node] for node in first.graph.nodes}
+    computed = (node for node in second.graph.nodes if node.op != "get_attr")
+    node = next((n for n in computed if steps.numbers[n] not in known), second.graph.output_node())
     kept = ", ".join(f"'{name}'" for name in sorted(changed)[:8])
     module = module_of(node)
     where = f"module '{module}'" if module else "the model"
@@ -75,92 +76,91 @@ def check_second_step(
     )
 
 
-class _Numbers:
-    """Numbers for what nodes compute: equal exactly for equal computations, in both graphs."""
+class _Steps:
+    """The values of two steps in a row, numbered together."""
 
-    def __init__(self, inputs: Sequence[Input]) -> None:
-        self._inputs = inputs
-        self._numbers: dict[str, int] = {}
-        self._written: dict[int, int] = {}
+    def __init__(self) -> None:
+        self.numbers = ValueNumbers()
+        self._last_write: dict[int, int] = {}
         """By storage, the number of the last write."""
-        self._kept: dict[Place, int] = {}
+        self._kept: dict[Place, fx.Node] = {}
+        """The nodes of the first step whose tensors are the same in every step."""
 
-    def of(self, module: fx.GraphModule) -> tuple[dict[fx.Node, int], object]:
-        """Return the number of every node, and of all that the graph leaves behind."""
-        numbers: dict[fx.Node, int] = {}
+    def number(self, module: fx.GraphModule) -> object:
+        """Number the values of a step; return the numbers of all that it leaves behind."""
+        numbers = self.numbers
         storage: dict[fx.Node, int] = {}
         draws: list[int] = []
 
-        def described(node: fx.Node) -> str:
-            return f"{numbers[node]} as written by {self._written.get(storage.get(node, _UNKNOWN))}"
+        def as_written(node: fx.Node) -> str:
+            return f"{numbers[node]} as written by {self._last_write.get(storage.get(node, -1))}"
 
-        for node in module.graph.nodes:
+        for place, node in enumerate(module.graph.nodes):
             constant = _constant(module, node)
             value = value_of(node) if constant is None else constant
             if isinstance(value, torch.Tensor):
                 storage[node] = storage_id(value)
             if isinstance(constant, FakeTensor):
-                numbers[node] = self._kept.get(_place(constant), _UNKNOWN)
+                # only a step on fake tensors has made it: the one before
+                if (maker := self._kept.get(_place(constant))) is not None:
+                    numbers.number_alike(node, maker)
+                else:
+                    numbers.number_alone(node)
                 continue
-            args = fx.map_arg((node.args, node.kwargs), described)
-            what = node.target if node.op == "call_function" else len(numbers)
-            text = f"{node.op} {what} {args!r}"
-            if node.op == "get_attr":
-                graph = subgraph_of(node)
-                text = str(graph.code) if graph is not None else _content(constant)
-            elif node.op == "output":
-                text = f"output {args!r}"
+            if node.op == "placeholder":
+                numbers.number(node, f"input {place}")
+            elif node.op == "get_attr" and (graph := subgraph_of(node)) is not None:
+                numbers.number(node, str(graph.code))
+            elif node.op == "get_attr" and constant is not None and not constant.is_meta:
+                # by its bits: a number that forward makes a tensor of is another each time
+                numbers.number(node, f"constant {digest(constant)}")
+            elif node.op == "get_attr":
+                numbers.number(node, f"constant without data {storage.get(node)}")
             elif runs_once(node):
-                text += f" draw {len(draws)}"
-            numbers[node] = self._numbers.setdefault(text, len(self._numbers))
-            if runs_once(node):
+                numbers.number(node, f"{numbers.call(node, as_written)} draw {len(draws)}")
                 draws.append(numbers[node])
+            else:
+                numbers.number(node, numbers.call(node, as_written))
             for target in written_arguments(node):
-                self._written[storage[target]] = numbers[node]
+                self._last_write[storage[target]] = numbers[node]
         inputs = module.graph.find_nodes(op="placeholder")
-        written = [self._written.get(storage[node]) for node in inputs]
-        return numbers, (numbers[module.graph.output_node()], written, draws)
+        written = [self._last_write.get(storage[node]) for node in inputs]
+        return numbers[module.graph.output_node()], written, draws
 
-    def keep(self, module: fx.GraphModule, numbers: dict[fx.Node, int]) -> None:
-        """Remember which tensors of a first step are the same in every step."""
+    def keep(self, module: fx.GraphModule, inputs: Sequence[Input]) -> None:
+        """Remember which tensors of a first step are the same in every step: those that follow
+        from constants and from buffers that no step writes, without a random draw."""
+        placeholders = module.graph.find_nodes(op="placeholder")
+        values = {n: value_of(n) for n in module.graph.nodes}
+        storage = {n: storage_id(v) for n, v in values.items() if isinstance(v, torch.Tensor)}
         varying: set[fx.Node] = set()
-        for spec, nodes in with_parts(self._inputs, module.graph.find_nodes(op="placeholder")):
-            written = {storage_id(n.meta["val"]) for n in nodes} & self._written.keys()
-            if spec.kind is not InputKind.BUFFER or written:
+        for spec, nodes in with_parts(inputs, placeholders):
+            is_written = any(storage[node] in self._last_write for node in nodes)
+            if spec.kind is not InputKind.BUFFER or is_written:
                 varying.update(nodes)
-        tensors = {n: v for n in numbers if isinstance(v := value_of(n), torch.Tensor)}
-        storage = {node: storage_id(tensor) for node, tensor in tensors.items()}
         changing = {storage[node] for node in varying}
         for node in module.graph.nodes:
-            read = {storage.get(each) for each in node.all_input_nodes}
+            sources = node.all_input_nodes
             if (
                 node in varying
                 or runs_once(node)
-                or not varying.isdisjoint(node.all_input_nodes)
-                or not changing.isdisjoint(read)
+                or not varying.isdisjoint(sources)
+                or not changing.isdisjoint(storage.get(source) for source in sources)
             ):
                 varying.add(node)
-                changing.update(
-                    storage[n] for n in (node, *written_arguments(node)) if n in storage
-                )
-        for node in module.graph.find_nodes(op="placeholder"):
-            self._written.pop(storage_id(value_of(node)), None)
-        for node, tensor in tensors.items():
-            if storage_id(tensor) not in changing:
-                self._kept[_place(tensor)] = numbers[node]
+                touched = (node, *written_arguments(node))
+                changing.update(storage[n] for n in touched if n in storage)
+        # the next step finds its inputs as this one did, and the tensors that are kept as written
+        for node in placeholders:
+            self._last_write.pop(storage[node], None)
+        for node in storage:
+            if storage[node] not in changing:
+                self._kept[_place(values[node])] = node
 
 
 def _constant(module: fx.GraphModule, node: fx.Node) -> torch.Tensor | None:
     constant = getattr(module, str(node.target), None) if node.op == "get_attr" else None
     return constant if isinstance(constant, torch.Tensor) else None
-
-
-def _content(constant: torch.Tensor | None) -> str:
-    """Describe a constant by its bits: a number that forward makes a tensor of is another each
-    time. A tensor without data is described by its storage."""
-    if constant is None or constant.is_meta:
-        return f"constant {None if constant is None else storage_id(constant)}"
-    return f"constant {digest(constant)}"
 
 
 def _place(tensor: torch.Tensor) -> Place:

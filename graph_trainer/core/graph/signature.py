@@ -58,7 +58,7 @@ class Output:
     layout: Layout
 
 
-_Spec = TypeVar("_Spec", Input, Output)
+_Spec = TypeVar("_Spec", bound=Input | Output)
 _V = TypeVar("_V")
 
 

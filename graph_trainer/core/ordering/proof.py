@@ -77,8 +77,8 @@ def prove_order(
     """Prove that the ranks cannot hang, or show which ranks would wait for each other.
 
     1. All members of every group issue the same entries on it, in the same order. A group is
-       its ranks: two communicators over the same ranks count as one. In an all-to-all, each
-       member expects of the others what they send it.
+       its ranks: two communicators over the same ranks count as one. Of an all-to-all the size of
+       a row counts, and not its splits, which depend on data.
     2. The ranks are run to the end, each blocking in every collective until all members have
        arrived. When all ranks end, the collectives have one order that every rank keeps, so no
        placement of waits can hang, on one stream or many. NCCL requires just this of programs
@@ -229,12 +229,10 @@ def _cycle(programs: _Programs, *, blocking: bool) -> list[str]:
     each rank of a cycle waits for, the last for the first; nothing if all ranks end, which does
     not depend on the order in which they run. Linear in the steps and waits.
     """
-    events = {
-        rank: iter([(step, w) for step in program.steps for w in (False, True)])
-        if blocking
-        else iter(program.events)
-        for rank, program in programs.items()
-    }
+    events = {}
+    for rank, program in programs.items():
+        at_once = [(step, is_wait) for step in program.steps for is_wait in (False, True)]
+        events[rank] = iter(at_once if blocking else program.events)
     arrived: dict[_Step, set[int]] = defaultdict(set)
     waiting: dict[_Step, list[int]] = defaultdict(list)
     stuck: dict[int, _Step] = {}

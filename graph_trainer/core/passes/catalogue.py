@@ -14,7 +14,6 @@ from graph_trainer.core.passes.context import RunSettings
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
-from graph_trainer.core.passes.fold_grad_reductions import fold_grad_reductions
 from graph_trainer.core.passes.functionalize_writes import functionalize_writes
 from graph_trainer.core.passes.fuse_chained_collectives import (
     fuse_chained_all_gathers,
@@ -45,7 +44,6 @@ _BUILT_IN: tuple[Pass, ...] = (
     tag_fsdp_unshards,
     rematerialize,
     offload_activations,
-    fold_grad_reductions,
     tag_buckets,
     bucket_collectives,
     overlap_fsdp,

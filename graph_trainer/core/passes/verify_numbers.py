@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,17 +10,12 @@ import torch.distributed as dist
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
-from graph_trainer.core.analysis.one_process import (
-    REDUCTIONS,
-    SIMULATED,
-    OneProcess,
-    same_random_numbers,
-    values_for,
-)
+from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
+from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
-from graph_trainer.core.graph.signature import OutputKind, with_parts
+from graph_trainer.core.graph.signature import Input, Output, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.report import EQUAL
@@ -41,15 +35,6 @@ ROUNDING = 8
 of a result, a pass with `changes_sums` may change a result by."""
 
 
-@dataclass(slots=True)
-class _Ran:
-    """What a graph gave."""
-
-    results: Results
-    odd: dict[str, str] = field(default_factory=dict)
-    """By node, how its result differs from its metadata."""
-
-
 class Numbers:
     """The numbers of a graph as passes change it. Linear in nodes, and a run of the step a pass.
 
@@ -63,7 +48,7 @@ class Numbers:
     def start(self, joint: JointGraph) -> None:
         """Compare the next pass's graph with this one."""
         self._before = copy_graph(joint)
-        self._ran: _Ran | None = None
+        self._ran: tuple[Results, dict[str, str]] | None = None
         self._why_not = why_not(joint)
         if not self._why_not:
             try:
@@ -84,62 +69,84 @@ class Numbers:
             VerificationError: with the first result that differs, or the first node that cannot
                 run or makes another shape or dtype than its metadata says.
         """
-        before, was = self._before, self._ran
+        before, ran = self._before, self._ran
         reason = self._why_not or why_not(joint)
-        if was is None or reason:
+        if ran is None or reason:
             self.start(joint)
             return f"{NOT_COMPARED}{reason}"
         try:
-            now = _run(joint)
+            now, odd = self._ran = _run(joint)
         except Exception as error:
             raise VerificationError(
                 f"it does not run on the values on which it ran before: {_text(error)}"
             ) from error
-        for name, text in now.odd.items():
-            if name not in was.odd:
-                raise VerificationError(f"node '{name}' {text}")
-        verdict = self._compared(before, joint, was, now, changes_sums)
-        self._before, self._ran = copy_graph(joint), now
+        was, odd_before = ran
+        if new := [name for name in odd if name not in odd_before]:
+            raise VerificationError(f"node '{new[0]}' {odd[new[0]]}")
+        verdict = _compared(before, joint, was, now, changes_sums)
+        self._before = copy_graph(joint)
         return verdict
 
-    def _compared(
-        self, before: JointGraph, after: JointGraph, was: _Ran, now: _Ran, changes_sums: bool
-    ) -> str:
-        grain = ROUNDING * _coarsest(before) if changes_sums else 0.0
-        differences, wrong = _differences(was, now, grain)
-        where, replaced = "", _replaced(before, after) if wrong else ()
-        if replaced:
-            # a gather over other ranks, or of bytes, gives other multiples of this rank's values
-            was, now = _run(before, alike=True), _run(after, alike=True)
-            differences, wrong = _differences(was, now, grain)
-            where = (
-                " where all ranks hold the same; graph-trainer bisect-passes compares real ranks"
-            )
-        if wrong:
-            again = compare(now.results, _run(after, alike=bool(replaced)).results)
-            unstable = [difference.name for difference in again]
-            wrong = [d for d in wrong if d.name not in unstable]
-            if unstable and not wrong:
-                return f"{NOT_COMPARED}{unstable[0]} differs from run to run"
+
+def _compared(
+    before: JointGraph, after: JointGraph, was: Results, now: Results, changes_sums: bool
+) -> str:
+    """Return how the results of two graphs compare, or raise."""
+    # units in the last place of 1, of the coarsest dtype
+    dtypes = {t.dtype for node in before.graph.nodes for t in tensors_of(node)}
+    fractions = [d for d in dtypes if d.is_floating_point or d.is_complex]
+    coarsest = max((torch.finfo(d).eps for d in fractions), default=0.0)
+    grain = ROUNDING * coarsest if changes_sums else 0.0
+    differences = compare(was, now)
+    wrong = [d for d in differences if not _is_rounding(d, was, grain)]
+    issued, issued_now = _issued(before), _issued(after)
+    # new collectives where others are gone; a pass that only adds or removes some has none
+    replaced = list(issued_now - issued) if wrong and issued - issued_now else []
+    where = ""
+    if replaced:
+        # a gather over other ranks, or of bytes, gives other multiples of this rank's values
+        was, now = _run(before, alike=True)[0], _run(after, alike=True)[0]
+        differences = compare(was, now)
+        wrong = [d for d in differences if not _is_rounding(d, was, grain)]
+        where = f"{ALIKE}; graph-trainer bisect-passes compares real ranks"
+    if wrong:
+        repeated = compare(now, _run(after, alike=bool(replaced))[0])
+        unstable = [difference.name for difference in repeated]
+        wrong = [d for d in wrong if d.name not in unstable]
+        if unstable and not wrong:
+            return f"{NOT_COMPARED}{unstable[0]} differs from run to run"
+    if wrong:
+        # fewer collectives of one kind and more of another: not simulated by one process
         kinds = {kind for kind, *_ in replaced}
-        if wrong and _are_other_kinds(before, after, kinds):
+        of_kind = Counter(kind for kind, *_ in issued.elements())
+        of_kind_now = Counter(kind for kind, *_ in issued_now.elements())
+        if of_kind - of_kind_now and not kinds.isdisjoint(of_kind_now - of_kind):
             return (
-                f"{NOT_COMPARED}{', '.join(sorted(kinds))} replaces another collective, "
-                "which one process cannot simulate; graph-trainer bisect-passes compares real ranks"
+                f"{NOT_COMPARED}{', '.join(sorted(kinds))} replaces another collective, which "
+                "one process cannot simulate; graph-trainer bisect-passes compares real ranks"
             )
-        if wrong:
-            first, more = wrong[0], len(wrong) - 1
-            raise VerificationError(
-                f"{first.name} is another than before the pass, on the same values: "
-                f"{first.note or f'by at most {first.max_abs:.3g}'}"
-                f"{f'; so are {more} more results' if more else ''}. A pass keeps every bit; with "
-                "changes_sums=True it may round otherwise"
-            )
-        if differences:
-            most = max(differences, key=lambda difference: difference.max_abs)
-            return f"equal up to rounding{where}: {most.name} by at most {most.max_abs:.3g}"
-        lost = [n for n, parts in was.results.items() if not all(map(_is_finite, parts))]
-        return f"{EQUAL}{where}" + (f", and {lost[0]} is not finite" if lost else "")
+    if wrong:
+        first, others = wrong[0], len(wrong) - 1
+        node = first_differing_node(
+            lambda joint, observe: run(joint, alike=bool(replaced), observe=observe),
+            before,
+            after,
+            [difference.name for difference in wrong],
+        )
+        raise VerificationError(
+            f"{first.name} is another than before the pass, on the same values: "
+            f"{first.note or f'by at most {first.max_abs:.3g}'}"
+            f"{f'; so are {others} more results' if others else ''}"
+            f"{f'; the first node that differs: {node.after}' if node else ''}. "
+            "A pass keeps every bit; with changes_sums=True it may round otherwise"
+        )
+    if differences:
+        most = max(differences, key=lambda difference: difference.max_abs)
+        return f"equal up to rounding{where}: {most.name} by at most {most.max_abs:.3g}"
+    for name, parts in was.items():
+        if not all(bool(part.isfinite().all()) for part in parts):
+            return f"{EQUAL}{where}, and {name} is not finite"
+    return f"{EQUAL}{where}"
 
 
 def why_not(joint: JointGraph) -> str:
@@ -183,86 +190,47 @@ def _all_nodes(graph: fx.Graph, inner: bool = False) -> list[tuple[fx.Node, bool
     return nodes
 
 
-class _Watched(OneProcess):
-    """Also compares what every node makes with its metadata."""
+def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, str]]:
+    """Run a graph on made-up values; with `alike`, as if all ranks held the same.
 
-    odd: dict[str, str]
+    Returns:
+        what it returns and what it leaves in its inputs; and by node, how its value differs from
+        its metadata.
+    """
+    odd: dict[str, str] = {}
 
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if n.op == "call_function":
-            several = result if isinstance(result, (tuple, list)) else [result]
-            made = [(tuple(t.shape), t.dtype) for t in several if isinstance(t, torch.Tensor)]
-            said = [(tuple(t.shape), t.dtype) for t in tensors_of(n)]
-            if made != said:
-                self.odd[n.name] = f"makes {made} of real values and its metadata says {said}"
-        return result
+    def compare_with_metadata(node: fx.Node, value: Any) -> None:
+        if node.op != "call_function":
+            return
+        several = value if isinstance(value, (tuple, list)) else [value]
+        made = [(tuple(t.shape), t.dtype) for t in several if isinstance(t, torch.Tensor)]
+        said = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
+        if made != said:
+            odd[node.name] = f"makes {made} of real values and its metadata says {said}"
 
-
-def _run(joint: JointGraph, *, alike: bool = False) -> _Ran:
-    inputs = values_for(joint)
-    watched = _Watched(joint.graph_module, alike=alike)
-    watched.odd = {}
-    with same_random_numbers(), torch.no_grad():
-        outputs = watched.run(*inputs)
-    results: Results = {}
-    for output, parts in with_parts(joint.signature.outputs, list(outputs)):
-        gradient = output.kind is OutputKind.GRADIENT
-        results[f"gradient of '{output.name}'" if gradient else "the loss"] = list(parts)
-    for spec, tensors in with_parts(joint.signature.inputs, inputs):
-        results[f"what the step leaves in {spec.kind.value} '{spec.name}'"] = list(tensors)
-    return _Ran(results, watched.odd)
+    tensors = run(joint, alike=alike, observe=compare_with_metadata)
+    specs: tuple[Input | Output, ...] = (*joint.signature.outputs, *joint.signature.inputs)
+    return {result_name(spec): list(parts) for spec, parts in with_parts(specs, tensors)}, odd
 
 
-def _differences(was: _Ran, now: _Ran, grain: float) -> tuple[list[Difference], list[Difference]]:
-    """List the results that differ, and those of them that do by more than `grain` times their
-    largest number."""
-    differences = compare(was.results, now.results)
-    return differences, [
-        d for d in differences if d.note or not d.max_abs <= grain * _largest(was.results[d.name])
-    ]
+def _is_rounding(difference: Difference, was: Results, grain: float) -> bool:
+    """Tell whether a result differs by at most `grain` times its largest number."""
+    if difference.note:
+        return False
+    largest = 0.0
+    for tensor in was[difference.name]:
+        finite = tensor[tensor.isfinite()].abs()
+        largest = max(largest, float(finite.max()) if finite.numel() else 0.0)
+    return difference.max_abs <= grain * largest
 
 
-def _largest(tensors: list[torch.Tensor]) -> float:
-    finite = [t[t.isfinite()].abs() for t in tensors]
-    return max((float(t.max()) for t in finite if t.numel()), default=0.0)
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().all())
-
-
-def _coarsest(joint: JointGraph) -> float:
-    """The largest unit in the last place of 1 among the dtypes of a graph."""
-    dtypes = {t.dtype for node in joint.graph.nodes for t in tensors_of(node)}
-    return max(
-        (torch.finfo(d).eps for d in dtypes if d.is_floating_point or d.is_complex), default=0.0
-    )
-
-
-_Issued = tuple[str, str, str]
-"""Kind, group and dtype of a collective."""
-
-
-def _issued(joint: JointGraph) -> Counter[_Issued]:
+def _issued(joint: JointGraph) -> Counter[tuple[str, str, str]]:
+    """Count the collectives of a graph by kind, group and dtype."""
     return Counter(
         (collective_name(n), str(argument(n, "group_name")), str(tensors_of(n)[0].dtype))
         for n in joint.graph.nodes
         if is_collective(n)
     )
-
-
-def _replaced(before: JointGraph, after: JointGraph) -> tuple[_Issued, ...]:
-    """Return the collectives that are new where others are gone; none where a pass only adds
-    collectives or only removes some."""
-    was, now = _issued(before), _issued(after)
-    return tuple(now - was) if was - now else ()
-
-
-def _are_other_kinds(before: JointGraph, after: JointGraph, kinds: set[str]) -> bool:
-    """Return whether there are more collectives of these kinds and fewer of another."""
-    was, now = (Counter(kind for kind, *_ in _issued(j).elements()) for j in (before, after))
-    return bool(was - now) and not kinds.isdisjoint(now - was)
 
 
 def _text(error: Exception) -> str:

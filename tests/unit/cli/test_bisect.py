@@ -13,8 +13,8 @@ from rich.console import Console
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 from graph_trainer.cli.bisect import verdict_table
-from graph_trainer.core.bisect.node_diff import NodeDifference
-from graph_trainer.core.bisect.search import Row, Verdict
+from graph_trainer.core.analysis.node_diff import NodeDifference
+from graph_trainer.core.bisect.search import Prefix, Verdict
 from graph_trainer.core.tensor_diff import Difference
 
 NAN, INF = math.nan, math.inf
@@ -47,8 +47,8 @@ def long_verdict():
     name = "gradient of layers.100.feed_forward.a_module_with_a_long_name.[0].weight"
     bad = [Difference(name, 1.5e-7, INF), Difference("loss", NAN, 0.0, "missing")]
     rows = [
-        Row("capture", 12_345, [[] for _ in range(64)]),
-        Row("functionalize_writes", 12_345, [[], *([bad] * 63)]),
+        Prefix("capture", 12_345, [[] for _ in range(64)]),
+        Prefix("functionalize_writes", 12_345, [[], *([bad] * 63)]),
     ]
     return Verdict(rows, 900, [None, *([found_node()] * 63)])
 
@@ -67,7 +67,7 @@ def test_the_table_fits_and_says_what_where_and_how_much():
 
 def test_the_earliest_node_of_any_rank_is_named():
     late, early = found_node(), found_node(position=2, name="add")
-    verdict = Verdict(long_verdict().rows, 3, [None, late, early])
+    verdict = Verdict(long_verdict().prefixes, 3, [None, late, early])
     assert verdict.first_node is early
     assert "ranks 1, 2" in shown(verdict)
 
@@ -101,7 +101,7 @@ def launched(monkeypatch):
 
 
 def test_the_exit_code_says_what_was_found(launched, capsys):
-    equal = Verdict(long_verdict().rows[:1], 3, [])
+    equal = Verdict(long_verdict().prefixes[:1], 3, [])
     assert launched(equal)[0] == 0
     assert "bitwise equal" in capsys.readouterr().out
     code, ((words, environment),) = launched(long_verdict(), "--training.seq_len", "32")
@@ -109,7 +109,7 @@ def test_the_exit_code_says_what_was_found(launched, capsys):
     assert words[-4:] == ["-m", "graph_trainer.cli.bisect_worker", "--training.seq_len", "32"]
     assert "--nproc_per_node=2" in words and environment["CUDA_VISIBLE_DEVICES"] == ""
     assert launched(None)[0] == 2
-    differs = [Row("capture", 3, [[Difference("loss", 1.0, 1.0)]])]
+    differs = [Prefix("capture", 3, [[Difference("loss", 1.0, 1.0)]])]
     assert launched(Verdict(differs, 3, []))[0] == 1
     assert "capture is at fault" in capsys.readouterr().out
 

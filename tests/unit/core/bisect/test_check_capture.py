@@ -85,6 +85,21 @@ def test_a_wrong_pass_is_found():
         gt.check_capture(Model(lambda m, x: x), square, BATCHES, passes=passes)
 
 
+@gt.graph_pass(stage=gt.Stage.CLEANUP, summary="Read what is copied")
+def no_copies(joint, options, context):
+    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default):
+        node.replace_all_uses_with(node.args[0])
+        joint.graph.erase_node(node)
+
+
+def test_a_copy_of_the_batch_that_the_graph_does_without_is_not_blamed():
+    passes = gt.PassConfig(passes=(no_copies, sum_for_mean))
+    with pytest.raises(gt.VerificationError, match="nowhere: aten.mean.default in the loss"):
+        gt.check_capture(
+            Model(lambda m, x: x), lambda m, x: square(m, x.clone()), BATCHES, passes=passes
+        )
+
+
 def test_one_batch_is_refused():
     with pytest.raises(gt.VerificationError, match="given 1 batches: give two or more"):
         gt.check_capture(Model(counts), square, BATCHES[:1])

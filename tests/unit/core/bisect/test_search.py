@@ -47,8 +47,8 @@ def test_how_far_two_values_are_apart():
     wanted = torch.tensor([1.0, 2.0, 0.0, -4.0])
     assert distance("x", wanted, torch.tensor([1.0, 2.5, 0.0, -4.0])) == Difference("x", 0.5, 0.2)
     assert distance("x", wanted, torch.tensor([1.0, 2.0, 0.5, -5.0])) == Difference("x", 1.0, 1.0)
-    found = distance("x", wanted, torch.tensor([NAN, 2.0, 0.0, -4.0]))
-    assert math.isnan(found.max_abs) and math.isnan(found.max_rel)
+    difference = distance("x", wanted, torch.tensor([NAN, 2.0, 0.0, -4.0]))
+    assert math.isnan(difference.max_abs) and math.isnan(difference.max_rel)
     assert distance("x", torch.tensor([INF, 1.0]), torch.tensor([INF, 2.0])).max_abs == 1.0
     assert distance("x", wanted, -wanted).max_abs == 8.0
     assert distance("x", torch.tensor(0.0), torch.tensor(-0.0)) == Difference("x", 0.0, 0.0)
@@ -57,10 +57,12 @@ def test_how_far_two_values_are_apart():
 
 
 def test_another_shape_or_dtype_is_said():
-    found = distance("x", torch.ones(2, 3), torch.ones(3))
-    assert found.note == "(3,) float32 instead of (2, 3) float32" and math.isnan(found.max_abs)
-    found = distance("x", torch.ones(3), torch.full((3,), 2.0, dtype=torch.float64))
-    assert found.note == "(3,) float64 instead of (3,) float32" and found.max_abs == 1.0
+    difference = distance("x", torch.ones(2, 3), torch.ones(3))
+    assert difference.note == "(3,) float32 instead of (2, 3) float32" and math.isnan(
+        difference.max_abs
+    )
+    difference = distance("x", torch.ones(3), torch.full((3,), 2.0, dtype=torch.float64))
+    assert difference.note == "(3,) float64 instead of (3,) float32" and difference.max_abs == 1.0
     assert "1 tensors instead of 2" in distance("x", [torch.ones(1)] * 2, [torch.ones(1)]).note
 
 
@@ -68,8 +70,8 @@ def test_results_are_compared_in_their_order_and_none_is_left_out():
     one = torch.ones(1)
     wanted = {"loss": [one], "gradient of a": [one], "gradient of b": [one], "buffer c": [one]}
     assert compare(wanted, copy.deepcopy(wanted)) == []
-    found = {"extra": [one], "buffer c": [one * 3], "gradient of b": [one], "loss": [one * 2]}
-    differences = compare(wanted, found)
+    actual = {"extra": [one], "buffer c": [one * 3], "gradient of b": [one], "loss": [one * 2]}
+    differences = compare(wanted, actual)
     assert [d.name for d in differences] == ["loss", "gradient of a", "buffer c", "extra"]
     assert [d.note for d in differences] == ["", "missing", "", "not there in eager"]
     assert [d.max_abs for d in differences[::2]] == [1.0, 2.0]
@@ -124,8 +126,8 @@ def test_right_passes_are_found_right_and_the_model_stays_as_it_was():
     verdict, lines = examined(passes=["default", idle], model=model)
     assert verdict.culprit is None and verdict.nodes == []
     listed = [p.name for p in resolve_passes(["default"])]
-    assert [row.name for row in verdict.rows] == ["capture", *listed, idle.name]
-    assert all(row.differences == [[]] for row in verdict.rows)
+    assert [row.name for row in verdict.prefixes] == ["capture", *listed, idle.name]
+    assert all(row.differences == [[]] for row in verdict.prefixes)
     assert verdict.compared == 1 + 6 + 3, "loss, gradients, buffers"
     assert f"{len(listed) + 1} of {len(listed) + 1}" in lines[-1]
     after = model.state_dict()
@@ -138,11 +140,11 @@ def test_a_wrong_pass_and_its_node_are_found():
     after = own(lambda joint, options, context: pytest.fail("the search goes on"), "after")
     verdict, _ = examined(passes=["normalize_views", own(wrong), after])
     assert verdict.culprit == "own"
-    assert [bool(row.ranks) for row in verdict.rows] == [False, False, True]
+    assert [bool(row.ranks) for row in verdict.prefixes] == [False, False, True]
     node = verdict.first_node
     assert (node.name, node.kept) == ("mul_1", True) and "5.00001" in node.after
     assert node.difference.max_rel == pytest.approx(2e-6, rel=0.1)
-    differences = verdict.rows[-1].differences[0]
+    differences = verdict.prefixes[-1].differences[0]
     assert differences[0].name == "loss" and 0 < differences[0].max_rel < 1e-4
 
 
@@ -153,7 +155,9 @@ def test_a_pass_that_changes_only_a_buffer_is_found():
         node.args = (node.args[0], 2)
 
     verdict, _ = examined(passes=[own(forget)])
-    assert [d.name for d in verdict.rows[-1].differences[0]] == ["buffer norm.num_batches_tracked"]
+    assert [d.name for d in verdict.prefixes[-1].differences[0]] == [
+        "buffer norm.num_batches_tracked"
+    ]
     assert verdict.first_node.op == "aten.add_.Tensor"
 
 
@@ -162,7 +166,7 @@ def test_a_capture_that_differs_is_at_fault_itself():
         return loss_fn(model, x) * (1.0 if get_proxy_mode() is None else 1.5)
 
     verdict, lines = examined(two_faced)
-    assert verdict.culprit == "capture" and len(verdict.rows) == 1 and verdict.nodes == []
+    assert verdict.culprit == "capture" and len(verdict.prefixes) == 1 and verdict.nodes == []
     assert "capture" in lines[-1] and "differs on 1 of 1 ranks" in lines[-1]
 
 

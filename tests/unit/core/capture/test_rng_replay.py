@@ -123,8 +123,9 @@ class Recomputed(nn.Module):
         lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
         lambda x: F.dropout(x, 0.5) * torch.randn(3, 4),
         lambda x: torch.native_dropout(x, 0.5, True)[0],
+        lambda x: x * torch.bernoulli(torch.rand(3, 4)),
     ],
-    ids=["none", "dropout", "written after", "functional", "two draws", "mask"],
+    ids=["none", "dropout", "written after", "functional", "two draws", "mask", "of a draw"],
 )
 def test_checkpointed_blocks_draw_the_same_numbers_again(dropout):
     joint = check_against_eager(Recomputed(dropout), mean, torch.randn(3, 4))

@@ -28,7 +28,7 @@ DEFAULT = [
     "bucket_collectives",
     "schedule_overlap",
 ]
-CHANGE_SUMS = {"fuse_chained_reduce_scatters", "fold_grad_reductions", "bucket_collectives"}
+CHANGE_SUMS = {"fuse_chained_reduce_scatters", "bucket_collectives"}
 
 
 def names(passes, disable_passes=()):
@@ -79,7 +79,7 @@ def test_a_list_that_cannot_be_run_is_refused(how, words):
 
 def test_a_pass_beside_the_default_list_joins_it_at_its_stage():
     beside = [n for n, p in registered_passes().items() if not p.default]
-    assert len(beside) > 2
+    assert beside, "or this tests nothing"
     for name in beside:
         selected = names(["default", name])
         assert [n for n in selected if n != name] == DEFAULT

@@ -24,7 +24,6 @@ ALWAYS_ON = ("normalize_views", "functionalize_writes", "eliminate_dead_code")
 CLEANS = ("deduplicate_unshards", "eliminate_round_trips")
 FUSES = ("fuse_chained_all_gathers", "fuse_chained_reduce_scatters")
 KEEPS = ("tag_fsdp_unshards", "rematerialize")
-FOLDS = ("fold_grad_reductions",)
 MERGES = ("tag_buckets", "bucket_collectives")
 SCHEDULES = ("overlap_fsdp", "schedule_overlap")
 KIB = 1 / 1024
@@ -68,7 +67,6 @@ chosen = st.fixed_dictionaries(
     {
         "clean": st.sets(st.sampled_from(CLEANS)),
         "fuse": st.sets(st.sampled_from(FUSES)),
-        "fold": st.sets(st.sampled_from(FOLDS)),
         "policy": st.sampled_from(["always", "never", "default", None]),
         "strategy": st.sampled_from(["none", "size", "transformer_block", "auto"]),
         "cap_kib": st.sampled_from([0.3, 1.0, 100.0]),
@@ -102,7 +100,6 @@ def run(joint: JointGraph, chosen: dict) -> None:
         *(n for n in CLEANS if n in chosen["clean"]),
         *(n for n in FUSES if n in chosen["fuse"]),
         *(KEEPS if chosen["policy"] else ()),
-        *(n for n in FOLDS if n in chosen["fold"]),
         *MERGES,
         *(n for n in SCHEDULES if n in chosen["schedule"]),
     ]

@@ -60,6 +60,11 @@ def filled(b, node, value):
     return b.call(aten.full_like.default, node, value, dtype=None, **UNSHARD)
 
 
+def padded_to_another_shape(b, w):
+    padded = b.call(aten.constant_pad_nd.default, w, [0, 2], **UNSHARD)
+    return unshard(b, w), b.call(aten.slice.Tensor, unshard(b, padded), 0, 0, 4)
+
+
 def a_gathered_tensor_is_written(b, w):
     gathered = unshard(b, w)
     b.call(aten.mul_.Tensor, gathered, 2)
@@ -80,6 +85,7 @@ NEAR_MISSES = {
     "another group": lambda b, w: (unshard(b, w, "0"), unshard(b, w, "1")),
     "another parameter": lambda b, w: (unshard(b, w), unshard(b, b.other)),
     "equal numbers of another type": lambda b, w: (filled(b, w, 1), filled(b, w, True)),
+    "padded to another shape": padded_to_another_shape,
     "a gathered tensor that the model writes": a_gathered_tensor_is_written,
     "a shard that the step writes": the_shard_is_written,
 }

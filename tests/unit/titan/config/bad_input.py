@@ -174,9 +174,9 @@ IN_FILES = (
     ),
     Bad('compile.passes = ["rematerialize", "rematerialize"]', "remove one"),
     Bad(
-        "the pass 'fold_grad_reductions' declares that it changes the order of sums",
+        "the pass 'fuse_chained_reduce_scatters' declares that it changes the order of sums",
         "set compile.bitwise = false",
-        '[compile]\nbitwise = true\npasses = ["default", "fold_grad_reductions"]',
+        '[compile]\nbitwise = true\npasses = ["default", "fuse_chained_reduce_scatters"]',
     ),
     Bad('compile.passes = ["rematerialize", "normalize_views"]', "put it in front"),
     Bad(

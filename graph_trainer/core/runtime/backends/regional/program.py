@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -12,6 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graph_trainer.core.analysis.regions import Region
 from graph_trainer.core.graph.annotations import tensor_of
+from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.torch_private import FakeTensorMode
 
 _ALIGNMENT = 16  # bytes; Inductor's kernels assume it of inputs that have it when compiled
@@ -38,22 +38,13 @@ def spec_of(tensor: torch.Tensor) -> TensorSpec:
 def program_key(region: Region) -> str:
     """Return the same text for two regions exactly when one program serves both: they have equal
     ops, constants, inputs and outputs. Linear in nodes."""
-    number = {node: index for index, node in enumerate((*region.inputs, *region.nodes))}
+    numbers = ValueNumbers()
+    for node in (*region.inputs, *region.nodes):
+        numbers.number_alone(node)
     lines = [repr(spec_of(tensor_of(node))) for node in region.inputs]
-    for node in region.nodes:
-        lines.append(f"{node.target} {_text(node.args, number)} {_text(node.kwargs, number)}")
-    lines += [f"{number[node]} {spec_of(tensor_of(node))}" for node in region.outputs]
+    lines += [numbers.call(node) for node in region.nodes]
+    lines += [f"{numbers[node]} {spec_of(tensor_of(node))}" for node in region.outputs]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _text(value: Any, number: dict[fx.Node, int]) -> str:
-    if isinstance(value, fx.Node):
-        return f"%{number[value]}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_text(part, number) for part in value)}]"
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{k}: {_text(v, number)}' for k, v in value.items())}}}"
-    return f"{type(value).__name__} {value!r}"  # 1, 1.0 and True differ
 
 
 def module_of_region(region: Region) -> fx.GraphModule:

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from graph_trainer.core.analysis.node_diff import first_differing_node, partners_of
 from graph_trainer.core.analysis.one_process import OneProcess
-from graph_trainer.core.bisect.node_diff import first_difference, partners_of
 from graph_trainer.core.graph.annotations import Phase, copy_annotations
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.testing import Builder, values_for
@@ -12,7 +12,7 @@ from tests.unit.graphs import aten, c10d
 
 
 class ByHand:
-    """What `first_difference` needs of `Runs`, for a graph without a model.
+    """Runs a graph without a model.
 
     Memory that is not written yet holds the same in the first two runs, and then something else.
     """
@@ -20,23 +20,18 @@ class ByHand:
     def __init__(self):
         self.count = 0
 
-    def node_by_node(self, joint, observe):
+    def __call__(self, joint, observe):
         garbage = float(self.count // 2)
         self.count += 1
 
-        class Watched(OneProcess):
+        class Uninitialized(OneProcess):
             def call_function(self, target, args, kwargs):
                 if "empty" in str(target):
                     return torch.full(args[0], garbage)
                 return super().call_function(target, args, kwargs)
 
-            def run_node(self, n):
-                value = super().run_node(n)
-                observe(n, value)
-                return value
-
         with torch.no_grad():
-            Watched(joint.graph_module).run(*values_for(joint))
+            Uninitialized(joint.graph_module, observe=observe).run(*values_for(joint))
 
 
 def find(joint, *changes, differing=("loss",)):
@@ -45,7 +40,7 @@ def find(joint, *changes, differing=("loss",)):
     for change in changes:
         change(after)
     after.validate()
-    return first_difference(ByHand(), joint, after, differing)
+    return first_differing_node(ByHand(), joint, after, differing)
 
 
 def nodes(joint, op):
@@ -103,11 +98,11 @@ def chain():
 
 
 def test_a_node_that_is_kept_and_changed():
-    found = find(chain(), factor(1.5, place=1))
-    assert (found.name, found.kept, found.seen_at) == ("mul_tensor_1", True, "mul_tensor_1")
-    assert (found.module, found.phase, found.op) == ("layers.1", "forward", "aten.mul.Tensor")
-    assert "1.5" in found.after and "%w" in found.before and "1.5" not in found.before
-    assert found.difference.max_abs > 0
+    node = find(chain(), factor(1.5, place=1))
+    assert (node.name, node.kept, node.seen_at) == ("mul_tensor_1", True, "mul_tensor_1")
+    assert (node.module, node.phase, node.op) == ("layers.1", "forward", "aten.mul.Tensor")
+    assert "1.5" in node.after and "%w" in node.before and "1.5" not in node.before
+    assert node.difference.max_abs > 0
 
 
 def test_a_node_that_takes_the_place_of_another():
@@ -115,12 +110,12 @@ def test_a_node_that_takes_the_place_of_another():
         old = nodes(joint, aten.mul.Tensor)[0]
         replace(joint, old, aten.mul.Tensor, old.args[0], 2.25)
 
-    found = find(chain(), change)
+    node = find(chain(), change)
     # x is standard normal: its largest element is read back from the amounts
     largest = values_for(chain())[0].abs().max()
-    assert not found.kept and "2.25" in found.after and "2.0" in found.before
-    assert found.difference.max_abs == pytest.approx(0.25 * float(largest), rel=1e-6)
-    assert found.difference.max_rel == pytest.approx(0.25 / 2.25, rel=1e-6)
+    assert not node.kept and "2.25" in node.after and "2.0" in node.before
+    assert node.difference.max_abs == pytest.approx(0.25 * float(largest), rel=1e-6)
+    assert node.difference.max_rel == pytest.approx(0.25 / 2.25, rel=1e-6)
 
 
 def test_a_node_put_between_two():
@@ -128,8 +123,8 @@ def test_a_node_put_between_two():
         (relu,) = nodes(joint, aten.relu.default)
         relu.args = (insert(joint, relu, aten.neg.default, relu.args[0], like=relu),)
 
-    found = find(chain(), change)
-    assert found.op == "aten.neg.default" and not found.kept and "mul.Tensor" in found.before
+    node = find(chain(), change)
+    assert node.op == "aten.neg.default" and not node.kept and "mul.Tensor" in node.before
 
 
 def test_a_sum_in_another_order():
@@ -145,11 +140,9 @@ def test_a_sum_in_another_order():
         second = insert(joint, total, aten.add.Tensor, first, sums[2], like=total)
         replace(joint, total, aten.add.Tensor, second, sums[1])
 
-    found = find(chain(), change)
-    assert (
-        found.op == "aten.add.Tensor" and found.before.startswith("%sum_default") and not found.kept
-    )
-    assert 0 < found.difference.max_rel < 1e-5
+    node = find(chain(), change)
+    assert node.op == "aten.add.Tensor" and node.before.startswith("%sum_default") and not node.kept
+    assert 0 < node.difference.max_rel < 1e-5
 
 
 @pytest.mark.parametrize(("op", "sources"), [(aten.neg.default, 2), (aten.clone.default, 1)])
@@ -167,13 +160,13 @@ def test_a_new_node_without_a_counterpart_is_named_where_its_value_is_new(op, so
         cat.args = ([*cat.args[0], new],)
         cat.meta["val"] = cat.meta["val"].new_empty(4 * sources + 4)
 
-    found = find(joint, change)
-    assert found.seen_at == "cat_default"
-    assert f"({4 * sources + 4},) float32 instead of ({4 * sources}" in found.difference.note
+    node = find(joint, change)
+    assert node.seen_at == "cat_default"
+    assert f"({4 * sources + 4},) float32 instead of ({4 * sources}" in node.difference.note
     if op is aten.neg.default:
-        assert (found.op, found.kept, found.before) == ("aten.neg.default", False, "")
+        assert (node.op, node.kept, node.before) == ("aten.neg.default", False, "")
     else:
-        assert found.name == "cat_default"
+        assert node.name == "cat_default"
 
 
 def test_what_leads_to_nothing_that_differs_is_not_blamed():
@@ -197,8 +190,8 @@ def test_gradients_that_are_returned_in_each_others_place(unrelated):
         loss, first, second = joint.output_values()
         joint.output_node().args = ((loss, second, first),)
 
-    found = find(joint, *unrelated, swap, differing=["gradient of v", "gradient of w"])
-    assert found.name == "output" and found.difference.max_rel == pytest.approx(1 / 3)
+    node = find(joint, *unrelated, swap, differing=["gradient of v", "gradient of w"])
+    assert node.name == "output" and node.difference.max_rel == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -304,7 +297,7 @@ def test_a_difference_that_does_not_come_again_is_said():
     class Once(ByHand):
         """The first run of the graph after, and only that one, gives another loss."""
 
-        def node_by_node(self, joint, observe):
+        def __call__(self, joint, observe):
             another = 1.0 if self.count == 2 else 0.0
 
             def changed(node, value):
@@ -312,12 +305,12 @@ def test_a_difference_that_does_not_come_again_is_said():
                     value = value + another
                 observe(node, (value[0] + another, *value[1:]) if node.op == "output" else value)
 
-            super().node_by_node(joint, changed)
+            super().__call__(joint, changed)
 
     joint = chain()
-    found = first_difference(Once(), copy_graph(joint), joint, ["loss"])
-    assert (found.name, found.difference.note) == ("sum_default", "different in one run of two")
-    assert found.difference.max_abs == 0.0
+    node = first_differing_node(Once(), copy_graph(joint), joint, ["loss"])
+    assert (node.name, node.difference.note) == ("sum_default", "different in one run of two")
+    assert node.difference.max_abs == 0.0
 
 
 def test_a_rank_without_a_difference_names_none():

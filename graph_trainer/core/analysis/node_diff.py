@@ -1,5 +1,10 @@
 """Find the first node of a graph whose value differs from its value before a pass."""
 
+# The idea: run both graphs and keep a digest of every node's value, by the node's name. Most
+# nodes keep their names in a pass, and an inserted node is compared with what a kept reader of it
+# read before. Many nodes may differ that do no harm, so the search goes backwards from the results
+# that differ, through nodes that differ: the first node of the graph that it reaches is the cause.
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -9,25 +14,47 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import Storage
-from graph_trainer.core.bisect.replay import Runs
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
+    Storage,
     argument_nodes,
     is_collective,
     is_wait,
     storage_roots,
     written_arguments,
 )
-from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
+from graph_trainer.core.graph.signature import Input, Output, OutputKind, with_parts
 from graph_trainer.core.tensor_diff import Difference, digest, distance
 from graph_trainer.core.torch_private import pytree
 
+Observe = Callable[[fx.Node, Any], None]
+"""Called with a node and its value, when it has run."""
+Replay = Callable[[JointGraph, Observe], object]
+"""Runs a graph node by node, always on the same inputs."""
 Same = Callable[[fx.Node], bool | None]
+
+
+class Observed(fx.Interpreter):
+    """Runs a graph, and calls `observe` after each node."""
+
+    def __init__(self, module: fx.GraphModule, observe: Observe | None = None) -> None:
+        super().__init__(module, garbage_collect_values=True)
+        self._observe = observe
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if self._observe is not None:
+            self._observe(n, result)
+        return result
+
+
+def result_name(spec: Input | Output) -> str:
+    """Name a result: "loss", "gradient of FQN", "buffer FQN"; also any other input that a step
+    may leave changed."""
+    if isinstance(spec, Output):
+        return "loss" if spec.kind is OutputKind.LOSS else f"gradient of {spec.name}"
+    return f"{spec.kind.value} {spec.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +78,8 @@ class NodeDifference:
     difference: Difference
 
 
-def first_difference(
-    runs: Runs, before: JointGraph, after: JointGraph, differing: Iterable[str]
+def first_differing_node(
+    replay: Replay, before: JointGraph, after: JointGraph, differing: Iterable[str]
 ) -> NodeDifference | None:
     """Run both graphs node by node on the same inputs; five runs in all, linear in nodes.
 
@@ -64,16 +91,16 @@ def first_difference(
     before.
 
     Args:
+        replay: runs a graph. Where ranks communicate, all of them call this together.
         differing: names, as in `Results`, of the results that differ on this rank; none where
             only those of other ranks differ. This rank then only takes part in the collectives.
 
     Returns:
         the first node in the order of `after`, or None where no node counts.
     """
-    was, again = _digests(runs, before), _digests(runs, before)
-    now = _digests(runs, after)
+    was, repeated, now = (_digests(replay, joint) for joint in (before, before, after))
     partners = partners_of(before, after)
-    unstable = {name for name in was if was[name] != again[name]}
+    unstable = {name for name in was if was[name] != repeated[name]}
     unstable |= {node.name for node in (*_incomplete(before.graph), *_incomplete(after.graph))}
     known = {was[name] for name in was if name not in unstable}
 
@@ -87,28 +114,45 @@ def first_difference(
         return now[node.name] == was[partner.name]
 
     seen = _first_that_reaches(after, set(differing), same)
-    old = _value_of(runs, before, None if seen is None else partners[seen])
-    value = _value_of(runs, after, seen)
+    # one more run of each graph, for the amounts: on every rank, as they communicate
+    values: dict[fx.Node, Any] = {}
+
+    def keep(node: fx.Node, value: Any) -> None:
+        if seen is not None and node in (seen, partners[seen]):
+            copy = pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value)
+            values[node] = copy
+
+    replay(before, keep)
+    replay(after, keep)
     if seen is None:
         return None
-    node = _cause(seen, partners, same)
+    difference = distance(seen.name, values[partners[seen]], values[seen])
+    # a new value that the node reads, where it calls the same op as before, explains it
+    node = seen
+    if seen.op == "call_function" and seen.target == partners[seen].target:
+        new = (s for s in seen.all_input_nodes if s not in partners and not same(s))
+        node = next(new, seen)
     partner = partners.get(node)
-    difference = distance(seen.name, old, value) or Difference(
-        seen.name, 0.0, 0.0, "different in one run of two"
-    )
     phase = phase_of(node)
     return NodeDifference(
-        list(after.graph.nodes).index(node),
-        node.name,
-        str(node.target),
-        module_of(node) or "",
-        phase.value if phase else "",
-        node.format_node() or "the values that the graph returns",
-        "" if partner is None else partner.format_node() or "the values that it returned",
-        partner is not None and partner.name == node.name,
-        seen.name,
-        difference,
+        position=list(after.graph.nodes).index(node),
+        name=node.name,
+        op=str(node.target),
+        module=module_of(node) or "",
+        phase=phase.value if phase else "",
+        after=node.format_node() or "the values that the graph returns",
+        before="" if partner is None else partner.format_node() or "the values that it returned",
+        kept=partner is not None and partner.name == node.name,
+        seen_at=seen.name,
+        difference=difference or Difference(seen.name, 0.0, 0.0, "different in one run of two"),
     )
+
+
+def _digests(replay: Replay, joint: JointGraph) -> dict[str, str]:
+    """Digest the value of every node, by its name."""
+    digests: dict[str, str] = {}
+    replay(joint, lambda node, value: digests.update({node.name: digest(value)}))
+    return digests
 
 
 def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]:
@@ -131,50 +175,22 @@ def partners_of(before: JointGraph, after: JointGraph) -> dict[fx.Node, fx.Node]
     return partners
 
 
-def _cause(node: fx.Node, partners: dict[fx.Node, fx.Node], same: Same) -> fx.Node:
-    """Return an inserted node without a partner that `node` reads, or `node` if there is none."""
-    same_op = node.op == "call_function" and node.target == partners[node].target
-    new = [s for s in node.all_input_nodes if s not in partners and not same(s)]
-    return new[0] if same_op and new else node
-
-
-def _digests(runs: Runs, joint: JointGraph) -> dict[str, str]:
-    digests: dict[str, str] = {}
-
-    def note(node: fx.Node, value: Any) -> None:
-        digests[node.name] = digest(value)
-
-    runs.node_by_node(joint, note)
-    return digests
-
-
-def _value_of(runs: Runs, joint: JointGraph, wanted: fx.Node | None) -> Any:
-    """Return the value of a node in one more run; None for no node."""
-    values: list[Any] = []
-
-    def keep(node: fx.Node, value: Any) -> None:
-        if node is wanted:
-            values.append(pytree.tree_map_only(torch.Tensor, lambda t: t.detach().clone(), value))
-
-    runs.node_by_node(joint, keep)
-    return values[0] if values else None
-
-
 def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> fx.Node | None:
     """Return the first node that differs and whose difference reaches a result of these names.
 
     It does through readers that differ too, or of which nothing is known.
     """
-    returned = _returned(joint, differing)
     roots = storage_roots(joint.graph)
     output = joint.output_node()
+    returned: list[fx.Node] = []
+    for spec, nodes in with_parts(joint.signature.outputs, joint.output_values()):
+        if result_name(spec) in differing:
+            returned += nodes
+    storages: set[Storage] = set()
+    for given, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
+        if result_name(given) in differing:
+            storages.update(roots[node] for node in nodes)
     read = {output} if returned else set()
-    storages = {
-        roots[node]
-        for spec, nodes in joint.inputs_of(InputKind.BUFFER)
-        for node in nodes
-        if f"buffer {spec.name}" in differing
-    }
     first: fx.Node | None = None
     for node in reversed(joint.graph.nodes):
         touched = {roots[source] for source in written_arguments(node)}
@@ -192,16 +208,6 @@ def _first_that_reaches(joint: JointGraph, differing: set[str], same: Same) -> f
         read.update(sources)
         storages.update(roots[source] for source in sources)
     return first
-
-
-def _returned(joint: JointGraph, names: set[str]) -> list[fx.Node]:
-    """List the nodes that the graph returns as the loss or the gradients of these names."""
-    returned: list[fx.Node] = []
-    for spec, parts in with_parts(joint.signature.outputs, joint.output_values()):
-        is_loss = spec.kind is OutputKind.LOSS
-        if ("loss" if is_loss else f"gradient of {spec.name}") in names:
-            returned += parts
-    return returned
 
 
 def _incomplete(graph: fx.Graph) -> set[fx.Node]:
