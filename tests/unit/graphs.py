@@ -18,11 +18,10 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
     role_of,
 )
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.testing import become, captured
+from graph_trainer.testing import become, captured, fake_mesh
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -90,12 +89,22 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+_decoders: dict[str, JointGraph] = {}
+
+
 def captured_decoder(
     *, world: int | tuple[int, ...] = 4, rank: int = 0, fsdp: Any = None, **model: Any
-):
+) -> JointGraph:
+    """Capture a decoder as a rank of fake ones. Each is captured once; a test gets a copy."""
+    key = repr((world, rank, fsdp, sorted(model.items())))
+    if key not in _decoders or not isinstance(world, int):
+        torch.manual_seed(0)
+        tokens = torch.zeros(2, 3, dtype=torch.int64)
+        _decoders[key] = captured(Decoder(**model), tokens, world=world, rank=rank, **(fsdp or {}))
+    else:
+        fake_mesh(world, rank)
     torch.manual_seed(0)
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    return captured(Decoder(**model), tokens, world=world, rank=rank, **(fsdp or {}))
+    return copy_graph(_decoders[key])
 
 
 def unshards(joint: JointGraph, phase: Phase | None = None) -> list[str]:
