@@ -1,7 +1,6 @@
 """Say what this machine has, what will not work on it, and what to do about that.
 
-Facts about system, Python, driver and CUDA are those of torch.utils.collect_env; what is examined
-here is what they do not say: packages, devices, compiler, memory and disk, network.
+Examines what torch.utils.collect_env does not: packages, devices, compiler, space, network.
 """
 
 from __future__ import annotations
@@ -42,20 +41,16 @@ class Finding:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what this machine lacks, then what it has; 1 where something keeps it from training.
-
-    Raises:
-        ConfigError: there are words, and the command takes none.
-    """
+    """Print what this machine lacks, then what it has; 1 where something keeps it from training."""
     if argv:
         raise ConfigError(f"command line: doctor takes no arguments, found {' '.join(argv)}.")
     findings = examine()
     lacking = plain_table("What will not work here, and what to do")
     has = plain_table("This machine")
-    for table, headings in ((lacking, ("does not work", "remedy")), (has, ("state",))):
+    for table, heading in ((lacking, "does not work"), (has, "state")):
         table.add_column("what", no_wrap=True)
-        for heading in headings:
-            table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold")
+    lacking.add_column("remedy", overflow="fold")
     for each in findings:
         has.add_row(each.what, Text(each.state))
         if each.lacks:
@@ -68,41 +63,46 @@ def main(argv: Sequence[str]) -> int:
 def examine() -> list[Finding]:
     """Examine the machine without changing it; takes a few seconds."""
     facts = collect_env.get_env_info()
-    cuda = {"driver": facts.nvidia_driver_version, "CUDA": facts.cuda_compiled_version}
-    versions = [f"{name} {version}" for name, version in cuda.items() if version]
-    python = f"Python {facts.python_version.split()[0]}, {usable_cores()} cores"
-    system = Finding("system", ", ".join([facts.os, python, *versions]))
-    return [*_packages(), system, *_devices(), *_compiler(), *_space(), _host_name()]
+    system = f"{facts.os}, Python {facts.python_version.split()[0]}, {usable_cores()} cores"
+    if driver := facts.nvidia_driver_version:
+        system += f", driver {driver}, CUDA of torch {facts.cuda_compiled_version}"
+    findings = [*_packages(), Finding("system", system), *_devices(), _compiler(), _host_name()]
+    memory, disk = psutil.virtual_memory().available, shutil.disk_usage(".").free
+    findings.append(_space("memory", memory, 4, "two CPU ranks", "end programs, or lower NGPU"))
+    lacks = "checkpoints: 0.1 GiB of the debug model, 90 of 8B"
+    findings.append(_space("output folder", disk, 5, lacks, "--dump_folder /large/disk/run"))
+    if Path("/dev/shm").is_dir():
+        free, lacks = shutil.disk_usage("/dev/shm").free, "NCCL in a machine, workers of loaders"
+        findings.append(_space("/dev/shm", free, 1, lacks, "docker run --shm-size=8g"))
+    return findings
 
 
-def _packages() -> Iterator[Finding]:
+def _packages() -> list[Finding]:
     """Compare the version of every required package with the range that we ask for."""
     try:
         requirements = map(Requirement, importlib.metadata.requires("graph_trainer") or [])
     except importlib.metadata.PackageNotFoundError:
-        lacks = "the command graph-trainer; versions of packages are not checked"
         remedy = "pip install -c constraints.txt -e . in the checkout"
-        yield Finding("graph_trainer", "not installed", lacks, remedy)
-        return
-    fine = []
+        return [Finding("graph_trainer", "not installed", "the command graph-trainer", remedy)]
+    fine, unfit = [], []
     for need in requirements:
         if need.marker and not need.marker.evaluate({"extra": ""}):
             continue
+        need.marker = None  # no word of it in the message
         try:
             version = importlib.metadata.version(need.name)
+            fits = need.specifier.contains(version, prereleases=True)
         except importlib.metadata.PackageNotFoundError:
-            version = "missing"
-        if version != "missing" and need.specifier.contains(version, prereleases=True):
+            version, fits = "missing", False
+        if fits:
             fine.append(f"{need.name} {version}")
-            continue
-        lacks = f"training: {need.name} {need.specifier} is needed".replace("  ", " ")
-        remedy = f"pip install '{need.name}{need.specifier}'"
-        yield Finding(need.name, version, lacks, remedy, stops_training=True)
-    yield Finding("packages", ", ".join(fine))
+        else:
+            remedy = f"pip install '{need}'"
+            unfit.append(Finding(need.name, version, f"training: {need} is needed", remedy, True))
+    return [*unfit, Finding("packages", ", ".join(fine))]
 
 
 def _devices() -> Iterator[Finding]:
-    profile = detect_hardware()
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
@@ -113,39 +113,28 @@ def _devices() -> Iterator[Finding]:
     else:
         lacks = "NCCL, float8, FlexAttention's backward; ranks train on CPU with gloo, slowly"
         yield Finding("GPU", "none", lacks, "none needed for small models; NGPU starts CPU ranks")
-    lacks = "" if profile.exact else "passes and plans that know this device"
-    yield Finding("hardware profile", profile.hardware.name, lacks, profile.why if lacks else "")
+    profile = detect_hardware()
+    why = () if profile.exact else ("passes and plans that know this device", profile.why)
+    yield Finding("hardware profile", profile.hardware.name, *why)
 
 
-def _compiler() -> Iterator[Finding]:
+def _compiler() -> Finding:
     """Look for what Inductor builds its kernels with: a C++ compiler and the headers of Python."""
     name = os.environ.get("CXX", "g++")
     header = Path(sysconfig.get_path("include"), "Python.h")
     compiler = shutil.which(name)
-    needing = [name for name, backend in BACKENDS.items() if backend.needs_cpp_compiler]
-    usable = [name for name in BACKENDS if name not in needing]
     if compiler and header.is_file():
-        yield Finding("graph backends", f"{', '.join(BACKENDS)} (compiler: {compiler})")
-    else:
-        remedy = "apt install g++ python3-dev, or set CXX to a compiler"
-        missing = f"no {name if not compiler else header}"
-        lacks = f"compile.backend = {' or '.join(needing)}: {missing}"
-        yield Finding("graph backends", ", ".join(usable), lacks, remedy)
+        return Finding("graph backends", f"{', '.join(BACKENDS)} (compiler: {compiler})")
+    needing = [name for name, backend in BACKENDS.items() if backend.needs_cpp_compiler]
+    usable = ", ".join(name for name in BACKENDS if name not in needing)
+    lacks = f"compile.backend = {' or '.join(needing)}: no {header if compiler else name}"
+    return Finding("graph backends", usable, lacks, "apt install g++ python3-dev, or set CXX")
 
 
-def _space() -> Iterator[Finding]:
-    """Compare memory and disk with what the smallest useful run takes."""
-    memory = psutil.virtual_memory()
-    shared = Path("/dev/shm")
-    places = [("memory", memory.available, 4, "two CPU ranks", "end programs, or lower NGPU")]
-    if shared.is_dir():
-        lacks, free = "NCCL within a machine, workers of loaders", shutil.disk_usage(shared).free
-        places.append((str(shared), free, 1, lacks, "docker run --shm-size=8g"))
-    lacks, free = "checkpoints: 0.1 GiB of the debug model, 90 of 8B", shutil.disk_usage(".").free
-    places.append(("output folder", free, 5, lacks, "--dump_folder /large/disk/run"))
-    for what, free, least, lacks, remedy in places:
-        state = f"{free / GIB:.1f} GiB free"
-        yield Finding(what, state) if free >= least * GIB else Finding(what, state, lacks, remedy)
+def _space(what: str, free: int, least: int, lacks: str, remedy: str) -> Finding:
+    """Compare memory or disk with the GiB that the smallest useful run takes."""
+    state = f"{free / GIB:.1f} GiB free"
+    return Finding(what, state) if free >= least * GIB else Finding(what, state, lacks, remedy)
 
 
 def _host_name() -> Finding:

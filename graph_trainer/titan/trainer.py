@@ -21,13 +21,18 @@ from torchtitan.trainer import Trainer
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.ordering.agreement import published_failure
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import Report
-from graph_trainer.core.runtime.collective_failure import failed_outside_graph, with_missing_ranks
+from graph_trainer.core.runtime.collective_failure import (
+    describe_missing_ranks,
+    failed_collective,
+)
 from graph_trainer.core.runtime.step import Gradients
+from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.core.training.step_cache import TrainStep
-from graph_trainer.errors import CollectiveError, NotFiniteError
+from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, of_captured_steps
@@ -200,12 +205,16 @@ class GraphTrainer(Trainer):
         try:
             yield
         except (CollectiveError, RuntimeError) as error:
-            failed = error if isinstance(error, CollectiveError) else failed_outside_graph(error)
+            failed = error if isinstance(error, CollectiveError) else failed_collective(error, None)
             if failed is None:
                 raise
             # Log first, because the launcher may end this rank while it still asks the others.
             logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
-            raise with_missing_ranks(failed, self.step) from error
+            others = published_failure() or describe_missing_ranks(
+                failed.place, default_store(), dist.get_rank(), dist.get_world_size()
+            )
+            what = f"step {self.step}: {failed.place} failed: {failed.reason}"
+            raise TrainingError(f"{what}. {others}") from error
 
     def train(self) -> None:
         """Prepare the first graph, run torchtitan's loop and finish an asynchronous save.

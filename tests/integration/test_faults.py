@@ -150,8 +150,8 @@ def test_a_rank_that_stalls_is_named_with_the_collective(results: Results) -> No
     assert case["error"].startswith("TrainingError: step 3: all_gather_into_tensor of ")
     assert "over ranks [0, 1] in module 'tok_embeddings'" in case["error"]
     assert "parameter 'tok_embeddings.weight', forward" in case["error"]
-    assert "Waiting: rank 0 in all_gather_into_tensor" in case["error"]
-    assert "Did not arrive: rank 1, " in case["error"]
+    assert "Waiting: ranks [0] in all_gather_into_tensor" in case["error"]
+    assert "Did not arrive: ranks [1]: " in case["error"]
     # said at once as well, for the launcher may not wait for the rest
     assert any(line.startswith("step 3, rank 0: all_gather_into") for line in case["lines"])
     assert case["seconds"] < 60

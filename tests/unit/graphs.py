@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.llama_stack import LlamaStack, Size
 from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -18,11 +20,10 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
     role_of,
 )
-from graph_trainer.core.graph.joint_graph import (
-    JointGraph,
-)
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Pass, Stage
-from graph_trainer.testing import become, captured
+from graph_trainer.testing import become, captured, fake_mesh
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -90,12 +91,52 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+_captured: dict[str, JointGraph] = {}
+
+
+def captured_once(
+    make: Callable[[], nn.Module],
+    what: object,
+    *args: torch.Tensor,
+    world: int | tuple[int, ...] = 4,
+    rank: int = 0,
+    **fsdp: Any,
+) -> JointGraph:
+    """Capture what `make` makes, with seed 0, the first time that a test asks for it.
+
+    Args:
+        make: makes the model.
+        what: with the shapes of `args` and all that follows, tells one captured step from another.
+
+    Returns:
+        a copy for this test alone. A mesh of several dimensions has groups that end with the test,
+        so such a step is captured each time.
+    """
+    shapes = [(tuple(arg.shape), arg.dtype) for arg in args]
+    key = repr((what, shapes, world, rank, sorted(fsdp.items())))
+    if key in _captured and isinstance(world, int):
+        fake_mesh(world, rank)
+    else:
+        torch.manual_seed(0)
+        _captured[key] = captured(make(), *args, world=world, rank=rank, **fsdp)
+    torch.manual_seed(0)
+    return copy_graph(_captured[key])
+
+
 def captured_decoder(
     *, world: int | tuple[int, ...] = 4, rank: int = 0, fsdp: Any = None, **model: Any
-):
-    torch.manual_seed(0)
-    tokens = torch.zeros(2, 3, dtype=torch.int64)
-    return captured(Decoder(**model), tokens, world=world, rank=rank, **(fsdp or {}))
+) -> JointGraph:
+    """Capture a decoder as a rank of fake ones."""
+    what, tokens = sorted(model.items()), torch.zeros(2, 3, dtype=torch.int64)
+    return captured_once(
+        lambda: Decoder(**model), what, tokens, world=world, rank=rank, **(fsdp or {})
+    )
+
+
+def captured_stack(size: Size, *shape: int, **how: Any) -> JointGraph:
+    """Capture the benchmarks' stack on tokens of this shape, as `captured_once` does."""
+    tokens = torch.zeros(*shape, dtype=torch.int64)
+    return captured_once(lambda: LlamaStack(size), size, tokens, **how)
 
 
 def unshards(joint: JointGraph, phase: Phase | None = None) -> list[str]:

@@ -9,9 +9,11 @@ from typing import Any, NoReturn, TypeVar
 import torch.distributed as dist
 
 from graph_trainer.core.ordering.members import REMEDY
+from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.errors import CollectiveError, VerificationError
 
 _GLOO = re.compile(r"gloo/(transport|rendezvous)|Application timeout caused pair closure")
+_FAILURE = "graph_trainer/failure"
 _ERROR_SHOWN = 4000  # every rank receives as much from each
 
 T = TypeVar("T")
@@ -147,3 +149,18 @@ def is_collective_failure(error: RuntimeError) -> bool:
 def reason_of(error: RuntimeError) -> str:
     """Return what the backend said, on one line."""
     return " ".join(str(error).split())[:500]
+
+
+def publish_failure(text: str) -> None:
+    """Publish why this rank ends, for the other ranks, whose collectives will fail."""
+    if dist.is_initialized() and dist.get_backend() != "fake":
+        default_store().set(_FAILURE, f"rank {dist.get_rank()} {text}")
+
+
+def published_failure() -> str:
+    """Return what an ended rank has published with `publish_failure`; "" if none has."""
+    try:
+        store = default_store()
+        return store.get(_FAILURE).decode() if store.check([_FAILURE]) else ""
+    except dist.DistError:  # the ended rank hosted the store; that rank shows its error itself
+        return ""

@@ -20,13 +20,17 @@ from graph_trainer.core.graph.call_signature import Batch, constant_key
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import defaults_of
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.agreement import (
+    Agreement,
+    OneRank,
+    publish_failure,
+    published_failure,
+)
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.export import ExportedStep
 from graph_trainer.core.partition.step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
-from graph_trainer.core.runtime.collective_failure import publish_failure, published_failure
 from graph_trainer.core.runtime.step import Gradients, Step, compile
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CollectiveError, VerificationError

@@ -13,7 +13,7 @@ from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import Role, role_of, set_offload
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
-from graph_trainer.testing import become, mean_square
+from graph_trainer.testing import become, captured, mean_square
 from tests.unit.core.capture.steps import batch, squares
 from tests.unit.core.graph.test_registered_effects import Blocks, runs_of
 from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
@@ -81,13 +81,19 @@ def assert_bits_are_eagers(name, compiler):
         torch.testing.assert_close(*found, rtol=0, atol=0, check_stride=True)
 
 
-def decoder(**config):
-    """A decoder on one of four fake ranks, and a batch."""
+def plain_decoder():
+    """A decoder on one of four fake ranks, its step as captured, and a batch."""
     torch.manual_seed(0)
-    become(0, 4)
-    model = gt.simple_fsdp(Decoder(layers=3), init_device_mesh("cpu", (4,)))
-    args = (torch.zeros(2, 3, dtype=torch.int64),)
-    return partitioned(model, args, lambda m, x: m(x).square().mean(), **config), args
+    model, args = Decoder(), (torch.zeros(2, 3, dtype=torch.int64),)
+    joint = captured(model, *args)
+    return model, joint, args
+
+
+def decoder(**config):
+    """Its step, partitioned, and a batch."""
+    model, joint, args = plain_decoder()
+    gt.run_passes(joint, gt.PassConfig(**config))
+    return gt.partition(joint, model, compare_ranks=False), args
 
 
 COMPILERS = ("eager", pytest.param("inductor", marks=pytest.mark.full))

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 from torch._inductor import compile_fx
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
@@ -19,11 +18,11 @@ from graph_trainer.core.passes import pipeline
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.deduplicate_unshards import deduplicate_unshards
 from graph_trainer.core.passes.pipeline import run_tags
-from graph_trainer.testing import become, mean_square
+from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch, squares
-from tests.unit.core.partition.test_backend import POLICIES, Seen, counts_of, decoder
+from tests.unit.core.partition.test_backend import POLICIES, Seen, counts_of, decoder, plain_decoder
 from tests.unit.core.partition.test_step import gradients, net, partitioned
-from tests.unit.graphs import Decoder, aten
+from tests.unit.graphs import aten
 
 
 @pytest.fixture
@@ -52,15 +51,6 @@ def test_what_is_gathered_again_stays_gathered_again(config):
             assert peaks == step.halves.peak_bytes()
         else:
             assert all(map(operator.le, peaks, step.halves.peak_bytes()))
-
-
-def plain_decoder():
-    """A decoder on one of four fake ranks, its step as captured, and a batch."""
-    torch.manual_seed(0)
-    become(0, 4)
-    model = gt.simple_fsdp(Decoder(layers=3), init_device_mesh("cpu", (4,)))
-    args = (torch.zeros(2, 3, dtype=torch.int64),)
-    return model, gt.capture(model, mean_square, args), args
 
 
 NOT_MERGED = {"bucket_collectives": BucketCollectivesOptions(strategy="none")}

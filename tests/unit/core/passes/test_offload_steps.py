@@ -1,6 +1,7 @@
 """Steps of models whose activations are in host memory: by an option, and by the model's mark."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
-from benchmarks.llama_stack import LlamaStack, Size
+from benchmarks.llama_stack import SIZES
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
     is_backward,
@@ -29,15 +30,11 @@ from graph_trainer.core.passes.tag_activations import tag_activations
 from graph_trainer.testing import assert_same, captured, check_pass, run
 from tests.unit.core.passes.test_offload_activations import offload
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import aten
-
-TOKENS = torch.zeros(2, 24, dtype=torch.int64)
+from tests.unit.graphs import aten, captured_stack
 
 
-def stack(layers=4, **how):
-    torch.manual_seed(0)
-    size = Size(layers=layers, dim=64, heads=4, hidden=128, vocabulary=256)
-    return captured(LlamaStack(size), TOKENS, **how)
+def stack():
+    return captured_stack(replace(SIZES["tiny"], layers=4), 2, 24)
 
 
 @pytest.mark.parametrize(

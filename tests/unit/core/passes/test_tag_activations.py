@@ -25,14 +25,13 @@ from graph_trainer.core.passes.functionalize_writes import functionalize_writes
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.tag_activations import TagActivationsOptions, tag_activations
 from graph_trainer.testing import captured, check_pass
-from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
+from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
 TOKENS = torch.zeros(2, 24, dtype=torch.int64)
 
 
-def stack(**how):
-    torch.manual_seed(0)
-    return captured(LlamaStack(SIZES["tiny"]), TOKENS, **how)
+def stack():
+    return captured_stack(SIZES["tiny"], 2, 24)
 
 
 def kept(joint):

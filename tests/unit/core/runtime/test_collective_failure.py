@@ -12,14 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.ordering.agreement import publish_failure, published_failure
 from graph_trainer.core.runtime import collective_failure
 from graph_trainer.core.runtime.collective_failure import (
-    failed_outside_graph,
-    find_missing_ranks,
-    publish_failure,
-    published_failure,
-    report,
+    describe_missing_ranks,
+    failed_collective,
 )
+from graph_trainer.core.sharding import ordered_gloo
 from graph_trainer.errors import CollectiveError
 from graph_trainer.testing import become
 from tests.unit.fake_ranks import in_threads
@@ -28,7 +27,6 @@ TIMED_OUT = (
     "[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 5ms for recv "
     "operation to complete"
 )
-LOST = "[third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error: Connection reset by peer"
 
 
 class Fails(TorchDispatchMode):
@@ -78,62 +76,61 @@ def test_every_collective_is_named_where_it_fails(op):
 
 def test_a_collective_of_the_loop_is_named_by_the_function_that_called_it():
     def clip_the_gradients():
-        raise RuntimeError(TIMED_OUT)
+        exec(compile("raise RuntimeError(TIMED_OUT)", ordered_gloo.__file__, "exec"))
 
     with pytest.raises(RuntimeError) as caught:
         clip_the_gradients()
-    failed = failed_outside_graph(caught.value)
+    failed = failed_collective(caught.value, None)
     assert failed is not None
-    assert failed.place.startswith("a collective outside the graph, in clip_the_gradients (")
-    assert failed_outside_graph(RuntimeError("The size of tensor a must match")) is None
+    assert failed.place.startswith("'exec(compile(")
+    assert "' in clip_the_gradients (" in failed.place and __file__ in failed.place
+    assert failed_collective(RuntimeError("The size of tensor a must match"), None) is None
 
 
-def ranks_ask(monkeypatch, *failures, grace=0.5):
-    """What each rank hears; None stands for a rank that does not come."""
+def ranks_ask(monkeypatch, *places, grace):
+    """What each rank is told; None stands for a rank that does not come."""
     monkeypatch.setattr(collective_failure, "GRACE", grace)
-    monkeypatch.setattr(collective_failure, "_LOST", 0.3)
     store = dist.TCPStore("localhost", 0, is_master=True, timeout=timedelta(seconds=20))
 
     def ask(rank):
-        if failures[rank] is None:
+        place = places[rank]
+        if place is None:
             return None
         client = dist.TCPStore("localhost", store.port, is_master=False)
-        return find_missing_ranks(CollectiveError(*failures[rank]), client, rank, len(failures))
+        return describe_missing_ranks(place, client, rank, len(places))
 
-    return in_threads(len(failures), ask)
+    return in_threads(len(places), ask)
 
 
 def test_the_ranks_that_wait_all_hear_who_did_not_come(monkeypatch):
-    """Rank 1 stalls; rank 2 loses its connection to rank 0, which ran out of time first."""
-    here = ("the gather of w", TIMED_OUT)
     first, silent, second, third = ranks_ask(
-        monkeypatch, here, None, ("the gather of w", LOST), ("the sum of b", TIMED_OUT)
+        monkeypatch, "the gather", None, "the gather", "the sum", grace=0.5
     )
     assert first == second == third and silent is None and first is not None
     assert first.startswith(
-        "Waiting: ranks 0, 2 in the gather of w; rank 3 in the sum of b. Did not arrive: rank 1, "
+        "Waiting: ranks [0, 2] in the gather; ranks [3] in the sum. Did not arrive: ranks [1]: "
     )
 
 
-def test_where_all_wait_their_programs_differ(monkeypatch):
+def test_where_all_wait_nobody_is_waited_for(monkeypatch):
     start = time.monotonic()
-    heard = ranks_ask(monkeypatch, ("a", TIMED_OUT), ("b", TIMED_OUT), grace=15)
-    assert heard[0] == heard[1] == report({0: "a", 1: "b"}, 2)
-    assert "Waiting: rank 0 in a; rank 1 in b. All are waiting" in heard[0]
-    assert time.monotonic() - start < 10, "nobody is missing, so nobody is waited for"
+    assert (
+        ranks_ask(monkeypatch, "a", "b", grace=15)
+        == ["Waiting: ranks [0] in a; ranks [1] in b."] * 2
+    )
+    assert time.monotonic() - start < 10
 
 
-def test_without_a_time_out_nobody_is_waited_for(monkeypatch):
-    (heard, _) = ranks_ask(monkeypatch, ("a", LOST), None)
-    assert heard is not None and "another one has ended" in heard
+def test_the_rank_that_hosted_the_store_may_have_ended(monkeypatch):
+    class Ended:
+        def append(self, key, value):
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    told = describe_missing_ranks("the gather", Ended(), 1, 2)
+    assert told.startswith("Waiting: ranks [1] in the gather. Did not arrive: ranks [0]: ")
 
 
-@pytest.mark.parametrize(("count", "expected"), [(33, "and 1 more"), (32, "31, from which")])
-def test_many_missing_ranks_are_counted(count, expected):
-    assert expected in report({}, count)
-
-
-def test_a_failure_is_told_through_the_store(monkeypatch):
+def test_a_failure_is_told_through_the_store():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     assert published_failure() == ""
     publish_failure("could not capture the step again, CaptureError: why")

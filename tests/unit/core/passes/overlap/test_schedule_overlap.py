@@ -25,7 +25,7 @@ from graph_trainer.core.passes.overlap.schedule_overlap import (
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import MIB
-from graph_trainer.testing import assert_same, captured, code, run
+from graph_trainer.testing import assert_same, code, run
 from tests.examples import examples
 from tests.unit.core.passes.overlap.schedule_graphs import (
     TENSOR,
@@ -39,7 +39,7 @@ from tests.unit.core.passes.overlap.schedule_graphs import (
     step_of,
 )
 from tests.unit.core.simulation.machines import machine
-from tests.unit.graphs import Decoder, aten, captured_decoder
+from tests.unit.graphs import Decoder, aten, captured_decoder, captured_once
 
 GROUPS: dict[tuple[int, ...], str] = {}
 MANY = examples(100, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
@@ -282,6 +282,11 @@ def test_no_gather_moves_from_backward_into_forward():
     assert code(after) != code(joint) and ahead == sorted(ahead)
 
 
+def captured_wide(tokens, layers):
+    batch = torch.zeros(2, tokens, dtype=torch.int64)
+    return captured_once(lambda: Decoder(layers, dim=64, hidden=512), layers, batch)
+
+
 def in_order_of(tokens, layers=2, first=None, device="cuda", **limits):
     """A step of so many tokens, and the report: scheduled, in the order of a first graph if any."""
     config = gt.PassConfig(
@@ -289,8 +294,7 @@ def in_order_of(tokens, layers=2, first=None, device="cuda", **limits):
         reshard_after_forward="always",
         options={"schedule_overlap": ScheduleOverlapOptions(**limits)},
     )
-    batch = torch.zeros(2, tokens, dtype=torch.int64)
-    joint = captured(Decoder(layers, dim=64, hidden=512), batch)
+    joint = captured_wide(tokens, layers)
     return joint, gt.run_passes(joint, config, first=first)
 
 
@@ -312,7 +316,7 @@ def test_remarks_say_what_the_order_of_the_first_graph_costs_in_memory(growth, d
 
     def scheduled(tokens, first=None):
         joint, report = in_order_of(tokens, 4, first, device, max_peak_growth=growth)
-        plain = captured(Decoder(4, dim=64, hidden=512), torch.zeros(2, tokens, dtype=torch.int64))
+        plain = captured_wide(tokens, 4)
         off = ["schedule_overlap"]
         gt.run_passes(plain, gt.PassConfig(reshard_after_forward="always", disable_passes=off))
         here = {"machine": {"device": device}}

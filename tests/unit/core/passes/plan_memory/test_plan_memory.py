@@ -38,10 +38,10 @@ from graph_trainer.core.passes.plan_memory.table import (
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
-from graph_trainer.testing import captured, fake_mesh, targets
+from graph_trainer.testing import targets
 from tests.examples import examples
 from tests.unit.fake_ranks import Agreed
-from tests.unit.graphs import BACKWARD, aten, captured_decoder, unshards
+from tests.unit.graphs import BACKWARD, aten, captured_decoder, captured_stack, unshards
 
 # launches and links cost nothing, so that small ops cost what their bytes and FLOPs do, and no
 # communication hides recomputation
@@ -58,16 +58,9 @@ ON_CPU = replace(MACHINE, device="cpu", memory_reserved_gib=0.0)
 SIZE = Size(layers=5, dim=128, heads=4, hidden=344, vocabulary=64)
 
 
-@pytest.fixture(scope="module")
-def captured_stack():
-    torch.manual_seed(0)
-    return captured(LlamaStack(SIZE), torch.zeros(16, 2048, dtype=torch.int64))
-
-
 @pytest.fixture
-def stack(captured_stack):
-    fake_mesh(4)  # each test has groups of its own, of the same names
-    return copy_graph(captured_stack)
+def stack():
+    return captured_stack(SIZE, 16, 2048)
 
 
 def planned(joint, limit, policy="budget", hardware=MACHINE, first=None, **more):
@@ -85,6 +78,19 @@ def peaks(joint, **more):
     return planned(joint, None, "full", **more)[1], planned(joint, None, "none", **more)[1]
 
 
+@pytest.fixture(scope="module")
+def extremes():
+    """The least that the stack needs and what it needs with nothing recomputed."""
+    return peaks(captured_stack(SIZE, 16, 2048))
+
+
+@pytest.fixture(scope="module")
+def roomy(extremes):
+    """The table of the stack with memory for everything."""
+    joint, *_ = planned(captured_stack(SIZE, 16, 2048), extremes[1])
+    return joint.decisions["plan_memory"], joint
+
+
 @pytest.mark.parametrize(
     "hardware", [MACHINE, pytest.param(ON_CPU, marks=pytest.mark.full)], ids=["gpu", "cpu"]
 )
@@ -99,10 +105,9 @@ def test_more_memory_is_never_slower_and_less_never_needs_more(hardware, monkeyp
 
     monkeypatch.setattr(f"{_Planner.__module__}._Planner", one_planner)
     alone = {"disable_passes": ("bucket_collectives", "schedule_overlap"), "hardware": hardware}
-    tokens = torch.zeros(16, 2048, dtype=torch.int64)
-    stack = captured(LlamaStack(replace(SIZE, layers=3)), tokens)
+    stack = captured_stack(replace(SIZE, layers=3), 16, 2048)
     least, most = peaks(stack, **alone)
-    limits = [least + (most - least) * part // 16 for part in range(1, 21)]
+    limits = [least + (most - least) * part // 8 for part in range(1, 11)]
     found = [planned(stack, limit, **alone)[1:3] for limit in limits]
     for limit, (needed, _) in zip(limits, found, strict=True):
         assert needed <= limit
@@ -110,13 +115,13 @@ def test_more_memory_is_never_slower_and_less_never_needs_more(hardware, monkeyp
         assert needed == found[-1][0] or needed >= 0.95 * limit
     for (less, slow), (more, fast) in zip(found, found[1:], strict=False):
         assert less <= more and fast <= slow
-    assert found[-1][0] == most and len(set(found)) > 10
+    assert found[-1][0] == most and len(set(found)) > 6
 
 
 @pytest.mark.full
-def test_a_plan_leaves_room_for_collectives_that_are_merged(stack):
+def test_a_plan_leaves_room_for_collectives_that_are_merged(extremes, stack):
     """Here a bucket of parameters takes as much as a block's activations."""
-    least, most = peaks(stack)
+    least, most = extremes
     for part in (1, 2, 3):
         limit = least + (most - least) * part // 4
         _, peak, _, report = planned(stack, limit)
@@ -131,7 +136,7 @@ def test_a_plan_is_no_slower_than_a_fixed_policy_that_fits(stack):
         assert planned(stack, int(peak * 1.03))[2] <= seconds
 
 
-def test_equal_blocks_are_solved_once_and_the_last_keep_most(stack, monkeypatch):
+def test_equal_blocks_are_solved_once_and_the_last_keep_most(extremes, stack, monkeypatch):
     solved = []
 
     def counted(ops):
@@ -139,7 +144,7 @@ def test_equal_blocks_are_solved_once_and_the_last_keep_most(stack, monkeypatch)
         return frontier(ops)
 
     monkeypatch.setattr(f"{_Planner.__module__}.frontier", counted)
-    least, most = peaks(stack)
+    least, most = extremes
     joint, *_ = planned(stack, least + (most - least) * 3 // 8)
     assert len(solved) == len(set(solved)) < SIZE.layers
     table = joint.decisions["plan_memory"]
@@ -150,8 +155,8 @@ def test_equal_blocks_are_solved_once_and_the_last_keep_most(stack, monkeypatch)
     assert kept == sorted(kept) and kept[0] < kept[-1]  # the last block is the first to be freed
 
 
-def test_a_limit_that_nothing_fits_is_refused_with_the_least_that_does(stack):
-    least, _ = peaks(stack)
+def test_a_limit_that_nothing_fits_is_refused_with_the_least_that_does(extremes, stack):
+    least, _ = extremes
     with pytest.raises(gt.PassError) as caught:
         planned(stack, least // 2)
     said = str(caught.value)
@@ -166,8 +171,8 @@ def test_a_plan_without_a_limit_is_refused(stack, limit):
         planned(stack, limit)
 
 
-def test_the_table_repeats_the_plan_and_can_be_edited(stack):
-    least, most = peaks(stack)
+def test_the_table_repeats_the_plan_and_can_be_edited(extremes, stack):
+    least, most = extremes
     joint, peak, seconds, _ = planned(stack, (least + most) // 2)
     table = joint.decisions["plan_memory"]
     written = table.to_toml()
@@ -194,26 +199,25 @@ def test_the_table_of_a_model_without_blocks_is_read_back():
     assert followed.decisions["plan_memory"] == table and targets(followed) == targets(planned_one)
 
 
-def test_a_later_graph_follows_the_first(stack):
-    least, most = peaks(stack)
+def test_a_later_graph_follows_the_first(extremes, stack):
+    least, most = extremes
     joint, *_ = planned(stack, (least + most) // 2)
-    other = captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64))
+    other = captured_stack(SIZE, 1, 32)
     followed, *_ = planned(other, most, first=joint)
     assert followed.decisions["plan_memory"] == joint.decisions["plan_memory"]
 
 
-def test_a_larger_batch_than_the_one_planned_for_is_told_to_come_first(stack):
-    least, most = peaks(stack)
+def test_a_larger_batch_than_the_one_planned_for_is_told_to_come_first(extremes, stack):
+    least, most = extremes
     limit = (least + most) // 2
-    joint, *_ = planned(captured(LlamaStack(SIZE), torch.zeros(1, 32, dtype=torch.int64)), limit)
+    joint, *_ = planned(captured_stack(SIZE, 1, 32), limit)
     with pytest.raises(gt.MemoryLimitError, match="planned for the first batch.*largest come fir"):
         planned(stack, limit, first=joint)
     planned(stack, limit)  # where it comes first there is room
 
 
-def test_a_table_of_another_model_is_refused_by_name(stack):
-    joint, *_ = planned(stack, peaks(stack)[1])
-    table = joint.decisions["plan_memory"]
+def test_a_table_of_another_model_is_refused_by_name(roomy, stack):
+    table, _ = roomy
     first = table.rows[0]
     for rows, name in (
         ([replace(first, module="attention.wz")], "'attention.wz'"),
@@ -383,9 +387,8 @@ def test_a_later_graph_under_auto_follows_the_parameters_alone(policy):
 
 
 @pytest.mark.parametrize("policy", ["budget", "file"])
-def test_a_graph_without_backward_is_left_alone(stack, policy):
-    joint, *_ = planned(stack, peaks(stack)[1])
-    table = joint.decisions["plan_memory"]
+def test_a_graph_without_backward_is_left_alone(roomy, stack, policy):
+    table, joint = roomy
     model, tokens = LlamaStack(SIZE), torch.zeros(2, 96, dtype=torch.int64)
     forward = gt.capture(model, lambda m, x: m(x).mean(), (tokens,), backward=False)
     given = {"memory_table": table} if policy == "file" else {}
@@ -410,10 +413,10 @@ def test_what_a_file_cannot_decide_is_refused(stack):
 
 
 @pytest.mark.full
-def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
+def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room(extremes):
     """Of more blocks where memory is short, and of none where nothing is recomputed."""
     # with as many tokens inputs of blocks take more than gradients
-    stack = captured(LlamaStack(SIZE), torch.zeros(16, 2048, dtype=torch.int64))
+    stack = captured_stack(SIZE, 16, 2048)
     plain = {
         "options": {"offload_activations": OffloadActivationsOptions(min_bytes=0)},
         "disable_passes": ("bucket_collectives", "schedule_overlap"),
@@ -425,7 +428,7 @@ def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
             planned(stack, 1, **more)
         return float(re.search(r"needs ([\d.]+) GiB", str(refused.value))[1]) * GIB
 
-    low, most = (least(**offload) + least(**plain)) / 2, 2 * peaks(stack)[1]
+    low, most = (least(**offload) + least(**plain)) / 2, 2 * extremes[1]
     assert low < 0.99 * least(**plain)
     found, peak, _, report = planned(stack, low, **offload)
     table = found.decisions["plan_memory"]
@@ -442,7 +445,7 @@ def test_inputs_of_blocks_wait_in_host_memory_where_that_makes_room():
     assert seconds[1] <= planned(stack, 2 * low, **plain)[2]
 
 
-def test_a_table_that_offloads_inputs_of_no_block_is_refused(stack):
-    table = replace(planned(stack, peaks(stack)[1])[0].decisions["plan_memory"])
+def test_a_table_that_offloads_inputs_of_no_block_is_refused(roomy, stack):
+    table, _ = roomy
     with pytest.raises(gt.PassError, match="of another model.*layers.17"):
         planned(stack, None, "file", memory_table=replace(table, offloaded=("layers.17",)))
