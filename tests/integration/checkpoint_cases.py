@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.titan.checkpoint_files import ManifestWriter
-from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
 from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import Recorded, differing
@@ -128,7 +128,7 @@ def tied_across_meshes(folder: Path, _: str) -> dict[str, Any]:
     before = losses(whole)
     dcp.save(whole.state_dict(), storage_writer=ManifestWriter(step))
     state = other.state_dict()
-    dcp.load(state, storage_reader=reader_of(str(step)), planner=DataLoadPlanner())
+    dcp.load(state, storage_reader=DataReader(str(step)), planner=DataLoadPlanner())
     other.load_state_dict(state)
     return {"before": before, "after": losses(whole), "other": losses(other)}
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +25,6 @@ from graph_trainer.titan.checkpoint_reader import (
     DataReader,
     _check_bytes,
     _Unpickler,
-    reader_of,
 )
 
 pytestmark = [
@@ -47,7 +44,7 @@ class Touch:
 
 
 def load(state: dict[str, Any], checkpoint: Path | str) -> dict[str, Any]:
-    dcp.load(state, storage_reader=reader_of(str(checkpoint)), planner=DataLoadPlanner())
+    dcp.load(state, storage_reader=DataReader(str(checkpoint)), planner=DataLoadPlanner())
     return state
 
 
@@ -134,7 +131,7 @@ def test_metadata_looks_up_nothing_else(tmp_path: Path, named: tuple[bytes, byte
 
 def test_metadata_is_metadata(tmp_path: Path) -> None:
     (tmp_path / METADATA).write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match=r"names dict, which"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is a pickle of dict and is not loaded"):
         DataReader(tmp_path).read_metadata()
 
 
@@ -197,11 +194,6 @@ def with_attribute(value: Any) -> Any:
     return value
 
 
-def with_hooks(value: torch.Tensor) -> torch.Tensor:
-    value._backward_hooks = OrderedDict(planted=BY_TEXT)
-    return value
-
-
 def rebuilt(hooks: Any) -> bytes:
     """Return a pickle of a tensor with what torch takes as its hooks."""
 
@@ -213,27 +205,6 @@ def rebuilt(hooks: Any) -> bytes:
             return torch._utils._rebuild_tensor_v2, (storage, 0, (1,), (1,), False, hooks)
 
     return pickle.dumps(Tensor())
-
-
-def path_of_bytes() -> PurePosixPath:
-    """Return a path, which has slots, with bytes in each."""
-    path = PurePosixPath("x")
-    for name in ("_raw_paths", "_parts"):  # by the version of Python
-        with contextlib.suppress(AttributeError):
-            setattr(path, name, [BY_TEXT])
-    return path
-
-
-class Slotted:
-    __slots__ = "planted"
-
-
-def of_every_kind() -> Iterator[Any]:
-    """Yield one container of each kind, of a class that may have attributes."""
-    for kind in (dict, OrderedDict, list, tuple, set, frozenset, object):
-        yield type(f"A_{kind.__name__}", (kind,), {})()
-    for kind in (bytes, bytearray):
-        yield type(f"A_{kind.__name__}", (kind,), {})(b"N.")
 
 
 @pytest.mark.parametrize(
@@ -256,11 +227,12 @@ def test_attributes_run_nothing(value: Any) -> None:
     "state",
     [
         b"cpathlib\nPath\n(N}S'exists'\ncbuiltins\nset\nstb.",
+        b"cpathlib\nPath\n(S'x'\ntR(N}S'_drv'\n" + pickle.dumps(BY_TEXT, 0)[:-1] + b"stb.",
         b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR}S'_value_'\nI3\nsb.",
         b"ctorch._utils\n_rebuild_tensor_v2\n}S'__doc__'\nI3\nsb.",
     ],
 )
-def test_a_state_changes_nothing_that_the_process_owns(state: bytes) -> None:
+def test_a_state_is_given_only_to_what_a_file_made_and_is_checked(state: bytes) -> None:
     owned = [Path.exists, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value]
     with pytest.raises(CheckpointError, match="names a state for"):
         _check_bytes({"x": state}, "dataloader")
@@ -293,7 +265,7 @@ def test_a_member_of_an_enumeration_is_read_as_python_3_11_2_writes_it() -> None
     ],
 )
 def test_no_other_attribute_is_looked_up(kind: bytes, name: bytes) -> None:
-    with pytest.raises(CheckpointError, match="names builtins.getattr.*which may run code"):
+    with pytest.raises(CheckpointError, match="state holds bytes that are no pickle of data"):
         _check_bytes(attribute_of(kind, name), "state")
 
 
@@ -304,21 +276,6 @@ def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
             load_value(value)
     else:
         assert load_value(value) == value
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        *map(with_attribute, of_every_kind()),
-        with_attribute(Slotted()),
-        path_of_bytes(),
-        with_hooks(torch.ones(1)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_attributes_of_every_kind_are_read(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"x names posix\.system"):
-        _check_bytes([value], "x")
 
 
 @pytest.mark.parametrize(
