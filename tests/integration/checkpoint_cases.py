@@ -115,14 +115,14 @@ def tied_across_meshes(folder: Path, _: str) -> dict[str, Any]:
 
     def losses(model: nn.Module) -> list[float]:
         step = gt.compile(gt.capture(model, loss_fn, (tokens.to(device),)))
-        found = []
+        values = []
         for _ in range(2):
             loss, gradients = step(model, tokens.to(device))
-            found.append(loss.item())
+            values.append(loss.item())
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter -= 0.1 * gradients[name]
-        return found
+        return values
 
     whole, other, step = made(7, 4), made(99, 2, 2), folder / "tied" / "step-2"
     before = losses(whole)

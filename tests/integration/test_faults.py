@@ -208,10 +208,10 @@ class Run:
 def written_since(path: Path, start: float) -> bool:
     """Whether some of a file has been written; an earlier run may have left one like it."""
     try:
-        found = path.stat()
+        status = path.stat()
     except FileNotFoundError:
         return False
-    return found.st_mtime > start and found.st_size > 0
+    return status.st_mtime > start and status.st_size > 0
 
 
 def steps(checkpoints: Path) -> list[str]:
@@ -252,8 +252,8 @@ def test_killed_terminated_and_interrupted_a_run_ends_as_if_nothing_had_been(
         os.kill(run.rank(0), signal.SIGKILL)
         assert run.status(60) != 0
         assert not any(map(lives, processes))
-    before, found, _ = re.split(LOADING, run.text())
-    loaded = int(found)
+    before, step, _ = re.split(LOADING, run.text())
+    loaded = int(step)
     # the signal may have come one checkpoint later than it was sent
     assert loaded == int(before_restart[-1].removeprefix("step-"))
     assert 0 <= last_step(before) - loaded <= 2

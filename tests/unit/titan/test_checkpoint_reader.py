@@ -135,16 +135,6 @@ def test_metadata_is_metadata(tmp_path: Path) -> None:
         DataReader(tmp_path).read_metadata()
 
 
-def refusal(stored: dict[str, Any], checkpoint: Path) -> str:
-    """Save and load a state, which is refused."""
-    dcp.save(stored, checkpoint_id=checkpoint)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        load(empty(stored), checkpoint)
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, CheckpointError) and "checkpoint.exclude_from_loading" in str(error)
-    return str(error)
-
-
 @pytest.mark.parametrize("pickled", [None, *range(pickle.HIGHEST_PROTOCOL + 1)])
 def test_a_value_runs_nothing(tmp_path: Path, pickled: int | None) -> None:
     """As the state of a class, and as the pickle that torchtitan's data loaders keep."""
@@ -152,29 +142,20 @@ def test_a_value_runs_nothing(tmp_path: Path, pickled: int | None) -> None:
     value: Any = Touch(touched)
     if pickled is not None:
         value = pickle.dumps(value, pickled)
-    said = refusal({"dataloader": {"dp_rank_0": value}}, tmp_path / "step-1")
-    assert said.startswith("dataloader.dp_rank_0 names posix.mkdir, which may run code")
+    stored = {"dataloader": {"dp_rank_0": value}}
+    dcp.save(stored, checkpoint_id=tmp_path / "step-1")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load(empty(stored), tmp_path / "step-1")
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CheckpointError)
+    said = "dataloader.dp_rank_0 names posix.mkdir, which may run code"
+    assert str(error).startswith(said) and "checkpoint.exclude_from_loading" in str(error)
     assert not touched.exists()
 
 
 BY_TEXT = b"cposix\nsystem\n(S'touch x'\ntR."
 ARCHIVE = io.BytesIO()  # another reader's to unpickle
 torch.save(torch.nn.ReLU(), ARCHIVE)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        BY_TEXT,
-        bytearray(BY_TEXT),
-        pickle.dumps([1, {"x": (BY_TEXT,)}]),
-        pickle.dumps({BY_TEXT: 1, "x": 2}, 0),
-        pickle.dumps({"dataset": BY_TEXT}),
-        pickle.dumps({"dataset": {pickle.dumps([BY_TEXT])}}),
-    ],
-)
-def test_bytes_run_nothing_wherever_they_are(tmp_path: Path, value: Any) -> None:
-    assert "names posix.system, which may run" in refusal({"x": [value]}, tmp_path / "step-1")
 
 
 def load_value(value: Any) -> Any:
@@ -210,17 +191,20 @@ def rebuilt(hooks: Any) -> bytes:
 @pytest.mark.parametrize(
     "value",
     [
+        bytearray(BY_TEXT),
+        pickle.dumps([1, {"x": (BY_TEXT,)}]),
+        pickle.dumps({BY_TEXT: 1, "x": 2}, 0),
+        pickle.dumps({"dataset": {pickle.dumps([BY_TEXT])}}),
         with_attribute(OrderedDict(a=1)),
-        pickle.dumps(with_attribute(OrderedDict(a=1))),
         pickle.dumps([{"x": (with_attribute(OrderedDict()),)}], 0),
         with_attribute(torch.ones(1)),
         rebuilt(OrderedDict(planted=BY_TEXT)),
     ],
-    ids=["archive", "pickle", "nested", "tensor", "hooks"],
+    ids=["bytearray", "value", "key", "pickle", "attribute", "in pickle", "of tensor", "hooks"],
 )
-def test_attributes_run_nothing(value: Any) -> None:
+def test_bytes_run_nothing_wherever_they_are(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"x names posix\.system"):
-        load_value(value)
+        load_value([value])
 
 
 @pytest.mark.parametrize(
@@ -269,19 +253,16 @@ def test_no_other_attribute_is_looked_up(kind: bytes, name: bytes) -> None:
         _check_bytes(attribute_of(kind, name), "state")
 
 
-@pytest.mark.parametrize("value", [b"", bytearray(), {1}, frozenset({1}), 1j])
+@pytest.mark.parametrize("value", [{1}, frozenset({1}), 1j])
 def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
-    if isinstance(value, bytes | bytearray):
-        with pytest.raises(CheckpointError, match="x holds bytes that are no pickle of data"):
-            load_value(value)
-    else:
-        assert load_value(value) == value
+    assert load_value(value) == value
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        b"\x00\x01",
+        b"",
+        bytearray(b"\x00\x01"),
         b"I" + b"9" * 5000 + b"\n.",
         pickle.dumps(1)[:-1],
         pickle.dumps(1) + BY_TEXT,
@@ -290,9 +271,10 @@ def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
         b"Punknown\n.",
     ],
 )
-def test_bytes_that_are_no_pickle_are_refused(tmp_path: Path, value: bytes) -> None:
+def test_bytes_that_are_no_pickle_are_refused(value: bytes) -> None:
     """What this reader cannot read another one may, `torch.load` for example."""
-    assert refusal({"x": value}, tmp_path / "step-1").startswith("x holds bytes that are no pickle")
+    with pytest.raises(CheckpointError, match="^x holds bytes that are no pickle of data"):
+        load_value(value)
 
 
 def test_a_pickle_of_data_keeps_its_bits(tmp_path: Path) -> None:
