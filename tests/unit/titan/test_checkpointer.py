@@ -97,10 +97,10 @@ def test_an_export_is_complete_once_it_has_its_index(manager: CheckedCheckpointM
     export = Path(manager._create_checkpoint_id(4))
     export.mkdir()
     manager._purge_stale_checkpoints()
-    assert sorted(manager._steps()) == [1, 2, 3, 4]
+    assert manager._steps()[4] is False
     (export / HF_INDEX).touch()
-    manager._purge_stale_checkpoints()
-    assert steps(manager) == [3, 4]
+    assert manager._steps()[4] is True
+    assert steps(manager) == [2, 3, 4]
 
 
 def test_a_run_whose_first_save_was_killed_begins_anew(manager: CheckedCheckpointManager) -> None:
