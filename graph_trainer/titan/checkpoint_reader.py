@@ -1,19 +1,16 @@
-"""Read a checkpoint as data: whatever its files name, no code runs.
+"""Read a checkpoint as data: no code runs that its files name.
 
 torch pickles a checkpoint's `.metadata` and every value that is no tensor, and unpickles both
-without limits, which runs what a file names. Here both may name what a checkpoint needs, and
-anything else is an error.
+without limits, which runs the functions that a file names. Here both may name what a checkpoint
+needs, and anything else is an error.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import io
-import itertools
 import pickle
 from collections.abc import Mapping
-from pathlib import PurePath
 from typing import Any
 
 import torch
@@ -27,29 +24,42 @@ from graph_trainer.errors import CheckpointError
 
 METADATA = ".metadata"
 
-_OF_RECORDS = (
-    "torch.distributed.checkpoint.metadata",
-    "torch.distributed.checkpoint.filesystem",
-    "pathlib",
-    "pathlib._local",
-)
 _TYPES = (bytes, bytearray, set, frozenset, complex)
-# What builds a shape, a layout, a tensor or one of Python's types, and does no more. The last as
-# protocols up to 3 write them, under the names of Python 2 and 3.
-_BUILDERS = {
-    ("collections", "OrderedDict"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch._utils", "_rebuild_tensor_v2"),
-    ("_codecs", "encode"),
-    *itertools.product(("builtins", "__builtin__"), (kind.__name__ for kind in _TYPES)),
+_PATHS = {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
+# Module -> names that build a shape, a layout, a tensor, a record or a value of Python's own types,
+# and do nothing else. Protocols up to 3 write Python's types under the names of Python 2.
+_ALLOWED: dict[str, set[str]] = {
+    "builtins": {kind.__name__ for kind in _TYPES},
+    "__builtin__": {kind.__name__ for kind in _TYPES},
+    "_codecs": {"encode"},
+    "collections": {"OrderedDict"},
+    "pathlib": _PATHS,
+    "pathlib._local": _PATHS,
+    "torch": {"Size"} | {name for name in dir(torch) if isinstance(vars(torch)[name], torch.dtype)},
+    "torch._utils": {"_rebuild_tensor_v2"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
 }
-_FROM_BYTES = ("torch.storage", "_load_from_bytes")
-_GETATTR = ("builtins", "getattr")
 
 
 class DataReader(FileSystemReader):
-    """torch's reader, except that reading `.metadata` runs no code."""
+    """torch's reader of a folder or of remote storage, but reading `.metadata` runs no code."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        if filesystem.is_remote(path):
+            remote = fsspec_reader()(path)
+            self.fs, self.path = remote.fs, remote.path
 
     # An argument called kwargs would tell torch to look for one file a rank after an error.
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
@@ -61,7 +71,7 @@ class DataReader(FileSystemReader):
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:
             metadata = _Unpickler(io.BytesIO(file.read()), METADATA).load()
         if not isinstance(metadata, Metadata):
-            raise _names(METADATA, type(metadata).__name__)
+            raise _refused(f"{METADATA} is a pickle of {type(metadata).__name__}")
         # Older versions of torch wrote no storage_meta.
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -69,7 +79,7 @@ class DataReader(FileSystemReader):
 
 
 class DataLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, except that loading a value that is no tensor runs no code."""
+    """torch's planner, but loading a value that is no tensor runs no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state that is loaded.
@@ -90,24 +100,13 @@ class DataLoadPlanner(DefaultLoadPlanner):
         super().load_bytes(read_item, plain)
 
 
-def reader_of(path: str) -> FileSystemReader:
-    """Return the reader for a checkpoint in a folder, or on remote storage ("gs://...")."""
-    if not filesystem.is_remote(path):
-        return DataReader(path)
-
-    class Remote(DataReader, fsspec_reader()):  # type: ignore[misc] # found when it is needed
-        pass
-
-    return Remote(path)
-
-
 _PythonUnpickler: Any = pickle._Unpickler
 
 
 class _Unpickler(_PythonUnpickler):
-    """Builds Python's own types, tensors, and the records of torch's metadata.
+    """Unpickle Python's own types, tensors, and the records of torch's metadata.
 
-    Derived from the unpickler in Python, since the one in C lets nobody look at what a state is
+    Python's own unpickler, not the one in C, since only it lets `_load_build` see what a state is
     given to.
     """
 
@@ -118,49 +117,33 @@ class _Unpickler(_PythonUnpickler):
         self._name = name
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what a pickle names, where it is part of a checkpoint.
+        """Return what a pickle names, if it is part of a checkpoint.
 
         Raises:
             CheckpointError: it is not; nothing is imported for it.
         """
-        where = (module, name)
-        if where == _FROM_BYTES:
+        if (module, name) == ("torch.storage", "_load_from_bytes"):
             # torch's own unpickles without limits
             return lambda data: _load_archive(io.BytesIO(data), self._name)
-        if where == _GETATTR:
-            return self._member
-        if where in _BUILDERS:
+        if (module, name) == ("builtins", "getattr"):
+            # Python 3.11.0 to 3.11.3 pickle a member of an enumeration as an attribute.
+            return lambda kind, member: enum.EnumType.__getitem__(kind, member)
+        if name in _ALLOWED.get(module, ()):
             return super().find_class(module, name)
-        if "." not in name and module in ("torch", *_OF_RECORDS):
-            named = super().find_class(module, name)
-            if isinstance(named, torch.dtype) or _is_record(named, module):
-                return named
-        raise _names(self._name, f"{module}.{name}")
-
-    def _member(self, kind: Any, name: Any) -> Any:
-        """Return the member of an enumeration, which Python 3.11.0 to 3.11.3 pickle as an attribute
-        of its class.
-
-        Raises:
-            CheckpointError: another attribute is asked for.
-        """
-        if isinstance(kind, enum.EnumType) and isinstance(name, str) and name in kind.__members__:
-            return kind[name]
-        raise _names(self._name, f"builtins.getattr({kind!r}, {name!r})")
+        raise _refused(f"{self._name} names {module}.{name}, which may run code")
 
     def _load_build(self) -> None:
-        """Give an object its state. A class, a function or an enumeration's member is the
-        process's own, and state would change it for all."""
+        """Give an object its attributes, but none that the process owns or `_check_bytes` misses.
+
+        A class, a function or a member of an enumeration is shared by the whole process. Where
+        there is no `__dict__`, attributes would be in slots.
+        """
         owner = self.stack[-2]
-        if callable(owner) or isinstance(owner, enum.Enum):
-            raise _names(self._name, f"a state for {owner!r}")
+        if callable(owner) or isinstance(owner, enum.Enum) or not hasattr(owner, "__dict__"):
+            raise _refused(f"{self._name} names a state for {owner!r}, which may run code")
         self.load_build()
 
     dispatch[pickle.BUILD[0]] = _load_build
-
-
-def _names(name: str, named: str) -> CheckpointError:
-    return _refused(f"{name} names {named}, which may run code")
 
 
 def _refused(what: str) -> CheckpointError:
@@ -172,14 +155,15 @@ def _refused(what: str) -> CheckpointError:
 
 
 def _load_archive(file: io.BytesIO, name: str) -> Any:
+    """Load what torch.save wrote, if it is data; torch allows the other builders by itself."""
     try:
-        # torch allows the other builders by itself
         with torch.serialization.safe_globals([*_TYPES]):
             return torch.load(file, weights_only=True)
     except pickle.UnpicklingError as error:
         file.seek(0)
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        raise _names(name, ", ".join(named) or "more than data") from error
+        what = ", ".join(named) or "more than data"
+        raise _refused(f"{name} names {what}, which may run code") from error
 
 
 def _check_bytes(value: Any, name: str) -> None:
@@ -209,25 +193,5 @@ def _check_bytes(value: Any, name: str) -> None:
         elif isinstance(each, list | tuple | set | frozenset):
             pending += each
         if not isinstance(each, type):
-            pending += _attributes(each)
-
-
-def _attributes(value: Any) -> list[Any]:
-    """List what a pickle may have set on a value, a container too: OrderedDict has attributes."""
-    attributes = [getattr(value, "__dict__", None)]
-    for kind in type(value).__mro__:
-        slots = vars(kind).get("__slots__", ())
-        names = (slots,) if isinstance(slots, str) else slots
-        attributes += [getattr(value, name, None) for name in names]
-    if isinstance(value, torch.Tensor):
-        attributes.append(value._backward_hooks)  # an argument of what builds a tensor
-    return attributes
-
-
-def _is_record(value: object, module: str) -> bool:
-    """Whether a module defines it, and it is a record, an enumeration or a path."""
-    return (
-        isinstance(value, type)
-        and value.__module__ == module
-        and (dataclasses.is_dataclass(value) or issubclass(value, enum.Enum | PurePath))
-    )
+            # A pickle may set attributes, also of an OrderedDict, and pass a tensor its hooks.
+            pending += [getattr(each, "__dict__", None), getattr(each, "_backward_hooks", None)]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import re
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +32,7 @@ from graph_trainer.titan.checkpoint_files import (
     empty,
     is_complete,
 )
-from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
 _STEP = re.compile(r"step-(\d+)")
 _SHOWN = 5
@@ -39,19 +41,16 @@ _SHOWN = 5
 class CheckedCheckpointManager(CheckpointManager):
     """Save and load torchtitan's checkpoints as torchtitan does, and guarantee:
 
-    - A folder step-N is a checkpoint once its last file is there, which torch gives its name when
-      the others are on the disk: `.metadata`, or the index of an export to Hugging Face. What a
-      run that was killed, or that filled the disk, has left is never loaded or counted among the
-      checkpoints to keep.
+    - A folder step-N is a checkpoint once it has its last file: `.metadata`, or the index of an
+      export to Hugging Face. An unfinished one is never loaded or counted among those to keep.
     - Older checkpoints are removed only once the newer ones are complete.
     - Before a checkpoint is loaded, all ranks together read it once and compare it with the
-      digests that were written with it. Without `checkpoint.load_step` the newest good
-      checkpoint is loaded, with a warning that names the files of newer, damaged ones; it is an
-      error if none is good.
+      digests that were written with it. Without `checkpoint.load_step` the newest good one is
+      loaded, with a warning that names the files of newer, damaged ones.
 
     A checkpoint without digests (plain torchtitan's, or `checkpoint.verify` off) is checked for
     missing and short files only, and the log says so. On remote storage (a folder with "://" in
-    its name) everything is as in torchtitan.
+    its name) everything is as in torchtitan, but loading runs no code of a file.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -69,14 +68,11 @@ class CheckedCheckpointManager(CheckpointManager):
         super().__init__(config, **components)
         self._verify = config.verify
         self._saving = ""  # the checkpoint that is, or was last, written
-        self._damaged: set[str] = set()
-        self._checked: set[str] = set()
+        self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
 
     def saves_at(self, step: int, last_step: bool) -> bool:
         """Return whether `save` writes a checkpoint at this step."""
         return self.enable and self._should_save(step, last_step)
-
-    # Saving
 
     @torch.no_grad()
     def dcp_save(
@@ -90,69 +86,65 @@ class CheckedCheckpointManager(CheckpointManager):
         """Save as torchtitan does, with a list of digests, and replace what the folder holds.
 
         Raises:
-            CheckpointError: on every rank, when one of them cannot write.
+            CheckpointError: on every rank, when one of them cannot write. An asynchronous save
+                raises it later, where the save is waited for.
         """
+        self._saving = checkpoint_id
+        self._damaged.pop(checkpoint_id, None)
         if filesystem.is_remote(checkpoint_id):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
-        self._damaged.discard(checkpoint_id)
-        self._saving = checkpoint_id
-        writer = ManifestWriter(checkpoint_id, verify=self._verify)
         saved: Future[Any] | AsyncSaveResponse | None = None
-        try:
-            # The error of an asynchronous save is raised later, where the save is waited for.
+        with self._errors_of_saving():
+            if dist.get_rank() == 0:
+                # What cannot be removed cannot be written either: all ranks get that error.
+                with contextlib.suppress(OSError):
+                    empty(Path(checkpoint_id))
+            dist.barrier()
+            writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
-                if dist.get_rank() == 0:
-                    # What cannot be removed cannot be written either: all ranks hear of that.
-                    with contextlib.suppress(OSError):
-                        empty(Path(checkpoint_id))
-                dist.barrier()
                 super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
             elif async_mode == AsyncMode.DISABLED:
                 dcp.save(state_dict, storage_writer=writer)
-            elif async_mode == AsyncMode.ASYNC:
-                saved = dcp.async_save(state_dict, storage_writer=writer, process_group=self.pg)
             else:
+                pinned = async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM
+                kind = AsyncCheckpointerType.PROCESS if pinned else AsyncCheckpointerType.THREAD
                 saved = dcp.async_save(
                     state_dict,
                     storage_writer=writer,
                     process_group=self.pg,
-                    async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-                    async_stager=self.stager,
+                    async_checkpointer_type=kind,
+                    async_stager=self.stager,  # None but for pinned memory
                 )
-        except (Exception, dcp.CheckpointException) as error:
-            raise self._could_not_save(error) from error
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
 
     def _wait_for_saving(self) -> None:
-        try:
+        with self._errors_of_saving():
             super()._wait_for_saving()
-        except (Exception, dcp.CheckpointException) as error:
-            raise self._could_not_save(error) from error
 
-    def _could_not_save(self, error: BaseException) -> CheckpointError:
-        """Remove the unfinished checkpoint and make the error, on every rank.
+    @contextlib.contextmanager
+    def _errors_of_saving(self) -> Iterator[None]:
+        """Remove the checkpoint that an error leaves unfinished, and name it in the error.
 
-        The exception has reached all ranks, because it came out of an exchange between them.
+        The exception reaches all ranks, because it comes out of an exchange between them.
         """
-        final = Path(self._saving)
-        if dist.get_rank() == 0 and not is_complete(final):
-            shutil.rmtree(final, ignore_errors=True)
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, dcp.CheckpointException):
-            reason = _reasons(error)
-        # Without this one: another rank may be removing it.
-        kept = [step for step, complete in self._steps().items() if complete]
-        last = next((p for p in map(self._create_checkpoint_id, kept) if p != self._saving), "")
-        return CheckpointError(
-            f"the checkpoint {final} could not be written: {reason}. Its files are removed; "
-            + (f"the last complete one is {last}" if last else "there is no earlier one")
-            + ". Free space or correct the cause named above, or set checkpoint.folder to another "
-            "folder, then start again."
-        )
+        try:
+            yield
+        except (Exception, dcp.CheckpointException) as error:
+            if filesystem.is_remote(self._saving):
+                raise
+            unfinished = Path(self._saving)
+            if dist.get_rank() == 0 and not is_complete(unfinished):
+                shutil.rmtree(unfinished, ignore_errors=True)
+            raise CheckpointError(
+                f"the checkpoint {unfinished} could not be written: {_reasons(error)}. Its files "
+                "are removed; checkpoints of other steps are as they were. Free space or correct "
+                "the cause named above, or set checkpoint.folder to another folder, then start "
+                "again."
+            ) from error
 
     def _purge_stale_checkpoints(self) -> None:
         """Queue old checkpoints for removal.
@@ -163,51 +155,46 @@ class CheckedCheckpointManager(CheckpointManager):
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._should_purge():
-            uncounted = self._damaged | ({self._saving} if self.save_future else set())
             steps = self._steps()
+            uncounted = {*self._damaged, self._saving if self.save_future else ""}
             kept = [
                 step
                 for step, complete in steps.items()
                 if complete and self._create_checkpoint_id(step) not in uncounted
             ]
-            if len(kept) >= self.keep_latest_k:
-                for step in steps:
-                    if step < kept[self.keep_latest_k - 1]:
-                        self.purge_queue.put(self._create_checkpoint_id(step))
-
-    # Loading
+            for step in steps:
+                if len(kept) >= self.keep_latest_k and step < kept[self.keep_latest_k - 1]:
+                    self.purge_queue.put(self._create_checkpoint_id(step))
 
     def _load(self, step: int = -1) -> bool:
-        if step == -1 and not filesystem.is_remote(self.folder):
-            step = self._newest_good_step()
-        return super()._load(step)
-
-    def _newest_good_step(self) -> int:
-        """Find the newest step with a good checkpoint, the same on every rank; -1 without any.
+        """Load a step, or the newest that is complete and undamaged, the same on every rank.
 
         Raises:
             CheckpointError: there are complete checkpoints, and all of them are damaged.
         """
+        if step != -1 or filesystem.is_remote(self.folder):
+            return super()._load(step)
         from_first_rank = [self._steps()]
         dist.broadcast_object_list(from_first_rank, src=0)
-        passed_over: list[str] = []
-        for step, complete in from_first_rank[0].items():
-            path = self._create_checkpoint_id(step)
+        damaged: list[str] = []
+        for newest, complete in from_first_rank[0].items():
+            path = self._create_checkpoint_id(newest)
             if not complete:
                 logger.warning(f"The checkpoint {path} was never completed and is not used")
                 continue
-            damage = self._damage(path)
-            if not damage:
-                for line in passed_over:
-                    logger.warning(f"{line}; going back to step {step}")
-                return step
-            passed_over.append(f"The checkpoint {path} is damaged and not used: {_listed(damage)}")
-        if passed_over:
+            try:
+                return super()._load(newest)
+            except CheckpointError:
+                if path not in self._damaged:
+                    raise
+            damaged.append(f"The checkpoint {path} is damaged and not used: {self._damaged[path]}")
+            logger.warning(f"{damaged[-1]}; going back to the one before")
+        if damaged:
             raise CheckpointError(
-                f"none of the checkpoints in {self.folder} is whole. {'. '.join(passed_over)}. Put "
+                f"none of the checkpoints in {self.folder} is whole. {'. '.join(damaged)}. Put "
                 "a good copy in place of one of them, or move them away to train from the start."
             )
-        return -1
+        return super()._load()
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -218,54 +205,48 @@ class CheckedCheckpointManager(CheckpointManager):
             CheckpointError: on every rank, when the checkpoint is damaged, lacks values that are
                 to be loaded, or holds more than data.
         """
-        if not from_hf and not filesystem.is_remote(checkpoint_id):
-            damage = self._damage(checkpoint_id)
-            if damage:
+        remote = filesystem.is_remote(checkpoint_id)
+        if not (from_hf or remote or (Path(checkpoint_id) / HF_INDEX).exists()):
+            # Each rank reads a part of the files, and all ranks need all of the lines.
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            by_rank: list[list[str]] = [[]] * ranks
+            local = damage(Path(checkpoint_id), verify=self._verify, share=rank, shares=ranks)
+            dist.all_gather_object(by_rank, local)
+            lines = sorted(set(itertools.chain(*by_rank)))
+            if lines:
+                more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
+                self._damaged[checkpoint_id] = ", ".join(lines[:_SHOWN]) + more
                 raise CheckpointError(
-                    f"the checkpoint {checkpoint_id} is damaged: {_listed(damage)}. Choose another "
-                    "one, or leave checkpoint.load_step out to take the newest that is good."
+                    f"the checkpoint {checkpoint_id} is damaged: {self._damaged[checkpoint_id]}. "
+                    "Choose another one, or leave checkpoint.load_step out to take the newest that "
+                    "is good."
+                )
+            if self._verify and not (Path(checkpoint_id) / SUMS).exists():
+                logger.warning(
+                    f"The checkpoint {checkpoint_id} has no {SUMS}: its files exist and are long "
+                    "enough, their content is unverified"
                 )
         try:
             if from_hf:  # safetensors and JSON
                 super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
-            else:
-                dcp.load(
-                    state_dict, storage_reader=reader_of(checkpoint_id), planner=DataLoadPlanner()
-                )
-                if MODEL in self.states:
-                    self.states[MODEL].load_state_dict(state_dict)
+                return
+            dcp.load(
+                state_dict, storage_reader=DataReader(checkpoint_id), planner=DataLoadPlanner()
+            )
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
-            if any(isinstance(e, CheckpointError) for e, _ in error.failures.values()):
-                raise CheckpointError(
-                    f"the checkpoint {checkpoint_id} was refused: {_reasons(error)}."
-                ) from error
-            raise CheckpointError(
-                f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}. If it is "
-                "the last one of a finished run it may contain the model alone: with "
+            refused = any(isinstance(e, CheckpointError) for e, _ in error.failures.values())
+            remedy = (
+                " If it is the last one of a finished run it may contain the model alone: with "
                 "checkpoint.last_save_model_only = false a run can be continued beyond its last "
                 "step. Choose an earlier one with checkpoint.load_step, or give this one as "
                 "checkpoint.initial_load_path of a new run."
-            ) from error
-
-    def _damage(self, path: str) -> list[str]:
-        """Find damaged files, the same on every rank; each rank reads a part of the files."""
-        if path in self._checked or (Path(path) / HF_INDEX).exists():
-            return []
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        local = damage(Path(path), verify=self._verify, share=rank, shares=ranks)
-        by_rank: list[list[str]] = [[]] * ranks
-        dist.all_gather_object(by_rank, local)
-        found = sorted({line for lines in by_rank for line in lines})
-        if found:
-            self._damaged.add(path)
-            return found
-        self._checked.add(path)
-        if self._verify and not (Path(path) / SUMS).exists():
-            logger.warning(
-                f"The checkpoint {path} has no {SUMS}: its files exist and are long enough, "
-                "their content is unverified"
             )
-        return []
+            raise CheckpointError(
+                f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}."
+                + ("" if refused else remedy)
+            ) from error
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
 
     def _steps(self) -> dict[int, bool]:
         """List the steps that have a folder, the newest first, and whether it is complete."""
@@ -289,11 +270,9 @@ def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckp
     return CheckedCheckpointManager.Config(**fields)
 
 
-def _reasons(error: dcp.CheckpointException) -> str:
+def _reasons(error: BaseException) -> str:
+    """Format an error, or the errors of the ranks in one of torch's."""
+    if not isinstance(error, dcp.CheckpointException):
+        return f"{type(error).__name__}: {error}"
     failures = sorted(error.failures.items())[:_SHOWN]
     return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures)
-
-
-def _listed(lines: list[str]) -> str:
-    more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return ", ".join(lines[:_SHOWN]) + more

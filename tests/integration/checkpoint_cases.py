@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.titan.checkpoint_files import ManifestWriter
-from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, reader_of
+from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
 from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import Recorded, differing
@@ -115,20 +115,20 @@ def tied_across_meshes(folder: Path, _: str) -> dict[str, Any]:
 
     def losses(model: nn.Module) -> list[float]:
         step = gt.compile(gt.capture(model, loss_fn, (tokens.to(device),)))
-        found = []
+        values = []
         for _ in range(2):
             loss, gradients = step(model, tokens.to(device))
-            found.append(loss.item())
+            values.append(loss.item())
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     parameter -= 0.1 * gradients[name]
-        return found
+        return values
 
     whole, other, step = made(7, 4), made(99, 2, 2), folder / "tied" / "step-2"
     before = losses(whole)
     dcp.save(whole.state_dict(), storage_writer=ManifestWriter(step))
     state = other.state_dict()
-    dcp.load(state, storage_reader=reader_of(str(step)), planner=DataLoadPlanner())
+    dcp.load(state, storage_reader=DataReader(str(step)), planner=DataLoadPlanner())
     other.load_state_dict(state)
     return {"before": before, "after": losses(whole), "other": losses(other)}
 

@@ -210,8 +210,8 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
         full_folder = folder / f"full-{mode}"
         stopped = run(full_folder, *eight, "2", "--checkpoint.async_mode", mode, change=full_disk)
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        found = damage(full_folder / "checkpoint/step-2")
-        yield f"full {mode}", shown(stopped) | {"names": names(full_folder), "damage": found}
+        lines = damage(full_folder / "checkpoint/step-2")
+        yield f"full {mode}", shown(stopped) | {"names": names(full_folder), "damage": lines}
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
         return loss * torch.inf

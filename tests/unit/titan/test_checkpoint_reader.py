@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
 import pickle
 from collections import OrderedDict
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +25,6 @@ from graph_trainer.titan.checkpoint_reader import (
     DataReader,
     _check_bytes,
     _Unpickler,
-    reader_of,
 )
 
 pytestmark = [
@@ -47,7 +44,7 @@ class Touch:
 
 
 def load(state: dict[str, Any], checkpoint: Path | str) -> dict[str, Any]:
-    dcp.load(state, storage_reader=reader_of(str(checkpoint)), planner=DataLoadPlanner())
+    dcp.load(state, storage_reader=DataReader(str(checkpoint)), planner=DataLoadPlanner())
     return state
 
 
@@ -134,18 +131,8 @@ def test_metadata_looks_up_nothing_else(tmp_path: Path, named: tuple[bytes, byte
 
 def test_metadata_is_metadata(tmp_path: Path) -> None:
     (tmp_path / METADATA).write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(CheckpointError, match=r"names dict, which"):
+    with pytest.raises(CheckpointError, match=r"\.metadata is a pickle of dict and is not loaded"):
         DataReader(tmp_path).read_metadata()
-
-
-def refusal(stored: dict[str, Any], checkpoint: Path) -> str:
-    """Save and load a state, which is refused."""
-    dcp.save(stored, checkpoint_id=checkpoint)
-    with pytest.raises(dcp.CheckpointException) as caught:
-        load(empty(stored), checkpoint)
-    ((error, _),) = caught.value.failures.values()
-    assert isinstance(error, CheckpointError) and "checkpoint.exclude_from_loading" in str(error)
-    return str(error)
 
 
 @pytest.mark.parametrize("pickled", [None, *range(pickle.HIGHEST_PROTOCOL + 1)])
@@ -155,29 +142,20 @@ def test_a_value_runs_nothing(tmp_path: Path, pickled: int | None) -> None:
     value: Any = Touch(touched)
     if pickled is not None:
         value = pickle.dumps(value, pickled)
-    said = refusal({"dataloader": {"dp_rank_0": value}}, tmp_path / "step-1")
-    assert said.startswith("dataloader.dp_rank_0 names posix.mkdir, which may run code")
+    stored = {"dataloader": {"dp_rank_0": value}}
+    dcp.save(stored, checkpoint_id=tmp_path / "step-1")
+    with pytest.raises(dcp.CheckpointException) as caught:
+        load(empty(stored), tmp_path / "step-1")
+    ((error, _),) = caught.value.failures.values()
+    assert isinstance(error, CheckpointError)
+    said = "dataloader.dp_rank_0 names posix.mkdir, which may run code"
+    assert str(error).startswith(said) and "checkpoint.exclude_from_loading" in str(error)
     assert not touched.exists()
 
 
 BY_TEXT = b"cposix\nsystem\n(S'touch x'\ntR."
 ARCHIVE = io.BytesIO()  # another reader's to unpickle
 torch.save(torch.nn.ReLU(), ARCHIVE)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        BY_TEXT,
-        bytearray(BY_TEXT),
-        pickle.dumps([1, {"x": (BY_TEXT,)}]),
-        pickle.dumps({BY_TEXT: 1, "x": 2}, 0),
-        pickle.dumps({"dataset": BY_TEXT}),
-        pickle.dumps({"dataset": {pickle.dumps([BY_TEXT])}}),
-    ],
-)
-def test_bytes_run_nothing_wherever_they_are(tmp_path: Path, value: Any) -> None:
-    assert "names posix.system, which may run" in refusal({"x": [value]}, tmp_path / "step-1")
 
 
 def load_value(value: Any) -> Any:
@@ -197,11 +175,6 @@ def with_attribute(value: Any) -> Any:
     return value
 
 
-def with_hooks(value: torch.Tensor) -> torch.Tensor:
-    value._backward_hooks = OrderedDict(planted=BY_TEXT)
-    return value
-
-
 def rebuilt(hooks: Any) -> bytes:
     """Return a pickle of a tensor with what torch takes as its hooks."""
 
@@ -215,52 +188,35 @@ def rebuilt(hooks: Any) -> bytes:
     return pickle.dumps(Tensor())
 
 
-def path_of_bytes() -> PurePosixPath:
-    """Return a path, which has slots, with bytes in each."""
-    path = PurePosixPath("x")
-    for name in ("_raw_paths", "_parts"):  # by the version of Python
-        with contextlib.suppress(AttributeError):
-            setattr(path, name, [BY_TEXT])
-    return path
-
-
-class Slotted:
-    __slots__ = "planted"
-
-
-def of_every_kind() -> Iterator[Any]:
-    """Yield one container of each kind, of a class that may have attributes."""
-    for kind in (dict, OrderedDict, list, tuple, set, frozenset, object):
-        yield type(f"A_{kind.__name__}", (kind,), {})()
-    for kind in (bytes, bytearray):
-        yield type(f"A_{kind.__name__}", (kind,), {})(b"N.")
-
-
 @pytest.mark.parametrize(
     "value",
     [
+        bytearray(BY_TEXT),
+        pickle.dumps([1, {"x": (BY_TEXT,)}]),
+        pickle.dumps({BY_TEXT: 1, "x": 2}, 0),
+        pickle.dumps({"dataset": {pickle.dumps([BY_TEXT])}}),
         with_attribute(OrderedDict(a=1)),
-        pickle.dumps(with_attribute(OrderedDict(a=1))),
         pickle.dumps([{"x": (with_attribute(OrderedDict()),)}], 0),
         with_attribute(torch.ones(1)),
         rebuilt(OrderedDict(planted=BY_TEXT)),
     ],
-    ids=["archive", "pickle", "nested", "tensor", "hooks"],
+    ids=["bytearray", "value", "key", "pickle", "attribute", "in pickle", "of tensor", "hooks"],
 )
-def test_attributes_run_nothing(value: Any) -> None:
+def test_bytes_run_nothing_wherever_they_are(value: Any) -> None:
     with pytest.raises(CheckpointError, match=r"x names posix\.system"):
-        load_value(value)
+        load_value([value])
 
 
 @pytest.mark.parametrize(
     "state",
     [
         b"cpathlib\nPath\n(N}S'exists'\ncbuiltins\nset\nstb.",
+        b"cpathlib\nPath\n(S'x'\ntR(N}S'_drv'\n" + pickle.dumps(BY_TEXT, 0)[:-1] + b"stb.",
         b"ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\n(I0\ntR}S'_value_'\nI3\nsb.",
         b"ctorch._utils\n_rebuild_tensor_v2\n}S'__doc__'\nI3\nsb.",
     ],
 )
-def test_a_state_changes_nothing_that_the_process_owns(state: bytes) -> None:
+def test_a_state_is_given_only_to_what_a_file_made_and_is_checked(state: bytes) -> None:
     owned = [Path.exists, _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT.value]
     with pytest.raises(CheckpointError, match="names a state for"):
         _check_bytes({"x": state}, "dataloader")
@@ -293,38 +249,20 @@ def test_a_member_of_an_enumeration_is_read_as_python_3_11_2_writes_it() -> None
     ],
 )
 def test_no_other_attribute_is_looked_up(kind: bytes, name: bytes) -> None:
-    with pytest.raises(CheckpointError, match="names builtins.getattr.*which may run code"):
+    with pytest.raises(CheckpointError, match="state holds bytes that are no pickle of data"):
         _check_bytes(attribute_of(kind, name), "state")
 
 
-@pytest.mark.parametrize("value", [b"", bytearray(), {1}, frozenset({1}), 1j])
+@pytest.mark.parametrize("value", [{1}, frozenset({1}), 1j])
 def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
-    if isinstance(value, bytes | bytearray):
-        with pytest.raises(CheckpointError, match="x holds bytes that are no pickle of data"):
-            load_value(value)
-    else:
-        assert load_value(value) == value
+    assert load_value(value) == value
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        *map(with_attribute, of_every_kind()),
-        with_attribute(Slotted()),
-        path_of_bytes(),
-        with_hooks(torch.ones(1)),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_attributes_of_every_kind_are_read(value: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"x names posix\.system"):
-        _check_bytes([value], "x")
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        b"\x00\x01",
+        b"",
+        bytearray(b"\x00\x01"),
         b"I" + b"9" * 5000 + b"\n.",
         pickle.dumps(1)[:-1],
         pickle.dumps(1) + BY_TEXT,
@@ -333,9 +271,10 @@ def test_attributes_of_every_kind_are_read(value: Any) -> None:
         b"Punknown\n.",
     ],
 )
-def test_bytes_that_are_no_pickle_are_refused(tmp_path: Path, value: bytes) -> None:
+def test_bytes_that_are_no_pickle_are_refused(value: bytes) -> None:
     """What this reader cannot read another one may, `torch.load` for example."""
-    assert refusal({"x": value}, tmp_path / "step-1").startswith("x holds bytes that are no pickle")
+    with pytest.raises(CheckpointError, match="^x holds bytes that are no pickle of data"):
+        load_value(value)
 
 
 def test_a_pickle_of_data_keeps_its_bits(tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA
@@ -19,7 +20,12 @@ from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 def manager(tmp_path: Path) -> CheckedCheckpointManager:
     """Keeps two checkpoints of a model with one weight, on one rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    config = CheckedCheckpointManager.Config(enable=True, interval=1, keep_latest_k=2)
+    config = CheckedCheckpointManager.Config(
+        enable=True,
+        interval=1,
+        keep_latest_k=2,
+        exclude_from_loading=["dataloader", "optimizer", "lr_scheduler"],
+    )
     return config.build(
         dataloader=None,
         model_parts=[nn.Linear(1, 1, bias=False)],
@@ -45,8 +51,8 @@ def steps(manager: CheckedCheckpointManager) -> list[int]:
     return sorted(manager._steps())
 
 
-def test_unfinished_and_damaged_checkpoints_are_not_among_those_to_keep(
-    manager: CheckedCheckpointManager,
+def test_unfinished_and_damaged_checkpoints_are_neither_loaded_nor_kept_in_place_of_good_ones(
+    manager: CheckedCheckpointManager, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = saved(manager, 1)
     (first.with_name("step-2")).mkdir()
@@ -54,9 +60,25 @@ def test_unfinished_and_damaged_checkpoints_are_not_among_those_to_keep(
         saved(manager, step)
     (first.with_name("step-6")).mkdir()
     (first.with_name("step-5") / METADATA).write_bytes(b"")
-    assert manager._newest_good_step() == 4
+    assert manager.load()
+    assert manager.states["model"].state_dict()["weight"].item() == 4
+    assert "step-6 was never completed and is not used" in caplog.text
+    assert "step-5 is damaged and not used: .metadata is truncated" in caplog.text
     manager._purge_stale_checkpoints()
     assert steps(manager) == [3, 4, 5, 6]
+
+
+def test_a_checkpoint_replaces_what_its_folder_holds(manager: CheckedCheckpointManager) -> None:
+    path = saved(manager, 1)
+    names = sorted(file.name for file in path.iterdir())
+    for name in ("__7_0.distcp", HF_INDEX):  # of a run on eight ranks that was killed, an export
+        (path / name).touch()
+    (path / METADATA).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step-1 cannot be loaded|is damaged"):
+        manager.load(1)
+    assert saved(manager, 1) == path
+    assert sorted(file.name for file in path.iterdir()) == names
+    assert manager.load(1)
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_is_being_written(
@@ -75,17 +97,15 @@ def test_an_export_is_complete_once_it_has_its_index(manager: CheckedCheckpointM
     export = Path(manager._create_checkpoint_id(4))
     export.mkdir()
     manager._purge_stale_checkpoints()
+    assert manager._steps()[4] is False
     (export / HF_INDEX).touch()
-    assert manager._newest_good_step() == 4
+    assert manager._steps()[4] is True
     assert steps(manager) == [2, 3, 4]
 
 
-def test_a_run_whose_first_save_was_killed_begins_anew(
-    manager: CheckedCheckpointManager, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_whose_first_save_was_killed_begins_anew(manager: CheckedCheckpointManager) -> None:
     Path(manager._create_checkpoint_id(1)).mkdir(parents=True)
     assert manager.load() is False
-    assert "step-1 was never completed and is not used" in caplog.text
     (saved(manager, 2) / METADATA).write_bytes(b"")
     with pytest.raises(CheckpointError, match="none of the checkpoints in .* is whole"):
         manager.load()
@@ -94,6 +114,20 @@ def test_a_run_whose_first_save_was_killed_begins_anew(
 def test_a_failed_save_leaves_what_was_complete(manager: CheckedCheckpointManager) -> None:
     saved(manager, 1)
     path = manager._create_checkpoint_id(2)
-    with pytest.raises(CheckpointError, match=r"step-2 could not .* complete one is .*/step-1\."):
+    with pytest.raises(CheckpointError, match=r"step-2 could not be written: rank 0: "):
         manager.dcp_save({"x": (i for i in ())}, path, AsyncMode.DISABLED)  # cannot be pickled
     assert steps(manager) == [1]
+
+
+def test_a_failed_save_to_remote_storage_removes_no_local_files(
+    manager: CheckedCheckpointManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").touch()
+    manager.async_mode = AsyncMode.ASYNC
+    monkeypatch.setattr(CheckpointManager, "dcp_save", lambda *_: Future())
+    manager.save_future = manager.dcp_save({}, "memory://step-1", AsyncMode.ASYNC)
+    manager.save_future.set_exception(RuntimeError("no such bucket"))
+    with pytest.raises(RuntimeError, match="no such bucket"):
+        manager.maybe_wait_for_saving()
+    assert (tmp_path / "mine").exists()
