@@ -174,7 +174,10 @@ def print_passes(argv: Sequence[str]) -> int:
 
 _COMMANDS = {
     "train": ("main:train", "train; launches the ranks unless torchrun did"),
-    "plan": ("plan:main", "say what a run will communicate, need and take, without running it"),
+    "plan": (
+        "plan_command:main",
+        "say what a run will communicate, need and take, without running it",
+    ),
     "config": (
         "main:print_config",
         "print the resolved config as TOML, or with --schema its JSON schema",

@@ -13,7 +13,7 @@ from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner.files import Texts
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.report import CATEGORIES
+from graph_trainer.planner.plan_report import CATEGORIES
 from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
 
 PURPOSES = {

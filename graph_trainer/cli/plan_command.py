@@ -17,16 +17,14 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.advice import advise
-from graph_trainer.planner.compare import SCHEMA, compare, comparison_table, settings
+from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.memory_curve import memory_curve
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
-from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report_text
+from graph_trainer.planner.text import comparison_table, report_text
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES

@@ -1,0 +1,32 @@
+"""Files of a fixed form: pydantic models that convert nothing, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graph_trainer.core.suggest import did_you_mean
+
+
+class Strict(BaseModel):
+    """A part of a file: no value is converted when it is read, no key ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """Describe the first thing that is wrong with a file: "key = value: problem".
+
+    Args:
+        known: the keys of such a file, of which the one like an unknown key is named.
+    """
+    first = error.errors(include_url=False)[0]
+    key, problem = ".".join(map(str, first["loc"])), first["msg"]
+    if first["type"] == "extra_forbidden":
+        problem += did_you_mean(str(first["loc"][-1]), known, "; did you mean {}?")
+    if not key or first["type"] == "missing":  # the value would be the table around it
+        return f"{key}: {problem}" if key else problem
+    value = json.dumps(first["input"], ensure_ascii=False, default=str)
+    return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"
