@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes those of the process, which then finds
             modules in the current folder, as `python -m` does and so every rank.
     Returns:
-        The exit code: 0; 2 after a mistake of the user, explained in one message; or what the
-        command says.
+        The exit code: 0; 2 after a mistake of the user, explained in one message; or the command's
+        own.
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

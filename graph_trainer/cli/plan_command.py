@@ -127,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_together(flags: argparse.Namespace) -> None:
-    """Refuse flags of which one would make another useless."""
+    """Refuse flags that cannot be combined."""
     own = (
         ("save", flags.save),
         ("verify-order", flags.verify_order),
@@ -151,7 +151,7 @@ def _check_together(flags: argparse.Namespace) -> None:
 
 
 def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
-    """Refuse to write what no pass decides."""
+    """Refuse --table where no pass decides what backward keeps."""
     policy = POLICIES.get(type(config.activation_checkpoint))
     auto = config.parallelism.fsdp_reshard_after_forward == "auto"
     if flags.table and policy not in ("budget", "file") and not auto:
@@ -220,14 +220,12 @@ def _compare(
     world_size: int,
 ) -> int:
     wanted = settings(flags.compare)
-    others = [
-        name for name in ("memory_curve", *_WRITERS) if name != "json" and getattr(flags, name)
-    ]
-    if others:
-        flag = others[0].replace("_", "-")
-        raise ConfigError(
-            f"--{flag} is of one plan and --compare makes several: leave one of the two out"
-        )
+    for name in ("memory_curve", *_WRITERS):
+        if name != "json" and getattr(flags, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is of one plan and --compare makes several: leave one of the two out"
+            )
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say)
     reasons = dict.fromkeys(row.error for row in rows if row.error)

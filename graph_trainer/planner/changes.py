@@ -13,19 +13,15 @@ from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
-from graph_trainer.core.passes.pipeline import PassConfig, with_policy
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
+from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
 from graph_trainer.planner.console import OnProgress
-from graph_trainer.planner.plan import (
-    LoadConfig,
-    Outcome,
-    Plan,
-    capture_step,
-    make_plan,
-    plan_step,
-)
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.ledger import row_of
+from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 SCHEMA = "graph_trainer.plan.comparison/2"
@@ -310,16 +306,18 @@ def memory_curve(plan: Plan, on_progress: OnProgress) -> list[Outcome]:
     Raises:
         CaptureError, PassError, VerificationError: as `make_plan`.
     """
-    runtime = plan.simulation.runtime
-    step = capture_step(
-        plan.config, plan.world_size, plan.hardware, plan.rank, runtime, on_progress
-    )
+    run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
+    on_progress("capturing the train step")
+    joint = run.capture()
 
     def outcome(change: Change, passes: PassConfig) -> Outcome:
-        trial = replace(step, joint=copy_graph(step.joint), passes=passes)
-        return outcome_of(change, plan_step(trial))
+        trial = copy_graph(joint)
+        last = run_passes(trial, passes).last
+        simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
+        rows = [row_of(simulation, last.name, last.seconds)]
+        return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
 
-    passes = replace(step.passes, memory_limit_gib=0.0)
+    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
     # Without a limit nothing is planned.
     auto = passes.reshard_after_forward == "auto"
     reshard = "default" if auto else passes.reshard_after_forward

@@ -13,7 +13,6 @@ from importlib import metadata
 import torch
 
 from graph_trainer.core.graph.annotations import layer_of
-from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
@@ -144,18 +143,6 @@ class Plan:
         return self.headroom_bytes >= 0
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedStep:
-    """The step of one rank before any pass, and the passes that it is for."""
-
-    config: GraphTrainerConfig
-    run: FakeRank
-    hardware: Hardware
-    runtime: Runtime
-    joint: JointGraph
-    passes: PassConfig
-
-
 def make_plan(
     config: GraphTrainerConfig,
     world_size: int,
@@ -184,24 +171,10 @@ def make_plan(
         CaptureError: the step cannot be captured.
         PassError, VerificationError: as `run_passes`.
     """
-    step = capture_step(config, world_size, hardware, rank, runtime, on_progress)
-    on_progress(f"simulating {len(step.joint.graph.nodes):,} nodes")
-    return plan_step(step, every_pass=every_pass, agreement=agreement, on_pass=on_progress)
-
-
-def capture_step(
-    config: GraphTrainerConfig,
-    world_size: int,
-    hardware: Hardware,
-    rank: int,
-    runtime: Runtime,
-    on_progress: OnProgress,
-) -> CapturedStep:
-    """Capture the step of one rank. Arguments and errors are those of `make_plan`."""
     on_progress("building the model on meta")
     traced = config
     if runtime is TORCHTITAN:
-        # Then torchtitan wraps modules for checkpointing, and what these recompute is traced.
+        # torchtitan wraps modules for checkpointing, so that what they recompute is traced.
         traced = copy.copy(config)
         traced.compile = replace(config.compile, mode="eager")
     run = FakeRank(traced, world_size, rank, hardware.device)
@@ -221,38 +194,39 @@ def capture_step(
             disable_passes=(bucket_collectives.name, schedule_overlap.name),
             options={overlap_fsdp.name: options},
         )
-    return CapturedStep(config, run, hardware, runtime, joint, passes)
-
-
-def plan_step(
-    step: CapturedStep,
-    *,
-    every_pass: bool = False,
-    agreement: Agreement | None = None,
-    on_pass: OnProgress = lambda line: None,
-) -> Plan:
-    """Run the passes on a captured step, in place, and simulate it.
-
-    Arguments and errors are those of `make_plan`.
-    """
-    run, joint, passes, hardware = step.run, step.joint, step.passes, step.hardware
-    other = passes.other_memory(joint)
-    look = partial(simulate, hardware=hardware, other=other, runtime=step.runtime)
+    on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
+    look = partial(simulate, hardware=hardware, other=passes.other_memory(joint), runtime=runtime)
     if every_pass:
-        simulated = list(ledger(joint, passes, look, on_pass=on_pass, agreement=agreement))
+        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agreement=agreement))
     else:
-        last = run_passes(joint, passes, agreement=agreement, on_pass=on_pass).last
+        last = run_passes(joint, passes, agreement=agreement, on_pass=on_progress).last
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
-    simulation = simulated[-1][1]
-    training = step.config.training
-    repeats = microbatches(step.config, run.data_parallel_degree)
+    rows = [row for row, _ in simulated]
+    return plan_of(config, run, passes, rows, simulated[-1][1])
+
+
+def plan_of(
+    config: GraphTrainerConfig,
+    run: FakeRank,
+    passes: PassConfig,
+    rows: list[LedgerRow],
+    simulation: Simulation,
+) -> Plan:
+    """Make the plan of a rank from its simulated graph after `passes`.
+
+    Args:
+        config: of the run.
+        rows: the graph after each pass; the last is the graph that was simulated.
+    """
+    joint, hardware, training = simulation.joint, simulation.hardware, config.training
+    repeats = microbatches(config, run.data_parallel_degree)
     # Clipping reads every gradient for the norm and scales it; a fused optimizer reads parameters,
     # gradients and states and writes parameters and states.
-    moved = 6 * trained_bytes(joint) + 2 * other.optimizer_bytes
+    moved = 6 * trained_bytes(joint) + 2 * passes.other_memory(joint).optimizer_bytes
     limit = passes.memory_limit_gib
     return Plan(
-        config=step.config,
+        config=config,
         hardware=hardware,
         world_size=run.world_size,
         rank=run.rank,
@@ -264,7 +238,7 @@ def plan_step(
         outside_seconds=moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency),
         limit_bytes=int(limit * GIB) if limit else None,
         need=simulation.need(),
-        rows=[row for row, _ in simulated],
+        rows=rows,
         simulation=simulation,
     )
 

@@ -1,4 +1,4 @@
-"""What a plan says, as one structure of plain values: bytes, seconds and names.
+"""A plan as one structure of plain values: bytes, seconds and names.
 
 The structure is the JSON document of a plan; docs/reading_a_plan.md describes every key. The tables
 for a terminal and the page are made from it.
@@ -108,7 +108,7 @@ def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Seq
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Say where passes and simulation look at two machines, or the limit at one rank."""
+    """Yield remarks on the plan as a whole: its machines, its limit, its host memory."""
     named = plan.config.compile.hardware
     if named is not None and load_hardware(named, "compile.hardware") != plan.hardware:
         yield (

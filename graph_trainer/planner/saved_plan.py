@@ -49,7 +49,7 @@ class Predicted(Strict):
     reserved_bytes: Count
     """The bytes that the allocator takes from the device, gaps included."""
     needed_bytes: Count
-    """What the device must have: those and the reserve of the hardware's profile."""
+    """What the device must have: reserved_bytes and the reserve of the hardware's profile."""
     peak_by_category: dict[str, Count]
     made_bytes: Count
     """The most bytes alive at once of the tensors that the graph makes; inputs do not count."""
@@ -106,7 +106,7 @@ class SavedPlan(Strict):
 
     @property
     def rank_classes(self) -> RankClasses:
-        """The axes, as the order check names classes of ranks."""
+        """The axes as classes of ranks."""
         return RankClasses(tuple(self.axes), tuple(self.axes.values()))
 
     def of_rank(self, rank: int) -> PlannedClass:

@@ -198,7 +198,7 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
 
 
 def fit_and_speed(report: dict[str, Any]) -> str:
-    """Say whether the run fits and how fast it is."""
+    """Format whether the run fits and how fast it is."""
     needed, headroom = report["needed_bytes"], abs(report["headroom_bytes"])
     unit, size = unit_of(max(needed, headroom))
 
@@ -228,7 +228,7 @@ def fit_and_speed(report: dict[str, Any]) -> str:
 
 
 def comparison_table(rows: Sequence[Outcome], memory_bytes: int) -> Table:
-    """Make a table with a row for each combination, which says whether it fits."""
+    """Make a table with a row for each combination."""
     unit, size = unit_of(max(row.needed_bytes for row in rows))
     table = plain_table(
         f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}, or a lower "

@@ -22,11 +22,14 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     Args:
         known: the keys of such a file, of which the one like an unknown key is named.
     """
-    first = error.errors(include_url=False)[0]
-    key, problem = ".".join(map(str, first["loc"])), first["msg"]
+    # An unknown key comes first: it may be the misspelt name of one that is missing.
+    errors = error.errors(include_url=False)
+    first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
+    key, problem, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
     if first["type"] == "extra_forbidden":
         problem += did_you_mean(str(first["loc"][-1]), known, "; did you mean {}?")
     if not key or first["type"] == "missing":  # the value would be the table around it
         return f"{key}: {problem}" if key else problem
-    value = json.dumps(first["input"], ensure_ascii=False, default=str)
+    # JSON has no words for NaN and infinity.
+    value = str(given) if isinstance(given, float) else json.dumps(given, default=str)
     return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"

@@ -1,4 +1,4 @@
-"""What a step may need of a device's memory: a limit that optional passes may not break either."""
+"""The memory limit of a step: what breaks it, and what would help."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ KEY = "compile.memory_limit_gib"
 
 
 class DeviceMemory(NamedTuple):
-    """What a step of this rank may need, as far as its device goes."""
+    """The memory that a step of this rank may use."""
 
     bytes: int
-    """What is free, and what of the predicted memory is allocated already."""
+    """The free bytes, and those of the predicted memory that are allocated already."""
     source: str
-    """How that is reckoned, for messages."""
+    """How they were computed, for messages."""
 
 
 DeviceMemoryOf = Callable[[JointGraph], DeviceMemory | None]
 
 
 def unknown(joint: JointGraph) -> None:
-    """Say that a device tells nothing of its memory."""
+    """Return None: the memory of the device is not known."""
 
 
 def host_memory_of(hardware: Hardware) -> DeviceMemoryOf:
-    """Return what tells the host memory that a rank may take on a machine of a profile."""
+    """Return a function that gives each rank its share of the host memory of a profile."""
     shared = f"{hardware.host_memory_gib:,g} GiB of a machine of '{hardware.name}'"
     source = f"{shared} / {hardware.devices_per_node:g} devices"
     memory = DeviceMemory(int(hardware.host_memory_gib * GIB / hardware.devices_per_node), source)
@@ -48,12 +48,12 @@ class Budget:
 
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the rank that needs most decides. The limit counts everything that
-    a device must have (`need_of`): parameters, buffers, batch, what `other_memory` says, what the
-    graph allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is
-    a PassError.
+    a device must have (`need_of`): parameters, buffers, batch, `other_memory`, what the graph
+    allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is a
+    PassError.
 
-    Without a limit, what the device has bounds the step and no pass, so that all devices get the
-    same graph; a limit of 0 bounds nothing.
+    Without a limit a step that needs more than its device has is refused, but no pass is rolled
+    back, so that all devices get the same graph. A limit of 0 refuses nothing.
     """
 
     def __init__(
@@ -104,23 +104,21 @@ class Budget:
         return bool(self._limit) and self.needed(joint) > (self._limit or 0) * GIB
 
     def why_rolled_back(self, before: int, after: int) -> str:
-        """Return what the report says of a pass that was rolled back, given bytes needed."""
+        """Return the note of the report on a pass that was rolled back, given bytes needed."""
         return (
             f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
             f"{gib(after)} GiB, optimizer included; {KEY} is {self._limit:g}"
         )
 
     def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
-        """Refuse a graph that needs more than the limit after all passes, or than a device or its
-        host has.
+        """Refuse a graph that needs more than the limit allows or than device and host have.
 
         Args:
             report: of all passes.
             raised: by optional pass that was kept, the bytes by which it raised what is needed.
 
         Raises:
-            MemoryLimitError: it does, on every rank alike, with what the memory is for and what
-                helps.
+            MemoryLimitError: on all ranks, with what the memory is for and what would help.
         """
         hardware = self._context.hardware_for(joint)
         if self.is_over(joint):
@@ -152,7 +150,7 @@ class Budget:
             )
 
     def _check_host(self, joint: JointGraph, hardware: Hardware) -> None:
-        """Refuse copies in host memory that it has no room for, on every rank alike."""
+        """Refuse copies that do not fit in host memory, on all ranks."""
         if self._host_memory is unknown or self._limit == 0:
             return
         need = self.memory(joint, hardware).host_bytes
@@ -169,8 +167,8 @@ class Budget:
             )
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
-        """Return how many bytes the rank that lacks most has too few. A rank that does not know
-        what it has takes part all the same."""
+        """Return the bytes that are missing on the rank where most are. A rank whose memory is not
+        known takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
 
@@ -182,14 +180,14 @@ class Budget:
         raised: Mapping[str, int],
         first: str,
     ) -> str:
-        """Say what this rank needs and for what, what each pass did to it, and what would help."""
+        """Describe what this rank needs, what each pass did to it, and what would help."""
         memory = self.memory(joint, hardware)
         helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
         return f"{what_is_needed(memory, hardware)}.\n{report}\n{first} {helps}"
 
 
 def what_is_needed(memory: Memory, hardware: Hardware) -> str:
-    """Say in GiB what a step needs of its device and for what, the most first."""
+    """Describe in GiB what a step needs of its device and for what, the most first."""
     need = need_of(memory, hardware)
     parts = {c.value.replace("_", " "): size for c, size in memory.peak_by_category().items()}
     parts["gaps of the allocator"] = need.allocated - need.alive

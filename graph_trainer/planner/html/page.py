@@ -59,7 +59,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
 
 
 def fit_text(report: dict[str, Any]) -> str:
-    """Say whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
+    """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
     needed = format_bytes(report["needed_bytes"])
     allowed = format_bytes(report["needed_bytes"] + report["headroom_bytes"])
     number, unit = needed.split()

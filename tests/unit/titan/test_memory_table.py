@@ -30,7 +30,7 @@ ROW = "[[activation]]\nmodule = 'a'\nop = 'b'\n"
         (ROW + "nth = 0\nkeep_in = 'layers.0'", "activation.0.keep_in = \"layers.0\": .*list"),
         (ROW + "nth = 0\nkeep_in = []\n[[offload_inputs_of]]", "offload_inputs_of.0 = {}: "),
         (ROW + "nth = 0\nkeep_in = []\nmib = 'x'", "activation.0.mib = \"x\": .*number"),
-        (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds = NaN: .*finite"),
+        (ROW + "nth = 0\nkeep_in = []\nmilliseconds = nan", "milliseconds = nan: .*finite"),
         (2 * (ROW + "nth = 0\nkeep_in = []\n"), "activation.1 is the same op as activation.0"),
         (ROW + "nth = 0\nkeep_in = []\n[keep_unsharded]", "keep_unsharded = {}: .*list"),
         *(
