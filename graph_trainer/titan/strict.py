@@ -31,5 +31,9 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     if not key or first["type"] == "missing":  # the value would be the table around it
         return f"{key}: {problem}" if key else problem
     # JSON has no words for NaN and infinity.
-    value = str(given) if isinstance(given, float) else json.dumps(given, default=str)
+    value = (
+        str(given)
+        if isinstance(given, float)
+        else json.dumps(given, ensure_ascii=False, default=str)
+    )
     return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"
