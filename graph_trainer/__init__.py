@@ -7,7 +7,7 @@ from graph_trainer.core.capture.offload_regions import offload
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.partition.backend import backend
 from graph_trainer.core.partition.export import ExportedStep
-from graph_trainer.core.partition.step import PartitionedStep, partition
+from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes

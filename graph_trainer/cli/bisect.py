@@ -1,4 +1,4 @@
-"""graph-trainer bisect-passes: launch the ranks of a config and show what they found."""
+"""graph-trainer bisect-passes: launch the ranks of a config and show their verdict."""
 
 from __future__ import annotations
 

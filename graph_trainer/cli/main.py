@@ -56,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the words after the program's name; None takes those of the process, which then finds
             modules in the current folder, as `python -m` does and so every rank.
     Returns:
-        The exit code: 0; 2 after a mistake of the user, explained in one message; or what the
-        command says.
+        The exit code: 0; 2 after a mistake of the user, explained in one message; or the command's
+        own.
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -174,7 +174,10 @@ def print_passes(argv: Sequence[str]) -> int:
 
 _COMMANDS = {
     "train": ("main:train", "train; launches the ranks unless torchrun did"),
-    "plan": ("plan:main", "say what a run will communicate, need and take, without running it"),
+    "plan": (
+        "plan_command:main",
+        "say what a run will communicate, need and take, without running it",
+    ),
     "config": (
         "main:print_config",
         "print the resolved config as TOML, or with --schema its JSON schema",

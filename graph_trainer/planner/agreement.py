@@ -20,7 +20,7 @@ _COSTS = 1 << 64
 
 
 def decided_by(joint: JointGraph) -> Passes:
-    """Return what this rank has decided and every rank must decide alike."""
+    """Return the decisions of this rank that all ranks must share."""
     decisions: list[object] = [*joint.history]
     for name, decision in joint.decisions.items():
         if isinstance(decision, Mapping):  # MiB of a bucket by process group
@@ -36,7 +36,7 @@ def as_agreed(
     run: Callable[[int, Agreement], tuple[T, Passes]],
     on_progress: OnProgress,
 ) -> dict[int, T]:
-    """Return what each rank gives when all run the same passes, as they do in training.
+    """Run the ranks until all run the same passes, as in training; return each rank's result.
 
     In training the ranks all-reduce (max) each number that decides which passes run. Here each
     rank uses the maxima that are known so far, and its own number for each later one. Where all

@@ -12,14 +12,6 @@ from typing import IO
 from graph_trainer.errors import ConfigError
 
 
-class Texts(dict[str, int]):
-    """The texts of a file, each written once; a text that is asked for gets the next position."""
-
-    def __missing__(self, text: str) -> int:
-        self[text] = len(self)
-        return self[text]
-
-
 def check_outputs(outputs: Mapping[str, Path]) -> None:
     """Check before the work that its results, each by the flag that names it, can be written.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from pydantic import BaseModel, ConfigDict
 
 from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.mesh_groups import RankClasses
@@ -16,13 +15,7 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
-
-
-class Strict(BaseModel):
-    """A part of a plan's file: no value is converted when it is read, no key ignored."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-
+from graph_trainer.titan.strict import Strict
 
 Item = tuple[str, str]
 """What both steps must have at the same position, compared literally; and for messages its module

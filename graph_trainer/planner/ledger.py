@@ -42,7 +42,7 @@ class LedgerRow:
     rolled_back: str = ""
     """Why the pass was rolled back; empty where it was not."""
     remarks: tuple[str, ...] = ()
-    """What the pass says of its work, a summary first."""
+    """Remarks of the pass on its work, a summary first."""
 
     @property
     def exposed(self) -> float:
@@ -74,7 +74,7 @@ def ledger(
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:
-    """One row of a simulated graph. Linear in collectives."""
+    """Compute the row of a simulated graph. Linear in collectives."""
     traffic = traffic_of(simulation.collectives)
     volumes: dict[tuple[str, str, Traffic], Volume] = {}
     for c in simulation.collectives:

@@ -6,18 +6,16 @@ import copy
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 
 import torch
 
 from graph_trainer.core.graph.annotations import layer_of
-from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
-from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
@@ -38,30 +36,24 @@ LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
 """Loads the checked config of a command line with more flags after it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """One change and its estimated effect."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What a run needs and takes with some config keys changed, or why it cannot be run."""
 
-    flags: tuple[str, ...]
-    """The change as on the command line."""
-    needed_bytes: int
-    tokens_per_second_per_gpu: float
-    fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """The run under a fixed policy, or within a memory limit."""
-
-    policy: ActivationPolicy
-    limit_bytes: int | None
-    """None for a fixed policy."""
-    peak_bytes: int
+    config: dict[str, str]
+    """The changed keys and their values, as on the command line."""
+    fits: bool = False
+    needed_bytes: int = 0
+    """The bytes that a device must have, which a memory limit bounds."""
+    peak_bytes: int = 0
     """The most bytes alive at once."""
-    needed_bytes: int
-    """The bytes that a device must have, which the limit bounds."""
-    step_seconds: float
+    step_seconds: float = 0.0
     """Of a whole train step, clipping and optimizer included."""
+    exposed_seconds: float = 0.0
+    tokens_per_second_per_gpu: float = 0.0
+    mfu: float = 0.0
+    error: str | None = None
+    """Why it cannot be run; None where it can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +76,17 @@ class Plan:
     """Model FLOPs, as torchtitan counts them."""
     outside_seconds: float
     """Clipping and optimizer, after the graph."""
+    limit_bytes: int | None
+    """compile.memory_limit_gib; None where no limit is given."""
     need: Need
     """What this rank needs of its device."""
     rows: list[LedgerRow]
     """The first is the graph as captured, the last the graph that runs."""
     simulation: Simulation
     """Of the graph that runs."""
-    advice: tuple[Advice, ...] = ()
+    advice: tuple[Outcome, ...] = ()
     """Changes for a run that does not fit, the most helpful first; empty where it fits."""
-    memory_curve: tuple[CurvePoint, ...] = ()
+    memory_curve: tuple[Outcome, ...] = ()
     """The run under other policies and limits, where that was asked for."""
 
     @property
@@ -132,12 +126,6 @@ class Plan:
     def peak_bytes(self) -> int:
         """The most bytes alive at once on this rank."""
         return self.simulation.memory.peak_bytes
-
-    @property
-    def limit_bytes(self) -> int | None:
-        """compile.memory_limit_gib; None where no limit is given."""
-        limit = self.config.compile.memory_limit_gib
-        return int(limit * GIB) if limit else None
 
     @property
     def allowed_bytes(self) -> int:
@@ -184,83 +172,78 @@ def make_plan(
         PassError, VerificationError: as `run_passes`.
     """
     on_progress("building the model on meta")
-    traced = _with_wrappers(config) if runtime is TORCHTITAN else config
+    traced = config
+    if runtime is TORCHTITAN:
+        # torchtitan wraps modules for checkpointing, so that what they recompute is traced.
+        traced = copy.copy(config)
+        traced.compile = replace(config.compile, mode="eager")
     run = FakeRank(traced, world_size, rank, hardware.device)
     on_progress("capturing the train step")
     joint = run.capture()
     mark_saved(joint)
-    configured = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
-    passes = as_run_by(runtime, configured, joint)
-    other = passes.other_memory(joint)
-    training = config.training
-    repeats = microbatches(config, run.data_parallel_degree)
-    look = partial(simulate, hardware=hardware, other=other, runtime=runtime)
+    passes = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
+    if runtime is TORCHTITAN:
+        # FSDP2 gathers the next layer's parameters while one layer computes.
+        layers = Counter(layer_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
+        layers.pop(None, None)  # parameters outside the layers
+        options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
+        passes = with_policy(
+            passes,
+            "none",
+            passes=("default", overlap_fsdp.name),
+            disable_passes=(bucket_collectives.name, schedule_overlap.name),
+            options={overlap_fsdp.name: options},
+        )
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
+    look = partial(simulate, hardware=hardware, other=passes.other_memory(joint), runtime=runtime)
     if every_pass:
         simulated = list(ledger(joint, passes, look, on_pass=on_progress, agreement=agreement))
     else:
         last = run_passes(joint, passes, agreement=agreement, on_pass=on_progress).last
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
-    simulation = simulated[-1][1]
+    rows = [row for row, _ in simulated]
+    return plan_of(config, run, passes, rows, simulated[-1][1])
+
+
+def plan_of(
+    config: GraphTrainerConfig,
+    run: FakeRank,
+    passes: PassConfig,
+    rows: list[LedgerRow],
+    simulation: Simulation,
+) -> Plan:
+    """Make the plan of a rank from its simulated graph after `passes`.
+
+    Args:
+        config: of the run.
+        rows: the graph after each pass; the last is the graph that was simulated.
+    """
+    joint, hardware, training = simulation.joint, simulation.hardware, config.training
+    repeats = microbatches(config, run.data_parallel_degree)
+    # Clipping reads every gradient for the norm and scales it; a fused optimizer reads parameters,
+    # gradients and states and writes parameters and states.
+    moved = 6 * trained_bytes(joint) + 2 * passes.other_memory(joint).optimizer_bytes
+    limit = passes.memory_limit_gib
     return Plan(
         config=config,
         hardware=hardware,
-        world_size=world_size,
-        rank=rank,
+        world_size=run.world_size,
+        rank=run.rank,
         num_parameters=run.num_parameters,
         microbatches=repeats,
         tokens_per_step=repeats * training.local_batch_size * training.seq_len,
-        ranks_per_batch=world_size // run.data_parallel_degree,
+        ranks_per_batch=run.world_size // run.data_parallel_degree,
         flops_per_token=run.flops_per_token,
-        outside_seconds=outside_seconds(trained_bytes(joint), other.optimizer_bytes, hardware),
+        outside_seconds=moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency),
+        limit_bytes=int(limit * GIB) if limit else None,
         need=simulation.need(),
-        rows=[row for row, _ in simulated],
+        rows=rows,
         simulation=simulation,
     )
-
-
-def as_run_by(runtime: Runtime, passes: PassConfig, joint: JointGraph) -> PassConfig:
-    """Choose the passes that make the graph what this runtime does.
-
-    FSDP2, which torchtitan uses, gathers the next layer's parameters while one layer computes.
-    """
-    if runtime is not TORCHTITAN:
-        return passes
-    layers = Counter(
-        layer
-        for spec, _ in joint.inputs_of(InputKind.PARAMETER)
-        if (layer := layer_of(spec.name)) is not None
-    )
-    options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
-    return with_policy(
-        passes,
-        "none",  # what its checkpoint wrappers recompute was traced
-        passes=("default", overlap_fsdp.name),
-        disable_passes=(bucket_collectives.name, schedule_overlap.name),
-        options={overlap_fsdp.name: options},
-    )
-
-
-def _with_wrappers(config: GraphTrainerConfig) -> GraphTrainerConfig:
-    """Return the config for a model whose modules are wrapped for checkpointing by torchtitan."""
-    wrapped = copy.copy(config)
-    wrapped.compile = copy.copy(config.compile)
-    wrapped.compile.mode = "eager"
-    return wrapped
 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the packages that make a plan."""
     packages = ("graph_trainer", "torch", "torchtitan")
     return {"python": platform.python_version()} | {p: metadata.version(p) for p in packages}
-
-
-def outside_seconds(gradient_bytes: int, state_bytes: int, hardware: Hardware) -> float:
-    """Predict the seconds of clipping and optimizer, after the graph.
-
-    Clipping reads every gradient for the norm and scales it; a fused optimizer reads
-    parameters, gradients and states and writes parameters and states.
-    """
-    moved = 3 * gradient_bytes + 3 * gradient_bytes + 2 * state_bytes
-    return moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)

@@ -200,7 +200,7 @@ class IssuedCollectives(TorchDispatchMode):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Quantity:
     """One quantity, predicted and measured in the same unit."""
 
     what: str
@@ -220,7 +220,7 @@ def comparison(
     measured: Mapping[str, float],
     issued: Mapping[str, int] | None,
     steps_timed: int,
-) -> list[Row]:
+) -> list[Quantity]:
     """Compare what a plan predicts for a rank with what the rank measured.
 
     Args:
@@ -229,14 +229,16 @@ def comparison(
         issued: the number of collectives of one microbatch by kind; None before WATCHED_STEP.
         steps_timed: the number of steps that `measured["step_seconds"]` is the median of.
     """
-    rows: list[Row] = []
+    rows: list[Quantity] = []
 
     def add(
         what: str, unit: str, before: float, now: float | None, how: str, why_not: str = ""
     ) -> None:
         if now is None:
             how = f"not measured{why_not}"
-        rows.append(Row(what, unit, before, now, how, now / before if now and before else None))
+        rows.append(
+            Quantity(what, unit, before, now, how, now / before if now and before else None)
+        )
 
     maximum, no_maximum = "CUDA allocator's maximum", ": a CPU's allocator keeps no maximum"
     no_watch = f": that is done in step {WATCHED_STEP}"
@@ -270,7 +272,7 @@ def comparison(
     return rows
 
 
-def comparison_table(title: str, rows: Iterable[Row]) -> Table:
+def comparison_table(title: str, rows: Iterable[Quantity]) -> Table:
     """Make the table of predicted beside measured, in at most 100 columns."""
     table = plain_table(title, title_style="")
     table.add_column("what", overflow="fold")

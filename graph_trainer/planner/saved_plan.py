@@ -23,12 +23,12 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
-from graph_trainer.planner.fingerprint import Fingerprint, Strict, fingerprint_of
+from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.config.sources import show
+from graph_trainer.titan.strict import Strict, first_problem
 
 SCHEMA: Final = "graph_trainer.saved_plan/3"
 """Changes with every change of the format."""
@@ -49,7 +49,7 @@ class Predicted(Strict):
     reserved_bytes: Count
     """The bytes that the allocator takes from the device, gaps included."""
     needed_bytes: Count
-    """What the device must have: those and the reserve of the hardware's profile."""
+    """What the device must have: reserved_bytes and the reserve of the hardware's profile."""
     peak_by_category: dict[str, Count]
     made_bytes: Count
     """The most bytes alive at once of the tensors that the graph makes; inputs do not count."""
@@ -106,7 +106,7 @@ class SavedPlan(Strict):
 
     @property
     def rank_classes(self) -> RankClasses:
-        """The axes, as the order check names classes of ranks."""
+        """The axes as classes of ranks."""
         return RankClasses(tuple(self.axes), tuple(self.axes.values()))
 
     def of_rank(self, rank: int) -> PlannedClass:
@@ -128,12 +128,7 @@ def read_plan(path: Path) -> SavedPlan:
     try:
         return SavedPlan.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key, problem = ".".join(map(str, first["loc"])), first["msg"]
-        # The value of what is missing is the table around it, that of no JSON the whole file.
-        value = "" if first["type"] == "missing" else f" = {show(first['input'])}"
-        where = f"{key}{value}: " if key else ""
-        raise ConfigError(f"--plan {path}: {where}{problem}. {REMEDY}") from error
+        raise ConfigError(f"--plan {path}: {first_problem(error)}. {REMEDY}") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"--plan {path}: cannot be read: {reason}. {REMEDY}") from error

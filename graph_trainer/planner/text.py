@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -12,7 +12,8 @@ from rich.text import Text
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import unit_of
 from graph_trainer.planner.console import plain_table
-from graph_trainer.planner.report import CATEGORIES, ledger_columns
+from graph_trainer.planner.plan import Outcome
+from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 
 _MODULES_SHOWN = 8
 _WAITS_SHOWN = 5
@@ -38,7 +39,7 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _kept_table(report["memory_table"])
     if report["memory_curve"]:
         yield _curve_table(report)
-    yield Text(verdict(report))
+    yield Text(fit_and_speed(report))
     if not report["fits"]:
         yield _advice_table(report)
 
@@ -196,8 +197,8 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
     return table
 
 
-def verdict(report: dict[str, Any]) -> str:
-    """Say whether the run fits and how fast it is."""
+def fit_and_speed(report: dict[str, Any]) -> str:
+    """Format whether the run fits and how fast it is."""
     needed, headroom = report["needed_bytes"], abs(report["headroom_bytes"])
     unit, size = unit_of(max(needed, headroom))
 
@@ -224,3 +225,33 @@ def verdict(report: dict[str, Any]) -> str:
         f"{report['mfu']:.1%}, {report['step_seconds']:,.3f} s a step of {microbatches} microbatch"
         f"{'es' if microbatches > 1 else ''}."
     )
+
+
+def comparison_table(rows: Sequence[Outcome], memory_bytes: int) -> Table:
+    """Make a table with a row for each combination."""
+    unit, size = unit_of(max(row.needed_bytes for row in rows))
+    table = plain_table(
+        f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}, or a lower "
+        "compile.memory_limit_gib"
+    )
+    table.add_column("fits", no_wrap=True)
+    for key in rows[0].config:
+        table.add_column(key.replace(".", ".\n"), overflow="fold")
+    for heading in (f"needs {unit}", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        values = map(Text, row.config.values())
+        if row.error:
+            table.add_row("-", *values, *[""] * 5)
+            continue
+        table.add_row(
+            "yes" if row.fits else "NO",
+            *values,
+            f"{row.needed_bytes / size:,.2f}",
+            f"{row.step_seconds * 1e3:,.1f}",
+            f"{row.exposed_seconds * 1e3:,.1f}",
+            f"{row.tokens_per_second_per_gpu:,.0f}",
+            f"{row.mfu:.1%}",
+            style="" if row.fits else "dim",
+        )
+    return table

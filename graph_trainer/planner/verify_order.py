@@ -105,19 +105,22 @@ def rank_classes(run: FakeRank) -> RankClasses:
         kind = known.setdefault(shapes, len(known))
         for axis, coordinate in enumerate(place):
             kinds_at[axis].setdefault(coordinate, []).append(kind)
-    kinds = [[tuple(of[c]) for c in range(size)] for of, size in zip(kinds_at, sizes, strict=True)]
     for apart in ((0, -1), (0,), ()):
-        labels = tuple(_numbered(of, apart) for of in kinds)
+        labels = tuple(_numbered(list(kinds_of.values()), apart) for kinds_of in kinds_at)
         if math.prod(len(set(of)) for of in labels) <= MOST_CLASSES:
             break
     return RankClasses(tuple(axes), labels)
 
 
-def _numbered(kinds: list[tuple[int, ...]], apart: tuple[int, ...]) -> tuple[int, ...]:
+def _numbered(kinds: list[list[int]], apart: tuple[int, ...]) -> tuple[int, ...]:
+    """Number the classes of coordinates along an axis; those at `apart` are alone in theirs."""
     alone = {range(len(kinds))[place] for place in apart}
-    seen: dict[object, int] = {}
-    keys = [(kind, place if place in alone else None) for place, kind in enumerate(kinds)]
-    return tuple(seen.setdefault(key, len(seen)) for key in keys)
+    classes: dict[object, int] = {}
+    labels = []
+    for place, kind in enumerate(kinds):
+        key = (tuple(kind), place if place in alone else None)
+        labels.append(classes.setdefault(key, len(classes)))
+    return tuple(labels)
 
 
 def _layout_of(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Layout:

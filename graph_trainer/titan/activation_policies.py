@@ -15,8 +15,8 @@ from torchtitan.distributed.activation_checkpoint import (
 )
 
 from graph_trainer.core.passes.context import ActivationPolicy
-from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.toml_file import read_toml
+from graph_trainer.titan.memory_table import memory_table_of
 
 
 class LayersAC(FullAC):
@@ -111,5 +111,5 @@ def activation_settings(section: Section) -> dict[str, Any]:
     elif isinstance(section, FileAC.Config):
         key = "activation_checkpoint.path"
         table = read_toml(Path(section.path), key)
-        settings["memory_table"] = MemoryTable.from_toml(table, f"{key} {section.path}")
+        settings["memory_table"] = memory_table_of(table, f"{key} {section.path}")
     return settings

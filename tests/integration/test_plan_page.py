@@ -22,7 +22,7 @@ from graph_trainer.core.graph.annotations import annotate_node, annotation, para
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
 from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.plan import CurvePoint, Plan, make_plan
+from graph_trainer.planner.plan import Outcome, Plan, make_plan
 from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser, hover
@@ -31,10 +31,20 @@ HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
 MOST_BYTES = 15e6
 
 
+def on_the_curve(policy: str, limit: int | None, peak: int, needed: int, seconds: float) -> Outcome:
+    """A policy, or a plan within a limit; sizes in MiB."""
+    config = {"activation_checkpoint.type": policy}
+    if limit is not None:
+        config["compile.memory_limit_gib"] = str(limit / 1024)
+    return Outcome(
+        config=config, peak_bytes=peak * MIB, needed_bytes=needed * MIB, step_seconds=seconds
+    )
+
+
 CURVE = (
-    CurvePoint("none", None, 60 * MIB, 64 * MIB, 0.003),
-    CurvePoint("budget", 55 * MIB, 49 * MIB, 52 * MIB, 0.0031),
-    CurvePoint("budget", 30 * MIB, 24 * MIB, 28 * MIB, 0.004),
+    on_the_curve("none", None, 60, 64, 0.003),
+    on_the_curve("budget", 55, 49, 52, 0.0031),
+    on_the_curve("budget", 30, 24, 28, 0.004),
 )
 
 

@@ -14,8 +14,8 @@ from graph_trainer.core.graph.host_copies import WAIT_COPY, complete_copy
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.partition import repartition
+from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
-from graph_trainer.core.partition.step import PartitionedStep
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private import storage_id

@@ -38,8 +38,8 @@ from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
 from graph_trainer.core.partition.cut import peak_bytes
+from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
-from graph_trainer.core.partition.step import PartitionedStep
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.torch_private_compile import (

@@ -1,4 +1,4 @@
-"""What a step may need of a device's memory: a limit that optional passes may not break either."""
+"""The memory limit of a step: what breaks it, and what would help."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from graph_trainer.core.analysis.memory import Category, Memory
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
@@ -20,23 +20,23 @@ KEY = "compile.memory_limit_gib"
 
 
 class DeviceMemory(NamedTuple):
-    """What a step of this rank may need, as far as its device goes."""
+    """The memory that a step of this rank may use."""
 
     bytes: int
-    """What is free, and what of the predicted memory is allocated already."""
+    """The free bytes, and those of the predicted memory that are allocated already."""
     source: str
-    """How that is reckoned, for messages."""
+    """How they were computed, for messages."""
 
 
 DeviceMemoryOf = Callable[[JointGraph], DeviceMemory | None]
 
 
 def unknown(joint: JointGraph) -> None:
-    """Say that a device tells nothing of its memory."""
+    """Return None: the memory of the device is not known."""
 
 
 def host_memory_of(hardware: Hardware) -> DeviceMemoryOf:
-    """Return what tells the host memory that a rank may take on a machine of a profile."""
+    """Return a function that gives each rank its share of the host memory of a profile."""
     shared = f"{hardware.host_memory_gib:,g} GiB of a machine of '{hardware.name}'"
     source = f"{shared} / {hardware.devices_per_node:g} devices"
     memory = DeviceMemory(int(hardware.host_memory_gib * GIB / hardware.devices_per_node), source)
@@ -48,12 +48,12 @@ class Budget:
 
     A rank with a smaller shard than others may be within the limit where they are not, and all
     must run the same passes; so the rank that needs most decides. The limit counts everything that
-    a device must have (`need_of`): parameters, buffers, batch, what `other_memory` says, what the
-    graph allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is
-    a PassError.
+    a device must have (`need_of`): parameters, buffers, batch, `other_memory`, what the graph
+    allocates, the allocator's gaps and the reserve of the hardware's profile. One below 0 is a
+    PassError.
 
-    Without a limit, what the device has bounds the step and no pass, so that all devices get the
-    same graph; a limit of 0 bounds nothing.
+    Without a limit a step that needs more than its device has is refused, but no pass is rolled
+    back, so that all devices get the same graph. A limit of 0 refuses nothing.
     """
 
     def __init__(
@@ -104,27 +104,25 @@ class Budget:
         return bool(self._limit) and self.needed(joint) > (self._limit or 0) * GIB
 
     def why_rolled_back(self, before: int, after: int) -> str:
-        """Return what the report says of a pass that was rolled back, given bytes needed."""
+        """Return the note of the report on a pass that was rolled back, given bytes needed."""
         return (
             f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
             f"{gib(after)} GiB, optimizer included; {KEY} is {self._limit:g}"
         )
 
     def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
-        """Refuse a graph that needs more than the limit after all passes, or than a device or its
-        host has.
+        """Refuse a graph that needs more than the limit allows or than device and host have.
 
         Args:
             report: of all passes.
             raised: by optional pass that was kept, the bytes by which it raised what is needed.
 
         Raises:
-            MemoryLimitError: it does, on every rank alike, with what the memory is for and what
-                helps.
+            MemoryLimitError: on all ranks, with what the memory is for and what would help.
         """
         hardware = self._context.hardware_for(joint)
         if self.is_over(joint):
-            advice = self._advice(joint, hardware, report, raised, f"Raise {KEY}, or set")
+            advice = self._need_and_help(joint, hardware, report, raised, f"Raise {KEY}, or set")
             planned = (
                 "What is kept is planned for the first batch, and every later one follows: let the "
                 "largest come first, and the plan leaves room for it. "
@@ -142,18 +140,17 @@ class Budget:
         if hardware.device != here.device:  # what is free is free here, wherever it will run
             hardware = here
         need = need_of(self.memory(joint, hardware), hardware).total
-        lack = self._lack(need, room)
-        if lack > 0:
+        if (lack := self._lack(need, room)) > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
             risk = f"Take the risk with {KEY} = 0, or set"
-            needs = self._advice(joint, hardware, report, raised, risk)
+            needs = self._need_and_help(joint, hardware, report, raised, risk)
             raise MemoryLimitError(
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {has}; it needs {needs}"
             )
 
     def _check_host(self, joint: JointGraph, hardware: Hardware) -> None:
-        """Refuse copies in host memory that it has no room for, on every rank alike."""
+        """Refuse copies that do not fit in host memory, on all ranks."""
         if self._host_memory is unknown or self._limit == 0:
             return
         need = self.memory(joint, hardware).host_bytes
@@ -170,12 +167,12 @@ class Budget:
             )
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
-        """Return how many bytes the rank that lacks most has too few. A rank that does not know
-        what it has takes part all the same."""
-        mine = -_ENDLESS if room is None else need - room.bytes
+        """Return the bytes that are missing on the rank where most are. A rank whose memory is not
+        known takes part too."""
+        mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
 
-    def _advice(
+    def _need_and_help(
         self,
         joint: JointGraph,
         hardware: Hardware,
@@ -183,19 +180,14 @@ class Budget:
         raised: Mapping[str, int],
         first: str,
     ) -> str:
-        """Say what this rank needs and for what, what each pass did to it, and what helps."""
+        """Describe what this rank needs, what each pass did to it, and what would help."""
         memory = self.memory(joint, hardware)
-        reshards = self._context.settings.reshard_after_forward == "always"
-        advice = remedies(memory.peak_by_category(), reshards=reshards, raised=raised)
-        return (
-            f"{what_is_needed(memory, hardware)}.\n{report}\n"
-            f"{first} what would help, with what it frees here at most:\n"
-            + "\n".join(f"  {line}" for line in advice)
-        )
+        helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
+        return f"{what_is_needed(memory, hardware)}.\n{report}\n{first} {helps}"
 
 
 def what_is_needed(memory: Memory, hardware: Hardware) -> str:
-    """Say in GiB what a step needs of its device and for what, the most first."""
+    """Describe in GiB what a step needs of its device and for what, the most first."""
     need = need_of(memory, hardware)
     parts = {c.value.replace("_", " "): size for c, size in memory.peak_by_category().items()}
     parts["gaps of the allocator"] = need.allocated - need.alive
@@ -208,41 +200,66 @@ def what_is_needed(memory: Memory, hardware: Hardware) -> str:
     return f"{gib(need.total)} GiB at its predicted peak: {listed}"
 
 
-_ENDLESS = 2**62
-_STATE = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
-_REMEDIES: tuple[tuple[tuple[Category, ...], str], ...] = (
-    (
-        (Category.UNSHARDED,),
+class Help(NamedTuple):
+    """A change of the config with which a step needs less memory."""
+
+    keys: tuple[str, ...]
+    """Of the config; each of them alone helps."""
+    text: str = ""
+    """The change in words, for a message; empty where only a plan of the changed run shows what
+    it frees."""
+    frees: tuple[Category, ...] = ()
+    """What it frees at most."""
+    is_spent: Callable[[RunSettings], bool] = lambda settings: False
+    """Whether a run with these settings has it already."""
+
+
+HELPS = (
+    Help(
+        ("parallelism.fsdp_reshard_after_forward",),
         'parallelism.fsdp_reshard_after_forward = "always": gather parameters again in backward',
+        (Category.UNSHARDED,),
+        lambda settings: settings.reshard_after_forward in ("always", "auto"),
     ),
-    (
-        (Category.ACTIVATIONS,),
+    Help(
+        ("activation_checkpoint.type",),
         'activation_checkpoint.type = "selective" or "full": compute activations again',
+        (Category.ACTIVATIONS,),
+        lambda settings: settings.activation_policy in ("full", "budget"),
     ),
-    (
-        (Category.ACTIVATIONS, Category.TEMPORARIES),
+    Help(
+        ("training.local_batch_size", "training.seq_len"),
         "a smaller training.local_batch_size or training.seq_len",
+        (Category.ACTIVATIONS, Category.TEMPORARIES),
     ),
-    (_STATE, "a larger parallelism.data_parallel_shard_degree, on more ranks"),
+    Help(
+        ("parallelism.data_parallel_shard_degree",),
+        "a larger parallelism.data_parallel_shard_degree, on more ranks",
+        (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS),
+    ),
+    Help(("parallelism.tensor_parallel_degree",)),
+    Help(("loss.type",)),
+    Help(("compile.backend",)),
 )
+"""All changes that a message names, or a planner tries, where a step needs too much memory."""
 
 
-def remedies(
-    at_peak: Mapping[Category, int], *, reshards: bool = False, raised: Mapping[str, int] = {}
-) -> list[str]:
-    """Return settings that need less memory, the one that concerns most bytes first.
+def what_would_help(
+    at_peak: Mapping[Category, int], settings: RunSettings, raised: Mapping[str, int] = {}
+) -> str:
+    """List the changes that free memory at the peak, the one that frees most first.
 
     Args:
         at_peak: bytes of each category at the peak.
-        reshards: whether every parameter is gathered again in backward already.
+        settings: of the run.
         raised: by optional pass that was kept, the bytes by which it raised the peak.
     """
-    concerned = [
-        (sum(at_peak[c] for c in kinds), text)
-        for kinds, text in _REMEDIES
-        if not (reshards and kinds == (Category.UNSHARDED,))
-    ]
-    concerned += [(size, f'compile.disable_passes = ["{name}"]') for name, size in raised.items()]
-    concerned.sort(key=lambda entry: -entry[0])
-    least = sum(at_peak.values()) / 1000  # what concerns less is no help
-    return [f"{text} ({gib(size)} GiB)" for size, text in concerned if size > least]
+    freed = {f'compile.disable_passes = ["{name}"]': size for name, size in raised.items()}
+    for each in HELPS:
+        if not each.is_spent(settings):
+            freed[each.text] = sum(at_peak[category] for category in each.frees)
+    lines = ["what would help, with what it frees here at most:"]
+    for text, size in sorted(freed.items(), key=lambda entry: -entry[1]):
+        if size > sum(at_peak.values()) / 1000:  # what frees less is no help
+            lines.append(f"  {text} ({gib(size)} GiB)")
+    return "\n".join(lines)

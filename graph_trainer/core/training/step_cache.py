@@ -28,7 +28,7 @@ from graph_trainer.core.ordering.agreement import (
 )
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
 from graph_trainer.core.partition.export import ExportedStep
-from graph_trainer.core.partition.step import partition
+from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.step import Gradients, Step, compile

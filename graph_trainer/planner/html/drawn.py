@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +13,8 @@ from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import Kind
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
-from graph_trainer.planner.files import Texts
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.report import CATEGORIES
+from graph_trainer.planner.plan_report import CATEGORIES
 from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
 
 PURPOSES = {
@@ -43,7 +44,22 @@ def drawn(plan: Plan) -> dict[str, Any]:
     A node is its position in the graph, a text its position in `texts`.
     """
     simulation = plan.simulation
-    texts = Texts()
+    nodes = list(simulation.joint.graph.nodes)
+    # A text that is looked up for the first time gets the next position.
+    texts: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+    columns_of_nodes = {
+        "name": [n.name for n in nodes],
+        "module": [texts[module_of(n) or ""] for n in nodes],
+        "phase": [texts[phase_of(n) or ""] for n in nodes],
+        "start": [nanoseconds(s) for s in simulation.timeline.starts],
+    }
+    # By how much each node changes a category: mostly zeros, which are short.
+    changes: dict[str, list[int]] = {}
+    for category, series in simulation.memory.by_category.items():
+        changes[category.value] = [after - before for before, after in pairwise([0, *series])]
+    number = {category: place for place, category in enumerate(Category)}
+    largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
+    storages = [s for s in largest_first if s.bytes]
     return {
         "memory_bytes": plan.hardware.memory_bytes,
         "usable_bytes": plan.headroom_bytes + plan.need.alive,
@@ -51,72 +67,42 @@ def drawn(plan: Plan) -> dict[str, Any]:
         "peak_position": simulation.memory.peak_position,
         "categories": [{"key": c.value, "title": CATEGORIES[c]} for c in Category],
         "kinds": [{"key": key, "title": title} for key, title in KINDS.items()],
-        "nodes": _nodes(simulation, texts),
-        "memory": _memory(simulation),
-        "storages": _storages(simulation, texts),
-        **_slices(simulation, texts),
+        "nodes": columns_of_nodes,
+        "memory": changes,
+        "storages": {
+            "born": [s.born for s in storages],
+            "last": [s.last for s in storages],
+            "bytes": [s.bytes for s in storages],
+            "category": [number[s.category] for s in storages],
+            "owner": [texts[s.owner] for s in storages],
+        },
+        "lanes": _lanes(simulation, texts),
         "texts": list(texts),  # Last, because the columns before add to it.
     }
 
 
-def _nodes(simulation: Simulation, texts: Texts) -> dict[str, list[Any]]:
-    nodes = list(simulation.joint.graph.nodes)
-    return {
-        "name": [n.name for n in nodes],
-        "module": [texts[module_of(n) or ""] for n in nodes],
-        "phase": [texts[phase_of(n) or ""] for n in nodes],
-        "start": [nanoseconds(s) for s in simulation.timeline.starts],
-    }
-
-
-def _memory(simulation: Simulation) -> dict[str, list[int]]:
-    """List for every category by how much each node changes it: mostly zeros, which are short."""
-    return {
-        category.value: [after - before for before, after in pairwise([0, *series])]
-        for category, series in simulation.memory.by_category.items()
-    }
-
-
-def _storages(simulation: Simulation, texts: Texts) -> dict[str, list[int]]:
-    number = {category: place for place, category in enumerate(Category)}
-    largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
-    alive = [s for s in largest_first if s.bytes]
-    return {
-        "born": [s.born for s in alive],
-        "last": [s.last for s in alive],
-        "bytes": [s.bytes for s in alive],
-        "category": [number[s.category] for s in alive],
-        "owner": [texts[s.owner] for s in alive],
-    }
-
-
-def _slices(simulation: Simulation, texts: Texts) -> dict[str, Any]:
+def _lanes(simulation: Simulation, texts: dict[str, int]) -> list[dict[str, Any]]:
     """List the lanes, each with columns of its slices in the order of time."""
     position = {node: place for place, node in enumerate(simulation.joint.graph.nodes)}
     kinds = {key: place for place, key in enumerate(KINDS)}
-    lanes: dict[str, list[list[int]]] = {
-        track: [] for track in sorted(tracks(simulation), key=lambda track: track == WAITS)
-    }
+    columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")
+    lanes: dict[str, dict[str, Any]] = {}
+    for track in sorted(tracks(simulation), key=lambda track: track == WAITS):
+        lanes[track] = {"title": track, "waits": track == WAITS, "group": track not in _NO_GROUP}
+        lanes[track] |= {name: [] for name in columns}
     for each in slices(simulation):
         collective = each.collective
-        lanes[each.track].append(
-            [
-                position[each.node],
-                each.start,
-                each.end - each.start,
-                kinds[each.kind],
-                each.bytes,
-                each.cost.flops if each.cost else 0,
-                texts[(collective.parameter if collective else "") or ""],
-                position[collective.node] if collective else -1,
-                position[each.delayed] if each.delayed else -1,
-            ]
+        values = (
+            position[each.node],
+            each.start,
+            each.end - each.start,
+            kinds[each.kind],
+            each.bytes,
+            each.cost.flops if each.cost else 0,
+            texts[(collective.parameter if collective else "") or ""],
+            position[collective.node] if collective else -1,
+            position[each.delayed] if each.delayed else -1,
         )
-    columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")
-    return {
-        "lanes": [
-            {"title": track, "waits": track == WAITS, "group": track not in _NO_GROUP}
-            | {name: [row[i] for row in rows] for i, name in enumerate(columns)}
-            for track, rows in lanes.items()
-        ]
-    }
+        for name, value in zip(columns, values, strict=True):
+            lanes[each.track][name].append(value)
+    return list(lanes.values())

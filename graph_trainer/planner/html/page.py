@@ -18,7 +18,7 @@ from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.units import format_bytes
 from graph_trainer.planner.html.drawn import PURPOSES, drawn
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.report import CATEGORIES, ledger_columns, plan_report
+from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns, plan_report
 
 _ASSETS = resources.files("graph_trainer.planner.html")
 _SCRIPTS = ("series.js", "plots.js")
@@ -47,7 +47,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
     report = plan_report(plan)
     for part in template.generate(
         report=report,
-        verdict=verdict(report),
+        fit=fit_text(report),
         exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
         ledger=ledger_cells(report["ledger"]),
         data=_json(drawn(plan) | {"memory_curve": report["memory_curve"]}),
@@ -58,8 +58,8 @@ def write_page(plan: Plan, file: IO[str]) -> None:
         file.write(part)
 
 
-def verdict(report: dict[str, Any]) -> str:
-    """Say whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
+def fit_text(report: dict[str, Any]) -> str:
+    """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
     needed = format_bytes(report["needed_bytes"])
     allowed = format_bytes(report["needed_bytes"] + report["headroom_bytes"])
     number, unit = needed.split()

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config

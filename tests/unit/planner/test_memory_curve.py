@@ -6,15 +6,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from graph_trainer.cli import plan as command
+from graph_trainer.cli import plan_command as command
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.advice import advise
 from graph_trainer.planner.agreement import decided_by
-from graph_trainer.planner.memory_curve import memory_curve
+from graph_trainer.planner.changes import advise, flags_of, memory_curve
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 
@@ -32,19 +31,20 @@ def plan():
 
 @pytest.mark.full
 def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
-    points = memory_curve(plan, lambda line: None)
-    fixed = [point.policy for point in points if point.limit_bytes is None]
-    planned = [point for point in points if point.limit_bytes is not None]
-    assert fixed == ["none", "selective", "full"] and len(planned) >= 6
-    for point in planned:
-        assert point.policy == "budget"
-        assert point.peak_bytes < point.needed_bytes <= point.limit_bytes
-    seconds = {point.policy: point.step_seconds for point in points if not point.limit_bytes}
-    assert planned[-1].step_seconds <= seconds["none"] < seconds["full"]
-    report = plan_report(replace(plan, memory_curve=tuple(points)))
-    assert [each["peak_bytes"] for each in json.loads(json.dumps(report))["memory_curve"]] == [
-        point.peak_bytes for point in points
-    ]
+    curve = memory_curve(plan, lambda line: None)
+    report = plan_report(replace(plan, memory_curve=tuple(curve)))
+    points = json.loads(json.dumps(report))["memory_curve"]
+    fixed = [point for point in points if point["limit_bytes"] is None]
+    limited = [point for point in points if point["limit_bytes"] is not None]
+    assert [point["policy"] for point in fixed] == ["none", "selective", "full"]
+    assert len(limited) >= 6
+    for point in limited:
+        assert point["policy"] == "budget"
+        assert point["peak_bytes"] < point["needed_bytes"] <= point["limit_bytes"]
+    none, _, full = (point["step_seconds"] for point in fixed)
+    assert limited[-1]["step_seconds"] <= none < full
+    assert [point["peak_bytes"] for point in points] == [each.peak_bytes for each in curve]
+    assert all(each.fits for each in curve)
     console = Console(width=100)
     with console.capture() as shown:
         console.print(report_text(report))
@@ -60,8 +60,9 @@ def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
     )
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     plan = make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
-    points = memory_curve(plan, lambda line: None)
-    assert [p.policy for p in points if not p.limit_bytes] == ["none", "selective", "full"]
+    policies = [each.config["activation_checkpoint.type"] for each in memory_curve(plan, print)]
+    assert policies[:3] == ["none", "selective", "full"]
+    assert set(policies[3:]) == {"budget"}
 
 
 def test_ranks_whose_tables_differ_decide_otherwise(plan):
@@ -94,13 +95,9 @@ def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
         config.model_spec.model.layers = config.model_spec.model.layers[:3]
         return config
 
-    found = advise(replace(plan, hardware=little), load, lambda line: None)
-    (advice,) = found
-    assert advice.flags == (
-        "--compile.memory_limit_gib",
-        f"{little.memory_gib:g}",
-    )
-    assert [advice.flags] == tried and advice.needed_bytes < plan.need.total
+    (advice,) = advise(replace(plan, hardware=little), load, lambda line: None)
+    assert advice.config == {"compile.memory_limit_gib": f"{little.memory_gib:g}"}
+    assert [flags_of(advice.config)] == tried and advice.needed_bytes < plan.need.total
 
 
 @pytest.mark.parametrize(

@@ -13,25 +13,25 @@ from pathlib import Path
 import pytest
 
 import graph_trainer as gt
-from graph_trainer.cli.plan import main
+from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext, RunSettings
-from graph_trainer.core.passes.memory_limit import Budget, remedies
+from graph_trainer.core.passes.memory_limit import Budget, what_would_help
 from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, PassError
-from graph_trainer.planner import advice
-from graph_trainer.planner.compare import combinations, compare, flags_of, settings
+from graph_trainer.planner import changes
+from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.files import published
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
-from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.training_state_memory import (
     optimizer_bytes,
@@ -116,7 +116,8 @@ def test_a_limit_that_is_none_is_refused(limit):
 
 def test_what_would_free_next_to_nothing_is_no_remedy():
     at_peak = dict.fromkeys(Category, 0) | {Category.PARAMETERS: 2**30, Category.ACTIVATIONS: 4}
-    (only,) = remedies(at_peak)
+    _, *only = what_would_help(at_peak, RunSettings()).splitlines()
+    (only,) = only
     assert "data_parallel_shard_degree" in only and "1.00 GiB" in only
 
 
@@ -230,28 +231,29 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     assert not plan.fits and "Does not fit" in shown(plan)
     assert "No single setting would help" in shown(plan)
     tried: list[str] = []
-    monkeypatch.setattr(advice, "changes", lambda config, ranks: CHANGES)
-    found = advice.advise(plan, lambda flags: small(*flags), tried.append)
+    monkeypatch.setattr(changes, "changes_that_help", lambda plan: CHANGES)
+    found = changes.advise(plan, lambda flags: small(*flags), tried.append)
     assert len(tried) == 1 + len(CHANGES)
     # one that needs more is not advice, one that the config excludes is left out
-    assert {a.flags for a in found} == set(CHANGES[:2])
+    assert sorted(map(str, CHANGES[:2])) == sorted(str(a.config) for a in found)
     assert [a.needed_bytes for a in found] == sorted(a.needed_bytes for a in found)
     for each in found:
         assert each.needed_bytes < plan.need.total
         assert each.fits == (each.needed_bytes <= hardware.memory_bytes)
     advised = dataclasses.replace(plan, advice=tuple(found))
-    assert " ".join(found[0].flags) in shown(advised)
+    best = flags_of(found[0].config)
+    assert " ".join(best) in shown(advised)
     assert plan_report(advised)["advice"][0]["needed_bytes"] == found[0].needed_bytes
     # a change does about what it does by itself
-    best = make_plan(small(*found[0].flags), 4, hardware)
-    assert best.need.total == pytest.approx(found[0].needed_bytes, rel=0.15)
+    whole = make_plan(small(*best), 4, hardware)
+    assert whole.need.total == pytest.approx(found[0].needed_bytes, rel=0.15)
 
 
 CHANGES = [
-    ("--training.seq_len", "32"),
-    ("--parallelism.fsdp_reshard_after_forward", "always"),
-    ("--parallelism.fsdp_reshard_after_forward", "never"),
-    ("--parallelism.tensor_parallel_degree", "3"),
+    {"training.seq_len": "32"},
+    {"parallelism.fsdp_reshard_after_forward": "always"},
+    {"parallelism.fsdp_reshard_after_forward": "never"},
+    {"parallelism.tensor_parallel_degree": "3"},
 ]
 
 
@@ -266,7 +268,7 @@ CHANGES = [
 def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
     config = load_config([*FLAGS, *flags], world_size=4)
     whole = make_plan(config, 4, load_hardware("h100-sxm"))
-    peak, speed = advice.estimate(load_config([*FLAGS, *flags], world_size=4), whole)
+    peak, speed = changes.peak_and_speed(load_config([*FLAGS, *flags], world_size=4), whole)
     assert len(whole.config.model_spec.model.layers) == 6
     # a schedule may spend this part of the peak, at some depths more of it than at others
     assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
@@ -274,13 +276,16 @@ def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
 
 
 def test_what_is_used_to_the_full_is_no_advice():
-    config = load_config([*FLAGS, "--parallelism.fsdp_reshard_after_forward", "always"])
-    words = [" ".join(flags) for flags in advice.changes(config, 4)]
-    assert not any("reshard" in text for text in words)
-    assert "--training.local_batch_size 1" in words and "--loss.type chunked_cross_entropy" in words
-    small_batch = load_config(["--training.local_batch_size", "1", "--loss.type", "cross_entropy"])
-    words = [" ".join(flags) for flags in advice.changes(small_batch, 4)]
-    assert not any("local_batch_size" in text for text in words)
+    def tried(*flags, ranks=4):
+        plan = dataclasses.replace(planned(), config=load_config(flags), world_size=ranks)
+        return list(changes.changes_that_help(plan))
+
+    fewer = tried("--parallelism.fsdp_reshard_after_forward", "always", *FLAGS)
+    assert not any("parallelism.fsdp_reshard_after_forward" in change for change in fewer)
+    assert {"training.local_batch_size": "1"} in fewer
+    assert {"loss.type": "chunked_cross_entropy"} in fewer
+    words = ["--training.local_batch_size", "1", "--loss.type", "cross_entropy"]
+    assert not any("training.local_batch_size" in change for change in tried(*words))
 
 
 def test_comparison_has_every_combination_those_that_fit_first():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from graph_trainer.cli.plan import main as plan_main
+from graph_trainer.cli.plan_command import main as plan_main
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.saved_plan import SCHEMA, read_plan
 

@@ -14,7 +14,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.memory_limit import KEY, what_is_needed
+from graph_trainer.core.passes.memory_limit import KEY, what_is_needed, what_would_help
 from graph_trainer.core.passes.plan_memory.block import Block
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
@@ -298,12 +298,13 @@ class _Planner:
         )
 
     def _infeasible(self, limit: int) -> str:
-        needs = what_is_needed(self._memory(0), self._hardware)
+        memory, least = self._memory(0), self._least(0)
+        helps = what_would_help(memory.peak_by_category(), self._context.settings)
         return (
-            f"{KEY} = {gib(limit)}: the step needs {gib(self._least(0))} GiB on the rank that "
-            f"needs most even with everything recomputed. This rank needs {needs}. Set {KEY} to "
-            f"{self._least(0) / GIB + 0.005:.2f} or more, a smaller training.local_batch_size, or "
-            "more ranks"
+            f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs most "
+            "even with everything recomputed. This rank needs "
+            f"{what_is_needed(memory, self._hardware)}. Set {KEY} to {least / GIB + 0.005:.2f} or "
+            f"more, or set {helps}"
         )
 
 

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import MIB
-from graph_trainer.errors import ConfigError, PassError
+from graph_trainer.errors import PassError
 
-_BLOCK = re.compile(r"(?:.*\.)?\d+", re.DOTALL)
-_RANGE = re.compile(r"((?:.*\.)?)(0|[1-9]\d{0,4})-(0|[1-9]\d{0,4})", re.DOTALL)
-_OFFLOADED = "offload_inputs_of"
 _HEADER = """\
 # What backward has of forward, by block and op. An op is kept in the blocks of `keep_in`; in others
 # it is freed after forward and computed again in backward, with what it takes to do so, if backward
@@ -29,7 +23,7 @@ _HEADER = """\
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class KeptOp:
     """An op of the blocks, and where its results are kept."""
 
     module: str
@@ -53,7 +47,7 @@ class Row:
 class MemoryTable:
     """What is kept of each block; and which parameters, where that is decided too."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[KeptOp, ...]
     parameters: tuple[str, ...] | None = None
     """FQNs of those that stay unsharded until backward; None where another pass decides."""
     offloaded: tuple[str, ...] = ()
@@ -82,7 +76,7 @@ class MemoryTable:
                     sizes.setdefault(key, op)
                     kept.setdefault(key, []).extend([block.name] if number in chosen else [])
         rows = (
-            Row(*key, tuple(names), sizes[key].bytes / MIB, sizes[key].nanoseconds / 1e6)
+            KeptOp(*key, tuple(names), sizes[key].bytes / MIB, sizes[key].nanoseconds / 1e6)
             for key, names in kept.items()
         )
         kept_whole = None if parameters is None else tuple(sorted(parameters))
@@ -96,7 +90,11 @@ class MemoryTable:
         """
         names = {block.name for block in blocks}
         known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}
-        wrong = [_called(row) for row in self.rows if row.key not in known]
+        wrong = [
+            f"{row.op} number {row.nth} of '{row.module or 'the block itself'}'"
+            for row in self.rows
+            if row.key not in known
+        ]
         named = {name for row in self.rows for name in row.keep_in}.union(self.offloaded)
         wrong += sorted(named - names)
         if wrong:
@@ -107,18 +105,12 @@ class MemoryTable:
                 f"one has no {', '.join(wrong[:3])}{more}{hint}. Make a table for this model with "
                 'activation_checkpoint.type = "budget"'
             )
-        keys: dict[str, set[tuple[str, str, int]]] = {name: set() for name in names}
-        for row in self.rows:
-            for name in row.keep_in:
-                keys[name].add(row.key)
-        return {
-            block.name: {
-                number
-                for number, op in enumerate(block.ops)
-                if (op.module, op.target, op.nth) in keys[block.name]
-            }
-            for block in blocks
-        }
+        kept = {(name, row.key) for row in self.rows for name in row.keep_in}
+        saved: dict[str, set[int]] = {}
+        for block in blocks:
+            keys = [(block.name, (op.module, op.target, op.nth)) for op in block.ops]
+            saved[block.name] = {number for number, key in enumerate(keys) if key in kept}
+        return saved
 
     def to_toml(self) -> str:
         """Write the table as TOML, with what it is for as comment."""
@@ -141,37 +133,6 @@ class MemoryTable:
             ]
         return "\n".join(lines)
 
-    @classmethod
-    def from_toml(cls, table: Mapping[str, Any], where: str) -> MemoryTable:
-        """Read what `to_toml` wrote, parsed.
-
-        Args:
-            where: the key and the file, for messages.
-
-        Raises:
-            ConfigError: a key or a value that a table does not have.
-        """
-        entries = table.get("activation")
-        _refuse_unknown(table, ("activation", "keep_unsharded", _OFFLOADED), where)
-        if not isinstance(entries, list):
-            raise ConfigError(
-                f"{where}: activation is {entries!r}; a table of what to keep has [[activation]] "
-                'entries: take the file that a run with activation_checkpoint.type = "budget" wrote'
-            )
-        rows = tuple(_row(entry, number, where) for number, entry in enumerate(entries, start=1))
-        numbers: dict[tuple[str, str, int], int] = {}
-        for number, row in enumerate(rows, start=1):
-            if numbers.setdefault(row.key, number) != number:
-                raise ConfigError(
-                    f"{where}: [[activation]] number {number} is {_called(row)}, as number "
-                    f"{numbers[row.key]} is; take one of them out"
-                )
-        kept = table.get("keep_unsharded")
-        if kept is not None and not _is_strings(kept):
-            raise ConfigError(f"{where}: keep_unsharded is {kept!r}; write a list of parameters")
-        away = _blocks(table.get(_OFFLOADED, []), f"{where}: {_OFFLOADED}")
-        return cls(rows, None if kept is None else tuple(kept), away)
-
 
 def in_ranges(names: Sequence[str]) -> list[str]:
     """Write numbered names as ranges: layers.0, layers.1, layers.2 as layers.0-2."""
@@ -185,72 +146,6 @@ def in_ranges(names: Sequence[str]) -> list[str]:
         else:
             ranges.append((stem, digits, digits))
     return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in ranges]
-
-
-def from_ranges(ranges: Iterable[str]) -> list[str]:
-    """Read what `in_ranges` wrote.
-
-    Raises:
-        ValueError: something else.
-    """
-    names = []
-    for each in ranges:
-        match = _RANGE.fullmatch(each)
-        if match is None and not _BLOCK.fullmatch(each):
-            raise ValueError(each)
-        stem, first, last = match.groups() if match else (each, "0", "0")
-        if int(last) < int(first):
-            raise ValueError(each)
-        numbers = range(int(first), int(last) + 1)
-        names += [f"{stem}{number}" for number in numbers] if match else [each]
-    return names
-
-
-def _row(entry: Any, number: int, where: str) -> Row:
-    if not isinstance(entry, dict):
-        raise ConfigError(f"{where}: [[activation]] number {number} is {entry!r}; not a table")
-    _refuse_unknown(entry, Row.__slots__, f"{where}: [[activation]] number {number}")
-    values = {"mib": 0.0, "milliseconds": 0.0, **entry}
-    for key, wanted, holds in (
-        ("module", "a name", lambda v: isinstance(v, str)),
-        ("op", "a name", lambda v: isinstance(v, str)),
-        ("nth", "a number from 0", lambda v: type(v) is int and v >= 0),
-        ("mib", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
-        ("milliseconds", "a number", lambda v: type(v) in (int, float) and math.isfinite(v)),
-    ):
-        if not holds(values.get(key)):
-            raise ConfigError(
-                f"{where}: {key} of [[activation]] number {number} is {values.get(key)!r}; it must "
-                f"be {wanted}"
-            )
-    place = f"{where}: keep_in of [[activation]] number {number}"
-    return Row(**values | {"keep_in": _blocks(values.get("keep_in"), place)})
-
-
-def _blocks(value: Any, place: str) -> tuple[str, ...]:
-    if not _is_strings(value):
-        raise ConfigError(f'{place} is {value!r}; write a list of blocks such as "layers.0-7"')
-    try:
-        return tuple(from_ranges(value))
-    except ValueError as error:
-        raise ConfigError(
-            f"{place} has '{error}'; write a block as layers.7, several as layers.0-7"
-        ) from None
-
-
-def _refuse_unknown(table: Mapping[str, Any], known: Sequence[str], where: str) -> None:
-    for key in table:
-        if key not in known:
-            hint = did_you_mean(key, known, "; did you mean {}?")
-            raise ConfigError(f"{where} has the key {key}, which no table has{hint}")
-
-
-def _called(row: Row) -> str:
-    return f"{row.op} number {row.nth} of '{row.module or 'the block itself'}'"
-
-
-def _is_strings(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _string(value: str) -> str:

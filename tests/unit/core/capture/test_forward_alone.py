@@ -10,7 +10,7 @@ import graph_trainer as gt
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch
-from tests.unit.core.partition.test_step import gradients
+from tests.unit.core.partition.test_partitioned_step import gradients
 
 
 @pytest.fixture(autouse=True)

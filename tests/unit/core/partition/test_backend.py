@@ -16,7 +16,7 @@ from graph_trainer.core.passes.offload_activations import OffloadActivationsOpti
 from graph_trainer.testing import become, captured, mean_square
 from tests.unit.core.capture.steps import batch, squares
 from tests.unit.core.graph.test_registered_effects import Blocks, runs_of
-from tests.unit.core.partition.test_step import MODELS, gradients, net, partitioned
+from tests.unit.core.partition.test_partitioned_step import MODELS, gradients, net, partitioned
 from tests.unit.graphs import GATHER, Decoder
 
 

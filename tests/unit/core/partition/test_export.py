@@ -21,7 +21,7 @@ from graph_trainer.core.passes.pipeline import run_tags
 from graph_trainer.testing import become
 from tests.unit.core.capture.steps import batch, squares
 from tests.unit.core.partition.test_backend import POLICIES, Seen, counts_of, decoder, plain_decoder
-from tests.unit.core.partition.test_step import gradients, net, partitioned
+from tests.unit.core.partition.test_partitioned_step import gradients, net, partitioned
 from tests.unit.graphs import aten
 
 

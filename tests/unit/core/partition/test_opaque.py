@@ -9,7 +9,7 @@ from torch._opaque_base import OpaqueBase
 import graph_trainer as gt
 from graph_trainer.testing import become, mean_square
 from tests.unit.core.partition.test_backend import PARTITIONS, Seen, fresh_dynamo  # noqa: F401
-from tests.unit.core.partition.test_step import gradients
+from tests.unit.core.partition.test_partitioned_step import gradients
 
 
 class Factor(OpaqueBase):

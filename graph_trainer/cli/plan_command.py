@@ -17,16 +17,14 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.advice import advise
-from graph_trainer.planner.compare import SCHEMA, compare, comparison_table, settings
+from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.memory_curve import memory_curve
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
-from graph_trainer.planner.report import plan_report
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import report_text
+from graph_trainer.planner.text import comparison_table, report_text
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
@@ -129,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_together(flags: argparse.Namespace) -> None:
-    """Refuse flags of which one would make another useless."""
+    """Refuse flags that cannot be combined."""
     own = (
         ("save", flags.save),
         ("verify-order", flags.verify_order),
@@ -153,7 +151,7 @@ def _check_together(flags: argparse.Namespace) -> None:
 
 
 def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
-    """Refuse to write what no pass decides."""
+    """Refuse --table where no pass decides what backward keeps."""
     policy = POLICIES.get(type(config.activation_checkpoint))
     auto = config.parallelism.fsdp_reshard_after_forward == "auto"
     if flags.table and policy not in ("budget", "file") and not auto:
@@ -222,14 +220,12 @@ def _compare(
     world_size: int,
 ) -> int:
     wanted = settings(flags.compare)
-    others = [
-        name for name in ("memory_curve", *_WRITERS) if name != "json" and getattr(flags, name)
-    ]
-    if others:
-        flag = others[0].replace("_", "-")
-        raise ConfigError(
-            f"--{flag} is of one plan and --compare makes several: leave one of the two out"
-        )
+    for name in ("memory_curve", *_WRITERS):
+        if name != "json" and getattr(flags, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is of one plan and --compare makes several: leave one of the two out"
+            )
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say)
     reasons = dict.fromkeys(row.error for row in rows if row.error)

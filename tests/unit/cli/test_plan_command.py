@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from graph_trainer.cli import main as cli
-from graph_trainer.cli import plan as command
+from graph_trainer.cli import plan_command as command
 
 TP = "--parallelism.tensor_parallel_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"

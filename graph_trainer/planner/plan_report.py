@@ -1,4 +1,4 @@
-"""What a plan says, as one structure of plain values: bytes, seconds and names.
+"""A plan as one structure of plain values: bytes, seconds and names.
 
 The structure is the JSON document of a plan; docs/reading_a_plan.md describes every key. The tables
 for a terminal and the page are made from it.
@@ -16,13 +16,15 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.timeline import ExposedWait
-from graph_trainer.core.units import gib
+from graph_trainer.core.units import GIB, gib
+from graph_trainer.planner.changes import POLICY, flags_of
 from graph_trainer.planner.ledger import LedgerRow
-from graph_trainer.planner.plan import Plan, versions
+from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.config.serialize import config_to_toml
 
 SCHEMA = "graph_trainer.plan/2"
@@ -68,9 +70,9 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "limit_bytes": plan.limit_bytes,
         "headroom_bytes": plan.headroom_bytes,
         "fits": plan.fits,
-        "advice": [dataclasses.asdict(each) for each in plan.advice],
+        "advice": [_advice(each) for each in plan.advice],
         "memory_table": _memory_table(plan),
-        "memory_curve": [dataclasses.asdict(point) for point in plan.memory_curve],
+        "memory_curve": [_curve_point(each) for each in plan.memory_curve],
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,
@@ -106,7 +108,7 @@ def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Seq
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Say where passes and simulation look at two machines, or the limit at one rank."""
+    """Yield remarks on the plan as a whole: its machines, its limit, its host memory."""
     named = plan.config.compile.hardware
     if named is not None and load_hardware(named, "compile.hardware") != plan.hardware:
         yield (
@@ -149,6 +151,26 @@ def _memory_table(plan: Plan) -> list[dict[str, Any]]:
     table = plan.memory_table
     rows = table.rows if table is not None else ()
     return [dataclasses.asdict(row) | {"keep_in": in_ranges(row.keep_in)} for row in rows]
+
+
+def _advice(outcome: Outcome) -> dict[str, Any]:
+    return {
+        "flags": flags_of(outcome.config),
+        "needed_bytes": outcome.needed_bytes,
+        "tokens_per_second_per_gpu": outcome.tokens_per_second_per_gpu,
+        "fits": outcome.fits,
+    }
+
+
+def _curve_point(outcome: Outcome) -> dict[str, Any]:
+    limit = outcome.config.get(KEY)
+    return {
+        "policy": outcome.config[POLICY],
+        "limit_bytes": int(float(limit) * GIB) if limit else None,
+        "peak_bytes": outcome.peak_bytes,
+        "needed_bytes": outcome.needed_bytes,
+        "step_seconds": outcome.step_seconds,
+    }
 
 
 def _peak(plan: Plan) -> dict[str, Any]:

@@ -1,0 +1,342 @@
+"""Plan a run with other settings: what would help, combinations, step time over memory."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.names import without_layer
+from graph_trainer.core.passes.context import ActivationPolicy
+from graph_trainer.core.passes.memory_limit import HELPS, KEY
+from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
+from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
+from graph_trainer.core.simulation.simulate import simulate
+from graph_trainer.core.units import GIB, gib
+from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
+from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.ledger import row_of
+from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+
+SCHEMA = "graph_trainer.plan.comparison/2"
+"""Of the JSON document of a comparison: bytes and seconds."""
+
+Change = dict[str, str]
+"""By key of the config, a value as on the command line."""
+
+POLICY = "activation_checkpoint.type"
+_LIMITS = 8
+"""The number of memory limits of a curve."""
+
+# with fewer layers the ends of a step take up too much of what a schedule may spend
+_FEW, _MORE = 3, 5
+_LEAST = 0.005
+"""The smallest saving that is worth a mention, as a part of the whole."""
+
+_Place = tuple[Phase | None, str, str, str, int]
+"""Phase, which layer, module, op and the number of such nodes before: one node at any depth."""
+
+
+def flags_of(change: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the flags that make a change."""
+    flags: list[str] = []
+    for key, value in change.items():
+        section, _, name = key.rpartition(".")
+        switch = {"true": f"--{key}", "false": f"--{section}.no_{name}"}.get(value.lower())
+        flags += [switch] if switch else [f"--{key}", value]
+    return tuple(flags)
+
+
+def outcome_of(change: Change, plan: Plan) -> Outcome:
+    """Sum up the plan of a changed run."""
+    return Outcome(
+        config=change,
+        fits=plan.fits,
+        needed_bytes=plan.need.total,
+        peak_bytes=plan.peak_bytes,
+        step_seconds=plan.step_seconds,
+        exposed_seconds=plan.microbatches * plan.rows[-1].exposed,
+        tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu,
+        mfu=plan.mfu,
+    )
+
+
+def changes_that_help(plan: Plan) -> Iterator[Change]:
+    """Yield the changes of HELPS that a run does not have yet.
+
+    Where a limit or a table decides what is kept, in blocks that a shallow model lacks, the only
+    one is a limit of what the device has.
+    """
+    if plan.memory_table is not None:
+        yield {KEY: f"{plan.hardware.memory_gib:g}"}
+        return
+    config = plan.config
+    training, parallelism = config.training, config.parallelism
+    checkpointing = config.activation_checkpoint
+    policy = type(checkpointing).__qualname__ if checkpointing else ""
+    for key in itertools.chain.from_iterable(each.keys for each in HELPS):
+        match key:
+            case "parallelism.fsdp_reshard_after_forward":
+                if parallelism.fsdp_reshard_after_forward != "always":
+                    yield {key: "always"}
+            case "activation_checkpoint.type":
+                if "Full" not in policy:
+                    yield {key: "full"}
+                if not policy:
+                    yield {key: "selective"}
+            case "training.local_batch_size":
+                if training.local_batch_size > 1:
+                    yield {key: str(training.local_batch_size // 2)}
+            case "training.seq_len":
+                yield {key: str(training.seq_len // 2)}
+            case "loss.type":
+                if "Chunked" not in type(config.loss).__qualname__:
+                    yield {key: "chunked_cross_entropy"}
+            case "compile.backend":
+                if not find_backend(config.compile.backend).fuses_ops:
+                    for backend in BACKENDS.values():
+                        if backend.fuses_ops:
+                            yield {key: backend.name}
+            case "parallelism.tensor_parallel_degree":
+                degree = parallelism.tensor_parallel_degree * 2
+                if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
+                    yield {key: str(degree)}
+            case "parallelism.data_parallel_shard_degree":
+                if parallelism.data_parallel_replicate_degree > 1:
+                    yield {"parallelism.data_parallel_replicate_degree": "1", key: "-1"}
+            case _:
+                raise AssertionError(f"{key} has no values to try")
+
+
+def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Outcome]:
+    """Plan the run again with one setting changed at a time.
+
+    Args:
+        plan: the plan of a run that does not fit.
+        load: loads the config of the same command line.
+        on_progress: called before each change.
+
+    Returns:
+        the changes that make the run fit or need clearly less memory, the one that needs least
+        first, without those that the config excludes.
+    """
+    estimate = _estimator(plan, on_progress)
+    outcomes = []
+    for change in changes_that_help(plan):
+        flags = flags_of(change)
+        on_progress(f"trying {' '.join(flags)}")
+        try:
+            outcome = estimate(change, load(flags))
+        except GraphTrainerError:  # this config excludes the change
+            continue
+        if outcome.fits or outcome.needed_bytes < (1 - _LEAST) * plan.need.total:
+            outcomes.append(outcome)
+    return sorted(outcomes, key=lambda outcome: outcome.needed_bytes)
+
+
+def _estimator(
+    plan: Plan, on_progress: OnProgress
+) -> Callable[[Change, GraphTrainerConfig], Outcome]:
+    """Return a function that estimates the outcome of a change, given the changed config.
+
+    It compares the first layers of the model with and without the change, so that it takes seconds
+    for a model of any depth. Where a limit or a table decides what is kept, it plans the whole
+    model, since a shallow one lacks blocks that the table names.
+    """
+    if plan.memory_table is not None:
+        return lambda change, config: outcome_of(change, _planned(config, plan))
+    on_progress("estimating from a few layers")
+    peak, speed = peak_and_speed(plan.config, plan)
+
+    def from_few_layers(change: Change, config: GraphTrainerConfig) -> Outcome:
+        new_peak, new_speed = peak_and_speed(config, plan)
+        needed = plan.need.total + int((new_peak / peak - 1) * plan.need.allocated)
+        return Outcome(
+            config=change,
+            fits=needed <= plan.allowed_bytes,
+            needed_bytes=needed,
+            tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu * new_speed / speed,
+        )
+
+    return from_few_layers
+
+
+def peak_and_speed(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float]:
+    """Estimate a config's peak bytes and tokens/s/GPU from its first three and first five layers.
+
+    What is alive at a node of the first or the last layer, or outside the layers, grows linearly
+    with the number of layers, and between the first and the last layer it changes evenly. So the
+    peak is the highest of these lines at the model's depth, wherever the peak of the shallow models
+    is. The time of a step grows linearly too.
+    """
+    assert config.model_spec is not None
+    depth = len(getattr(config.model_spec.model, "layers", ()))
+    few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
+    times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
+    low, high = _memory_by_place(few), _memory_by_place(more)
+    common = low.keys() & high.keys()
+    peak = max(low[place] + (high[place] - low[place]) * times for place in common)
+    seconds = few.step_seconds + (more.step_seconds - few.step_seconds) * times
+    return peak, more.tokens_per_step / more.ranks_per_batch / seconds
+
+
+def _memory_by_place(plan: Plan) -> dict[_Place, int]:
+    """Return the bytes alive at every node of the first and last layer and outside the layers."""
+    simulation = plan.simulation
+    nodes = list(simulation.joint.graph.nodes)
+    layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
+    names = {min(layers): "first", max(layers): "last"} if layers else {}
+    seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
+    memory = {}
+    for node, num in zip(nodes, simulation.memory.total, strict=True):
+        module = module_of(node) or ""
+        layer = layer_of(module)
+        if layer is not None and layer not in names:
+            continue
+        which = "" if layer is None else names[layer]
+        like = (phase_of(node), which, without_layer(module), str(node.target))
+        if node.op == "call_function":
+            memory[(*like, seen[like])] = num
+            seen[like] += 1
+    return memory
+
+
+def _planned(config: GraphTrainerConfig, plan: Plan, layers: int | None = None) -> Plan:
+    """Plan a changed config, or the first layers of its model, as another plan was made."""
+    spec = config.model_spec
+    assert spec is not None
+    if layers is not None and hasattr(spec.model, "layers"):
+        model = copy.deepcopy(spec.model)
+        model.layers = model.layers[:layers]
+        config = copy.copy(config)
+        config.model_spec = replace(spec, model=model)
+    return make_plan(
+        config,
+        plan.world_size,
+        plan.hardware,
+        rank=plan.rank,
+        runtime=plan.simulation.runtime,
+        every_pass=False,
+    )
+
+
+def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Parse the settings that `--compare` names; a semicolon separates values that are lists.
+
+    Returns:
+        by key, the values to try.
+
+    Raises:
+        ConfigError: no `key=value,value`, or a key twice.
+    """
+    values_of: dict[str, tuple[str, ...]] = {}
+    for text in texts:
+        key, equals, values = text.partition("=")
+        between = ";" if ";" in values else ","
+        each = tuple(v.strip() for v in values.split(between) if v.strip())
+        key = key.strip().removeprefix("--").replace("-", "_")
+        if not key or not equals or not each:
+            raise ConfigError(
+                f"--compare {text}: write key=value,value, such as "
+                "parallelism.fsdp_reshard_after_forward=always,never; values that are lists are "
+                "separated by ;"
+            )
+        if key in values_of:
+            raise ConfigError(f"--compare {key} is given twice: write all its values in one")
+        values_of[key] = tuple(dict.fromkeys(each))
+    return values_of
+
+
+def combinations(wanted: Mapping[str, Sequence[str]]) -> list[Change]:
+    """List all combinations of values by key, in the order in which the values are given."""
+    return [dict(zip(wanted, each, strict=True)) for each in itertools.product(*wanted.values())]
+
+
+def compare(
+    wanted: Mapping[str, Sequence[str]],
+    load: LoadConfig,
+    plan: Callable[[GraphTrainerConfig], Plan],
+    on_progress: OnProgress,
+) -> list[Outcome]:
+    """Plan every combination, those that fit first and the fastest of them first.
+
+    Every config is loaded before the first is planned.
+
+    Raises:
+        ConfigError: a key or a value that no combination can have.
+    """
+    configs: list[tuple[Change, GraphTrainerConfig | ConfigError]] = []
+    for change in combinations(wanted):
+        try:
+            configs.append((change, load(flags_of(change))))
+        except ConfigError as error:
+            configs.append((change, error))
+    for key, values in wanted.items():
+        for value in values:
+            loaded = [config for change, config in configs if change[key] == value]
+            errors = [each for each in loaded if isinstance(each, ConfigError)]
+            if len(errors) == len(loaded):
+                raise errors[0]
+    outcomes = []
+    for number, (change, config) in enumerate(configs, 1):
+        words = ", ".join(f"{key} = {value}" for key, value in change.items())
+        on_progress(f"{number} of {len(configs)}: {words}")
+        try:
+            if isinstance(config, ConfigError):
+                raise config
+            outcomes.append(outcome_of(change, plan(config)))
+        except GraphTrainerError as error:
+            outcomes.append(Outcome(config=change, error=str(error)))
+    outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
+    return outcomes
+
+
+def memory_curve(plan: Plan, on_progress: OnProgress) -> list[Outcome]:
+    """Plan the run under every fixed policy, and under limits between the least and the most.
+
+    The step is captured once. Limits stand closer where memory is short, as time changes fastest
+    there; parameters are kept unsharded or gathered again as the plan chooses ("auto").
+
+    Raises:
+        CaptureError, PassError, VerificationError: as `make_plan`.
+    """
+    run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
+    on_progress("capturing the train step")
+    joint = run.capture()
+
+    def outcome(change: Change, passes: PassConfig) -> Outcome:
+        trial = copy_graph(joint)
+        last = run_passes(trial, passes).last
+        simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
+        rows = [row_of(simulation, last.name, last.seconds)]
+        return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
+
+    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
+    # Without a limit nothing is planned.
+    auto = passes.reshard_after_forward == "auto"
+    reshard = "default" if auto else passes.reshard_after_forward
+    fixed: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
+    outcomes = []
+    for policy in fixed:
+        on_progress(f"the policy {policy}")
+        of_policy = with_policy(passes, policy, reshard_after_forward=reshard)
+        outcomes.append(outcome({POLICY: policy}, of_policy))
+    needed = [each.needed_bytes for each in outcomes]
+    least, most = min(needed), max(needed)
+    for number in range(1, _LIMITS + 1):
+        limit = int(least + (most - least) * (number / _LIMITS) ** 2 + 0.02 * least)
+        on_progress(f"a limit of {gib(limit)} GiB")
+        limited = with_policy(
+            passes, "budget", reshard_after_forward="auto", memory_limit_gib=limit / GIB
+        )
+        try:
+            outcomes.append(outcome({POLICY: "budget", KEY: str(limit / GIB)}, limited))
+        except MemoryLimitError:  # gathered ahead, merged: a little more than "full" needs
+            continue
+    return outcomes

@@ -1,0 +1,39 @@
+"""Files of a fixed form: pydantic models that convert nothing, and what is wrong with a file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graph_trainer.core.suggest import did_you_mean
+
+
+class Strict(BaseModel):
+    """A part of a file: no value is converted when it is read, no key ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+
+def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
+    """Describe the first thing that is wrong with a file: "key = value: problem".
+
+    Args:
+        known: the keys of such a file, of which the one like an unknown key is named.
+    """
+    # An unknown key comes first: it may be the misspelt name of one that is missing.
+    errors = error.errors(include_url=False)
+    first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
+    key, problem, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
+    if first["type"] == "extra_forbidden":
+        problem += did_you_mean(str(first["loc"][-1]), known, "; did you mean {}?")
+    if not key or first["type"] == "missing":  # the value would be the table around it
+        return f"{key}: {problem}" if key else problem
+    # JSON has no words for NaN and infinity.
+    value = (
+        str(given)
+        if isinstance(given, float)
+        else json.dumps(given, ensure_ascii=False, default=str)
+    )
+    return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"
