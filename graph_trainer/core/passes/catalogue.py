@@ -197,11 +197,10 @@ def without_effect(
             [p for p in passes if value in p.required_for.get(setting, ())]
             for passes in ([p for p in selected if p not in _BUILT_IN], _BUILT_IN)
         )
-        lacks = (lacking(selected, disabled, each) for each in own or built_in)
+        lacks = (lacking(selected, disabled, each.name) for each in own or built_in)
         yield from (Idle("", setting, value, *lack) for lack in lacks if lack is not None)
-    known = registered_passes() | {p.name: p for p in selected}
     for of, given in options.items():
-        if lack := lacking(selected, disabled, known[of]):
+        if lack := lacking(selected, disabled, of):
             changed = (f.name for f in fields(given) if getattr(given, f.name) != f.default)
             yield from (Idle(of, name, getattr(given, name), *lack) for name in changed)
     for of, name, other, acting in idle_fields(settings, options):
@@ -233,7 +232,7 @@ def idle_fields(
 
 
 def lacking(
-    selected: Sequence[Pass], disabled: Sequence[str], carrier: Pass
+    selected: Sequence[Pass], disabled: Sequence[str], carrier: str
 ) -> tuple[str, str] | None:
     """Return why a pass would have no effect in a list of passes, and the remedy; None if it has.
 
@@ -242,7 +241,7 @@ def lacking(
     """
     place = {p.name: number for number, p in enumerate(selected)}
     known = registered_passes() | {p.name: p for p in selected}
-    names = [carrier.name]
+    names = [carrier]
     for name in names:
         if name not in place:
             if name in disabled:
