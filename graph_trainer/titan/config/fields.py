@@ -1,10 +1,12 @@
-"""What a config class accepts: its fields, their types, and the components of its sections.
+"""What a config class accepts: its fields, their types and bounds, the components of its sections.
 
 A section such as [dataloader] configures one of several components. Its key `type` chooses one by
 a short name, or by "package.module:Class.Config" for a component of a user's own.
 """
 
 import dataclasses
+import json
+import math
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -49,6 +51,101 @@ _COMPONENTS = {
         "user": "graph_trainer.titan.activation_policies:UserAC.Config",
     },
 }
+
+
+_YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
+
+_BOUNDS: dict[str, tuple[float, float, str]] = {
+    "training.local_batch_size": (1, math.inf, ""),
+    "training.seq_len": (1, math.inf, ""),
+    "training.steps": (1, 2**63 - 1, "Set it to 1 or more, below 2**63."),
+    "training.global_batch_size": (1, math.inf, "Set 1 or more, or -1 for one micro-batch a rank."),
+    "training.max_norm": (5e-324, math.inf, "Set it to a positive number (large to clip nothing)."),
+    "training.gc_freq": (1, math.inf, ""),
+    "parallelism.data_parallel_replicate_degree": (1, math.inf, ""),
+    "parallelism.data_parallel_shard_degree": (
+        1,
+        math.inf,
+        "Set 1 or more, or -1 for all remaining ranks.",
+    ),
+    "parallelism.tensor_parallel_degree": (1, math.inf, ""),
+    "dataloader.seed": (0, math.inf, ""),
+    "tokenizer.vocab_size": (258, math.inf, "Set 258 or more: 256 bytes, begin and end of a text."),
+    "metrics.log_freq": (1, math.inf, ""),
+    "checkpoint.interval": (1, math.inf, ""),
+    "checkpoint.load_step": (-1, math.inf, "Set the step to load, or -1 for the last one."),
+    "validator.freq": (1, math.inf, ""),
+    "profiler.profile_freq": (1, math.inf, ""),
+    "lr_scheduler.warmup_steps": (0, math.inf, ""),
+    "lr_scheduler.total_steps": (1, math.inf, ""),
+    "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
+    "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
+    "comm.init_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
+    "comm.train_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
+    "compile.max_graphs": (1, math.inf, ""),
+    "compile.memory_limit_gib": (
+        0,
+        1e30,  # a number of GiB, so neither inf nor nan
+        "Set the GiB that a step may need on a device, 0 to refuse no step, or unset it for what "
+        "the device has.",
+    ),
+    "activation_checkpoint.layers": (
+        1,
+        math.inf,
+        'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
+    ),
+    "debug.seed": (0, 2**64 - 1, f"Set a seed from 0 to {2**64 - 1}, or unset it."),
+}
+"""Key -> the least and the greatest value, and a remedy if there is more to say. torchtitan checks
+few of these before ranks run, some by an assert; beyond others a run hangs or divides by zero."""
+
+_OR_MINUS_ONE = ("training.global_batch_size", "parallelism.data_parallel_shard_degree")
+
+_NOT_SHARDED = "not supported by graph_trainer's sharding"
+_ONLY: dict[str, tuple[bool | int | str, str]] = {
+    "training.disable_cuda_graphs": (
+        True,
+        "torchtitan's CUDA graphs cannot wrap a step that graph_trainer runs",
+    ),
+    "training.enable_cpu_offload": (False, _NOT_SHARDED),
+    "parallelism.spmd_backend": ("partial_dtensor", "not what graph_trainer shards with"),
+    "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
+    "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
+    "parallelism.context_parallel_degree": (1, "graph_trainer has no context parallelism yet"),
+    "parallelism.expert_parallel_degree": (1, "graph_trainer has no expert parallelism yet"),
+}
+"""Key -> the only value that works, and why."""
+
+
+def out_of_bounds(key: str, value: Any) -> tuple[str, str] | None:
+    """Return problem and remedy where a value of the right type is one that no run can have."""
+    if key in _ONLY and value != _ONLY[key][0]:
+        wanted, problem = _ONLY[key]
+        return problem, f"Set {key} = {show(wanted)}."
+    least, greatest, remedy = _BOUNDS.get(key, (-math.inf, math.inf, ""))
+    minus_one = value == -1 and key in _OR_MINUS_ONE
+    if key not in _BOUNDS or value is None or minus_one or least <= value <= greatest:
+        return None
+    return "out of bounds", remedy or f"Set {key} to {least} or more."
+
+
+def show(value: Any) -> str:
+    """Format `value` as a TOML author would write it, cut after 120 characters."""
+    text = _as_toml(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return UNSET if value is None else str(value)
 
 
 def field_hints(cls: type) -> dict[str, Any]:
@@ -109,45 +206,6 @@ def settable_keys(config: Any, prefix: str = "") -> Iterator[str]:
             yield from settable_keys(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}.type" if section_classes(hint) else f"{prefix}{name}"
-
-
-def canonical(value: Any, hint: Any = None) -> Any:
-    """Give `value` the one form that survives TOML: tuples where its type has tuples or is free.
-
-    Args:
-        value: a config, or the value of a field.
-        hint: the field's type; None for a config.
-    """
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        old = {name: getattr(value, name) for name in settable_hints(type(value))}
-        new = {n: canonical(old[n], h) for n, h in settable_hints(type(value)).items()}
-        changes = {name: new[name] for name in new if new[name] is not old[name]}
-        return dataclasses.replace(value, **changes) if changes else value
-    for option in alternatives(hint):
-        origin, args = typing.get_origin(option), typing.get_args(option)
-        if option is Any or (origin is dict and args[1] is Any and isinstance(value, Mapping)):
-            return _free_form(value)
-        if origin is dict and isinstance(value, Mapping):
-            return {k: canonical(v, args[1]) for k, v in value.items()}
-        if origin is list and isinstance(value, list | tuple):
-            return [canonical(v, args[0]) for v in value]
-        if origin is tuple and args[1:] == (Ellipsis,) and isinstance(value, list | tuple):
-            return tuple(canonical(v, args[0]) for v in value)
-        if origin is tuple and isinstance(value, list | tuple) and len(args) == len(value):
-            return tuple(canonical(v, a) for v, a in zip(value, args, strict=True))
-    return value
-
-
-def _free_form(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(_free_form(v) for v in value)
-    if isinstance(value, Mapping):
-        unset = value.get(UNSET)
-        if not isinstance(unset, list | tuple) or not all(isinstance(k, str) for k in unset):
-            unset = ()
-        kept = {k: _free_form(v) for k, v in value.items() if k != UNSET or not unset}
-        return kept | dict.fromkeys(unset)
-    return value
 
 
 def class_path(cls: type) -> str:

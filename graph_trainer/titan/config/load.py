@@ -1,54 +1,66 @@
-"""The one way from a command line to a checked config.
+"""The one way from a command line to a checked config: sources -> merge -> build -> check.
 
-sources (registry entry, file, flags) -> the entry with the tables of file and flags laid over it,
-every key and value checked -> check of the whole.
+The registry entry, the file and the flags are one nested table each. They are merged into one
+table; of that the section classes are built, each value checked by its field's type and bounds;
+then what spans sections is checked. Every mistake of a stage is a line of one error.
 """
 
 import dataclasses
+import functools
 import logging
 import pkgutil
 import typing
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Annotated, Any, Literal, Union
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    TypeAdapter,
+    ValidationError,
+)
 
+from graph_trainer.core.suggest import did_you_mean, nearest
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.check import check_config, world_size_from_environment
 from graph_trainer.titan.config.fields import (
     NONE,
-    UNSET,
-    canonical,
+    alternatives,
+    class_path,
     field_hints,
     is_nullable,
     is_suppressed,
+    out_of_bounds,
     required_fields,
     section_classes,
+    settable_hints,
     settable_keys,
     short_names,
+    show,
     table_class,
 )
 from graph_trainer.titan.config.run_config import (
     NOT_TORCH_COMPILE,
     GraphCompileConfig,
     GraphTrainerConfig,
-    with_passes,
+    compile_class,
 )
 from graph_trainer.titan.config.schema import show_help
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
-    NO_VALUE,
+    GUESS,
     FlagText,
-    Origin,
-    bad_value,
-    did_you_mean,
-    did_you_mean_key,
-    join_or,
+    Origins,
+    Problem,
     read_flags,
     read_source,
+    refusal,
     registry_entry,
-    show,
 )
 
 
@@ -71,87 +83,86 @@ def load_config(
         ConfigError: anything wrong with names, file, flags or values; a line for each wrong key.
     """
     flags = read_flags(argv)
-    with _quiet_torchtitan():
+    # torchtitan warns at every copy of a section; what is wrong is an error here
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
         source = read_source(flags.module, flags.config)
-        tables = ((source.where, source.table), (COMMAND_LINE, flags.table))
-        config = registry_entry(source.module, source.base, source.where)
-        for where, table in tables:
-            config.compile = _with_named_passes(config.compile, where, table)
-        errors: list[ConfigError] = []
-        for where, table in tables:
-            config, wrong = apply_table(config, table, where)
-            errors += wrong
-        config = canonical(config)
+        entry = registry_entry(source.module, source.base, source.where)
+        origins = Origins(source.where)
+        table = merge(table_of(entry), source.table, source.where, origins)
+        table = merge(table, flags.table, COMMAND_LINE, origins)
+        config, problems = build_config(entry, table, origins)
         if flags.shown:
-            show_help(config, flags.shown, prog)
-        if errors:
-            raise ConfigError("\n".join(map(str, errors))) from errors[0]
-        check_config(
-            config,
-            world_size_from_environment() if world_size is None else world_size,
-            origin=Origin(source.where, flags.keys()),
-        )
+            show_help(config or entry, flags.shown, prog)
+        if config is None:
+            raise refusal(problems, origins)
+        ranks = world_size_from_environment() if world_size is None else world_size
+        check_config(config, ranks, origins=origins)
+    finally:
+        logging.disable(disabled)
     return config
 
 
-@contextmanager
-def _quiet_torchtitan() -> Iterator[None]:
-    """Suppress torchtitan's warnings, which come once for every copy of a section.
+def table_of(value: Any) -> Any:
+    """Return a config as nested tables, in which `type` is a section's class."""
+    if isinstance(value, list):
+        return [table_of(each) for each in value]
+    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+        return value
+    table: dict[str, Any] = {"type": type(value)}
+    for name, hint in field_hints(type(value)).items():
+        each = getattr(value, name)
+        table[name] = each if is_suppressed(hint) else table_of(each)
+    return table
 
-    torchtitan logs on the root logger, whose filters do not see other loggers' records.
+
+def merge(
+    lower: Mapping[str, Any],
+    upper: Mapping[str, Any],
+    where: str,
+    origins: Origins,
+    prefix: str = "",
+) -> dict[str, Any]:
+    """Lay a table over another one, and note where the keys come from.
+
+    Sections are merged key by key, and start empty where `type` names another component. Any other
+    table of a file replaces the one before; flags change keys in it, and entries of lists.
     """
-    root = logging.getLogger()
-
-    def is_error(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR
-
-    root.addFilter(is_error)
-    try:
-        yield
-    finally:
-        root.removeFilter(is_error)
-
-
-def _with_named_passes(
-    config: GraphCompileConfig, where: str, table: Mapping[str, Any]
-) -> GraphCompileConfig:
-    """Give [compile] the sections of the passes that a table names."""
-    section = table.get("compile")
-    entries = section.get("passes") if isinstance(section, Mapping) else None
-    if isinstance(entries, FlagText):
-        entries = entries.read(list[str])
-    try:
-        return with_passes(config, entries if isinstance(entries, list) else ())
-    except (ConfigError, PassError) as error:
-        raise ConfigError(f"{where}: {error}") from error
+    cls, name = lower.get("type"), upper.get("type")
+    if isinstance(cls, type) and isinstance(name, str):
+        name = cls if short_names([cls]).get(name, name) == class_path(cls) else name
+    merged = dict(lower) if name in (None, cls) else {}
+    for key, value in upper.items():
+        path, before = prefix + key, merged.get(key)
+        is_section = isinstance(before, Mapping) and isinstance(before.get("type"), type)
+        if isinstance(value, Mapping) and (is_section or where == COMMAND_LINE):
+            if isinstance(before, Mapping):
+                merged[key] = merge(before, value, where, origins, f"{path}.")
+                continue
+            if isinstance(before, list):  # --section.list.0.key
+                entries = {str(i): entry for i, entry in enumerate(before)}
+                if value.keys() <= entries.keys():
+                    merged[key] = list(merge(entries, value, where, origins, f"{path}.").values())
+                    continue
+        merged[key] = name if key == "type" else value
+        origins.where[path] = where
+    return merged
 
 
-def apply_table(
-    config: GraphTrainerConfig, table: Mapping[str, Any], where: str
-) -> tuple[GraphTrainerConfig, list[ConfigError]]:
-    """Lay the values of `table` over a copy of `config`.
-
-    Tables are merged key by key, lists are replaced. `type` in a section chooses its component:
-    another one than before starts from that component's defaults. A table's `unset = ["key", ...]`
-    sets keys to None.
+def build_config(
+    entry: GraphTrainerConfig, table: Mapping[str, Any], origins: Origins
+) -> tuple[GraphTrainerConfig | None, list[Problem]]:
+    """Build a config of the merged table; None if anything in it is wrong, which is returned too.
 
     Args:
-        config: the config; it stays as it is.
-        table: a parsed TOML document, or the table of the flags.
-        where: what error messages call the table, as a rule the file's name.
-
-    Returns:
-        The config without the wrong keys; and their errors: unknown keys, wrong types, values that
-        a section refuses.
+        entry: the registry entry, whose keys are suggested for misspelt ones.
+        origins: which keys file and flags set.
     """
-    build = _Build(where, list(settable_keys(config)))
-    try:
-        return build.table(type(config), config, table, ""), build.errors
-    except ConfigError as error:
-        return config, [*build.errors, error]
+    builder = _Builder(origins, list(settable_keys(entry)))
+    config = builder.section(type(entry), table, "")
+    return config, builder.problems
 
-
-_STRICT = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 # What pydantic finds wrong -> what was expected, and an example of it.
 _EXPECTED = {
@@ -166,240 +177,205 @@ _EXPECTED = {
 
 
 @dataclasses.dataclass
-class _Build:
-    where: str
-    all_keys: list[str]
-    errors: list[ConfigError] = dataclasses.field(default_factory=list)
+class _Builder:
+    origins: Origins
+    known_keys: list[str]
+    problems: list[Problem] = dataclasses.field(default_factory=list)
 
-    def table(self, cls: type, current: Any, table: Mapping[str, Any], prefix: str) -> Any:
-        """Return `current` with `table` laid over it, or a new `cls` where `current` is None.
+    def refuse(self, key: str, value: Any, problem: str, remedy: str) -> Any:
+        """Keep a problem for the one error of them all; return None, in place of the value."""
+        self.problems.append(Problem(key, value, problem, remedy))
 
-        The error of a wrong key is kept, and the key left out.
-
-        Raises:
-            ConfigError: `cls` cannot be made of these keys.
-        """
-        hints = field_hints(cls)
-        changes: dict[str, Any] = {}
-        errors_before = len(self.errors)
-        for key, value in table.items():
+    def section(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
+        """Build a config class of its table; None if anything in it is wrong."""
+        problems_before = len(self.problems)
+        if issubclass(cls, GraphCompileConfig):
+            # the sections below [compile] are those of the passes that it lists
+            names = _read(table.get("passes"), list[str])
             try:
-                if key == UNSET and key not in hints:
-                    changes |= dict.fromkeys(self.unset_keys(table, hints, prefix))
-                    continue
-                self.check_key(cls, prefix, key, value, hints)
-                before = _default(cls, key) if current is None else getattr(current, key)
-                changes[key] = self.value(value, hints[key], before, prefix + key)
-            except ConfigError as error:
-                self.errors.append(error)
-        missing = [k for k in required_fields(cls) if current is None and k not in table]
-        if missing:
-            has = "has" if len(missing) == 1 else "have"
-            raise ConfigError(
-                f"{self.where}: [{prefix[:-1]}] = {show(table)}: {', '.join(missing)} missing. "
-                f"Add {' and '.join(prefix + k for k in missing)}, which {has} no default."
-            )
-        try:
-            return cls(**changes) if current is None else dataclasses.replace(current, **changes)
-        except Exception as error:  # whatever a config's own checks raise is about these values
-            if len(self.errors) > errors_before:
-                # Perhaps only because a wrong key is left out: raise that key's error instead.
-                raise self.errors.pop() from error
-            given = ", ".join(f"{prefix}{k} = {show(v)}" for k, v in changes.items())
-            raise ConfigError(
-                f"{self.where}: [{prefix[:-1] or 'top level'}] is refused: "
-                f"{str(error).rstrip('.')}. It was given {given or 'no keys'}. Change one of them."
-            ) from error
-
-    def check_key(
-        self, cls: type, prefix: str, key: str, value: Any, hints: Mapping[str, Any]
-    ) -> None:
-        """Refuse a key that is unknown or that no file can set."""
-        path = prefix + key
-        if key not in hints:
-            here = [prefix + k for k, h in hints.items() if not is_suppressed(h)]
-            guess = _other_components_with(key, cls) or did_you_mean_key(path, here, self.all_keys)
-            if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
-                guess += "A pass of your own has its section where compile.passes names it. "
-            section = f"[{prefix[:-1]}]" if prefix else "the top level"
-            listed = ", ".join(k[len(prefix) :] for k in here)
-            problem, remedy = "unknown key", f"{guess}Keys of {section}: {listed}."
-        elif not is_suppressed(hints[key]):
-            return
-        elif issubclass(cls, GraphCompileConfig):
-            problem, remedy = NOT_TORCH_COMPILE
-        else:
-            problem = "not settable from a file"
-            remedy = "Remove it; it comes from the registry entry that `base` names."
-        raise bad_value(self.where, path, value, problem, remedy)
-
-    def unset_keys(
-        self, table: Mapping[str, Any], hints: Mapping[str, Any], prefix: str
-    ) -> list[str]:
-        """Return the keys that the table's `unset` lists, checked."""
-        keys = table[UNSET]
-
-        def refused(problem: str, remedy: str) -> ConfigError:
-            return bad_value(self.where, prefix + UNSET, keys, problem, remedy)
-
-        if not isinstance(keys, list | tuple) or not all(isinstance(k, str) for k in keys):
-            raise refused(
-                "expected a list of key names",
-                'Write unset = ["key"] with the keys of this section that shall have no value.',
-            )
-        for key in keys:
-            if key not in hints:
-                guess = did_you_mean_key(prefix + key, [prefix + k for k in hints], self.all_keys)
-                problem = f"{show(key)} is no key of this section"
-                raise refused(problem, f"{guess}Remove it from the list.")
-            if key in table:
-                problem = "both set and listed in unset"
-                raise bad_value(self.where, prefix + key, table[key], problem, "Keep one of both.")
-            if not is_nullable(hints[key]) or is_suppressed(hints[key]):
-                raise refused(
-                    f"{key} always has a value",
-                    f'Remove "{key}" from the list and set {prefix}{key} instead.',
-                )
-        return list(keys)
-
-    def value(self, value: Any, hint: Any, current: Any, path: str) -> Any:
-        """Return `value` as a value of type `hint`; a section's table is merged into `current`."""
-        members, entries = section_classes(hint), table_class(hint)
-        if isinstance(value, FlagText):
-            value = value.read(hint)
-        elif self.where == COMMAND_LINE and isinstance(value, Mapping) and not members:
-            # --section.list.0.key and --section.table.key change what is there
-            if entries and current:
-                return self.changed_entries(value, entries, current, path)
-            value = _laid_over(current, value)
-        if members and isinstance(value, Mapping):
-            return self.section(value, members, is_nullable(hint), current, path)
-        if members:
-            remedy = f"Write its keys under a [{path}] heading."
-            if self.where == COMMAND_LINE:
-                remedy = f"Set its keys, as --{path}.key value."
-            raise bad_value(self.where, path, value, "expected a section", remedy)
-        if entries and isinstance(value, list | tuple):
-            return [self.value(v, entries, None, f"{path}[{i}]") for i, v in enumerate(value)]
-        # strict: no text or boolean becomes a number
-        adapter = TypeAdapter[Any](hint, config=_STRICT)
-        try:
-            return adapter.validate_python(canonical(value, hint))
-        except ValidationError as error:
-            raise self.wrong_type(error, value, hint, path) from None
-
-    def changed_entries(
-        self, table: Mapping[str, Any], cls: type, current: list[Any], path: str
-    ) -> list[Any]:
-        """Return a list of tables with the entries changed whose index is a key of `table`."""
-        entries = list(current)
-        for index, value in table.items():
-            if index not in map(str, range(len(entries))) or not isinstance(value, Mapping):
-                problem = f"the list has the entries 0 to {len(entries) - 1}"
-                remedy = f"Write --{path}.0.key value, or the whole list as TOML."
-                raise bad_value(self.where, f"{path}.{index}", value, problem, remedy)
-            i = int(index)
-            entries[i] = self.table(cls, entries[i], value, f"{path}[{i}].")
-        return entries
-
-    def wrong_type(self, error: ValidationError, value: Any, hint: Any, path: str) -> ConfigError:
-        """Make our message of pydantic's findings, which are one for each member of a union."""
-        findings = error.errors(include_url=False)
-        # A place is field, then list index or key; the name of a union's member follows.
-        for step in findings[0]["loc"]:
-            if not (isinstance(value, list | tuple | Mapping) and isinstance(step, int | str)):
-                break
-            try:
-                value = value[step]  # type: ignore[index]
-            except (KeyError, TypeError, IndexError):
-                break
-            path += f"[{step}]" if isinstance(step, int) else f".{step}"
-        choices = _choices(hint)
-        if any(f["type"] == "literal_error" for f in findings):
-            guess = did_you_mean(value, choices) if isinstance(value, str) else ""
-            remedy = f"{guess}Write {join_or(show(c) for c in choices)}."
-            return bad_value(self.where, path, value, "not one of the known values", remedy)
-        kinds = [_EXPECTED.get(f["type"], (f["msg"], "...")) for f in findings]
-        expected = join_or(dict.fromkeys(name for name, _ in kinds))
-        if value is NO_VALUE:
-            return ConfigError(
-                f"{self.where}: --{path} has no value: expected {expected}. Write for example "
-                f"--{path} {kinds[0][1]}."
-            )
-        unset = f', or list "{path.rpartition(".")[2]}" in this section\'s unset for no value'
-        if self.where == COMMAND_LINE:
-            unset = f", or --{path} None for no value"
-        example = f"[{kinds[0][1]}]" if path.endswith("]") else kinds[0][1]
-        remedy = f"Write {path.partition('[')[0]} = {example}"
-        return bad_value(
-            self.where,
-            path,
-            value,
-            f"expected {expected}",
-            remedy + (unset if is_nullable(hint) else "") + ".",
-        )
-
-    def section(
-        self, table: Mapping[str, Any], members: list[type], nullable: bool, current: Any, path: str
-    ) -> Any:
-        """Merge a section's table into its config, or into another component's defaults."""
-        rest = {k: v for k, v in table.items() if k != "type"}
-        if "type" in table:
-            cls = self.component(table["type"], members, nullable, path)
-            if cls is None:
-                for key, value in rest.items():
-                    problem = f'{path}.type is "{NONE}", which has no keys'
-                    remedy = "Choose another type or remove the key."
-                    raise bad_value(self.where, f"{path}.{key}", value, problem, remedy)
+                cls = compile_class(names if isinstance(names, list) else [])
+            except (ConfigError, PassError) as error:
+                problem = str(error).removeprefix("compile.passes: ").rstrip(".")
+                self.refuse("compile.passes", names, problem, "Or leave the pass out.")
                 return None
-            current = current if type(current) is cls else None
-        elif current is not None:
-            cls = type(current)
-        elif len(members) == 1:
-            (cls,) = members
-        else:
-            raise ConfigError(
-                f"{self.where}: [{path}] is switched off, so its keys ({', '.join(rest)}) have no "
-                f"effect. Add type = {join_or(show(n) for n in short_names(members))}."
-            )
-        return self.table(cls, current, rest, path + ".")
+        hints = field_hints(cls)
+        prefix = f"{path}." if path else ""
+        values: dict[str, Any] = {}
+        for name, value in table.items():
+            key = prefix + name
+            if name == "type":
+                continue
+            if name not in hints:
+                # a pass that the entry lists and the file does not has left its section behind
+                if self.origins.of(key):
+                    self.unknown(cls, key, value)
+            elif not is_suppressed(hints[name]):
+                values[name] = self.value(value, hints[name], key)
+            elif not self.origins.of(key):
+                values[name] = value
+            elif issubclass(cls, GraphCompileConfig):
+                self.refuse(key, value, *NOT_TORCH_COMPILE)
+            else:
+                remedy = "Remove it; it comes from the registry entry that `base` names."
+                self.refuse(key, value, "not settable from a file", remedy)
+        missing = [name for name in required_fields(cls) if name not in table]
+        if missing:
+            remedy = f"Add {' and '.join(prefix + name for name in missing)}: there is no default."
+            self.refuse(path, table, f"{', '.join(missing)} missing", remedy)
+        if len(self.problems) > problems_before:
+            return None
+        try:
+            return cls(**values)
+        except Exception as error:  # whatever a config's own checks raise is about these values
+            given = {k: v for k, v in values.items() if self.origins.of(prefix + k)}
+            problem = f"refused: {str(error).rstrip('.')}"
+            if len(given) == 1:
+                ((name, value),) = given.items()
+                self.refuse(prefix + name, value, problem, "Change it.")
+            else:
+                self.refuse(path or "top level", given, problem, "Change one of these keys.")
+            return None
+
+    def unknown(self, cls: type, key: str, value: Any) -> None:
+        """Refuse an unknown key, with the place where it belongs or the nearest known keys."""
+        siblings = list(settable_hints(cls))
+        path, _, name = key.rpartition(".")
+        components = {
+            n: field_hints(pkgutil.resolve_name(p)) for n, p in short_names([cls]).items()
+        }
+        having = [n for n, hints in components.items() if name in hints]
+        # The right key in the wrong section is as common as a typo.
+        near = [key.removesuffix(name) + each for each in nearest(name, siblings)]
+        near += [k for k in self.known_keys if k.rpartition(".")[2] == name and k not in near]
+        near = near or nearest(key, self.known_keys)
+        guess = f"Did you mean {' or '.join(near[:3])}? " if near else ""
+        if having:
+            guess = f"It belongs to type = {' or '.join(map(show, having))}. "
+        if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
+            guess += "A pass of your own has its section where compile.passes names it. "
+        place = f"[{path}]" if path else "the top level"
+        self.refuse(key, value, "unknown key", f"{guess}Keys of {place}: {', '.join(siblings)}.")
+
+    def value(self, value: Any, hint: Any, key: str) -> Any:
+        """Return a value as one of its field's type and within its bounds."""
+        value, members, entry = _read(value, hint), section_classes(hint), table_class(hint)
+        if members and isinstance(value, Mapping):
+            cls = self.component(value, members, is_nullable(hint), key)
+            return cls and self.section(cls, value, key)
+        if members and (value is not None or not is_nullable(hint)):
+            remedy = f"Write its keys under a [{key}] heading, or as --{key}.key value."
+            return self.refuse(key, value, "expected a section", remedy)
+        if entry and isinstance(value, list):
+            return [self.value(each, entry, f"{key}[{i}]") for i, each in enumerate(value)]
+        try:
+            valid = _adapter(hint).validate_python(value)
+        except ValidationError as error:
+            return self.wrong_type(error, value, hint, key)
+        if wrong := out_of_bounds(key, valid):
+            self.refuse(key, value, *wrong)
+        return valid
+
+    def wrong_type(self, error: ValidationError, value: Any, hint: Any, key: str) -> None:
+        """Refuse a value of the wrong type; pydantic finds one for each member of a union."""
+        findings = error.errors(include_url=False)
+        # A place is indices of lists, then names of a union's members.
+        for index in takewhile(lambda step: isinstance(step, int), findings[0]["loc"]):
+            value, key = value[index], f"{key}[{index}]"
+        choices = _choices(hint)
+        if any(each["type"] == "literal_error" for each in findings):
+            guess = did_you_mean(value, choices, GUESS) if isinstance(value, str) else ""
+            problem = "not one of the known values"
+            remedy = f"{guess}Write {', '.join(map(show, choices[:-1]))} or {show(choices[-1])}."
+            return self.refuse(key, value, problem, remedy)
+        kinds = [_EXPECTED.get(each["type"], (each["msg"], "...")) for each in findings]
+        example = f"[{kinds[0][1]}]" if key.endswith("]") else kinds[0][1]
+        remedy = f"Write {key.partition('[')[0]} = {example}"
+        if table_class(hint):
+            remedy += f", or --{key}.0.key value for an entry that there is"
+        if is_nullable(hint):
+            name = key.rpartition(".")[2]
+            remedy += f', or for no value unset = ["{name}"] in this section, or --{key} None'
+        expected = " or ".join(dict.fromkeys(kind for kind, _ in kinds))
+        return self.refuse(key, value, f"expected {expected}", f"{remedy}.")
 
     def component(
-        self, name: Any, members: list[type], nullable: bool, section: str
+        self, table: Mapping[str, Any], members: list[type], nullable: bool, section: str
     ) -> type | None:
-        """Return the config class that `type = name` means for a section, or None for "none"."""
-        if nullable and name == NONE:
-            return None
+        """Return the config class that a section's `type` means, or None for "none"."""
         names = short_names(members)
         known = [*names, *([NONE] if nullable else [])]
-        choices = f"Write {join_or(show(n) for n in known)}" if known else "Leave it out"
+        key, name = f"{section}.type", table.get("type")
+        if isinstance(name, type):
+            return name
+        name = _read(name, str)
+        choices = f"Write {', '.join(map(show, known))}" if known else "Leave it out"
         remedy = f'{choices}, or name a class of your own as "package.module:Class.Config".'
-
-        def refused(problem: str, guess: str = "") -> ConfigError:
-            return bad_value(self.where, f"{section}.type", name, problem, guess + remedy)
-
+        others = {key: value for key, value in table.items() if key != "type"}
+        if name is None and len(members) == 1:
+            return members[0]
+        if name is None or (name == NONE and nullable and others):
+            types = ", ".join(map(show, names))
+            remedy = f"Take it out, or set {key} to {types}."
+            return self.refuse(
+                section, _read(others, Any), "switched off, so this has no effect", remedy
+            )
+        if name == NONE and nullable:
+            return None
         if not isinstance(name, str) or (name not in names and ":" not in name):
-            guess = did_you_mean(name, known) if isinstance(name, str) else ""
-            raise refused("no such type", guess)
+            guess = did_you_mean(name, known, GUESS) if isinstance(name, str) else ""
+            return self.refuse(key, name, "no such type", guess + remedy)
         try:
-            cls = pkgutil.resolve_name(names.get(name, name))
+            cls: Any = pkgutil.resolve_name(names.get(name, name))
         except (ImportError, AttributeError, ValueError) as error:
-            raise refused(f"cannot be imported ({error})") from error
-        is_config = isinstance(cls, type) and dataclasses.is_dataclass(cls)
-        if not (is_config and issubclass(cls, tuple(members))):
-            fitting = join_or(m.__qualname__ for m in members)
-            raise refused(f"not a config class for this section, which takes {fitting}")
+            return self.refuse(key, name, f"cannot be imported ({error})", remedy)
+        if not isinstance(cls, type) or not issubclass(cls, tuple(members)):
+            fitting = " or ".join(each.__qualname__ for each in members)
+            return self.refuse(key, name, f"not a {fitting}, which this section takes", remedy)
         return cls
 
 
-def _laid_over(current: Any, flags: Any) -> Any:
-    """Return the free-form table `current` with the keys that flags set."""
-    if isinstance(flags, FlagText):
-        return flags.read(Any)
-    if not isinstance(flags, Mapping):
-        return flags
-    table = dict(current) if isinstance(current, Mapping) else {}
-    return table | {key: _laid_over(table.get(key), value) for key, value in flags.items()}
+def _read(value: Any, hint: Any) -> Any:
+    """Read what flags have as text, for a field of this type."""
+    if isinstance(value, FlagText):
+        return value.read(hint)
+    if isinstance(value, Mapping) and not section_classes(hint):
+        return {key: _read(each, Any) for key, each in value.items()}
+    return value
+
+
+def _as_tuples(value: Any) -> Any:
+    """Return a value of any type in the one form that survives TOML."""
+    if isinstance(value, list | tuple):
+        return tuple(map(_as_tuples, value))
+    if isinstance(value, Mapping):
+        return {key: _as_tuples(each) for key, each in value.items()}
+    return value
+
+
+# strict: neither text nor a boolean becomes a number
+_STRICT = {
+    bool: StrictBool,
+    int: StrictInt,
+    float: StrictFloat,
+    str: StrictStr,
+    Any: Annotated[Any, AfterValidator(_as_tuples)],
+}
+
+
+@functools.cache
+def _adapter(hint: Any) -> TypeAdapter[Any]:
+    """Make the check of a type, strict but that a tuple may be written as a list."""
+    return TypeAdapter(_strict(hint), config=ConfigDict(arbitrary_types_allowed=True))
+
+
+def _strict(hint: Any) -> Any:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is None or origin is Literal:
+        return _STRICT.get(hint, hint)
+    options = alternatives(hint)
+    if options != [hint]:
+        return Union[tuple(map(_strict, options))]  # noqa: UP007
+    return origin[tuple(map(_strict, arguments))]
 
 
 def _choices(hint: Any) -> list[Any]:
@@ -407,17 +383,3 @@ def _choices(hint: Any) -> list[Any]:
     if typing.get_origin(hint) is Literal:
         return arguments
     return [choice for argument in arguments for choice in _choices(argument)]
-
-
-def _other_components_with(key: str, cls: type) -> str:
-    """Format the types of a component's section that have the key: "It belongs to ... ", or ""."""
-    names = short_names([cls])
-    having = [n for n, path in names.items() if key in field_hints(pkgutil.resolve_name(path))]
-    return f"It belongs to type = {join_or(show(n) for n in having)}. " if having else ""
-
-
-def _default(cls: type, key: str) -> Any:
-    field = next(f for f in dataclasses.fields(cls) if f.name == key)
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return None if field.default is dataclasses.MISSING else field.default

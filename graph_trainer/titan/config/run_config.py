@@ -54,7 +54,7 @@ NOT_TORCH_COMPILE = (
 class GraphCompileConfig(CompileConfig):
     """[compile]: how the train step is captured, transformed and run.
 
-    A pass with options has a section of its own, [compile.NAME]. `with_passes` makes the
+    A pass with options has a section of its own, [compile.NAME]. `compile_class` makes the
     subclass that has these sections, so that no field here names a pass.
     """
 
@@ -169,7 +169,7 @@ class GraphTrainerConfig(Trainer.Config):
 
     parallelism: GraphParallelismConfig = field(default_factory=GraphParallelismConfig)
     activation_checkpoint: activation_policies.Section = field(default_factory=SelectiveAC.Config)
-    compile: GraphCompileConfig = field(default_factory=lambda: with_passes(GraphCompileConfig()))
+    compile: GraphCompileConfig = field(default_factory=lambda: compile_class()())
 
     module: Annotated[str, tyro.conf.Suppress] = ""
     """The module whose config_registry `base` is looked up in."""
@@ -240,28 +240,18 @@ def _model_spec(spec: ModelSpec) -> ModelSpec:
     return replace(spec, model=model, parallelize_fn=parallelize_decoder)
 
 
-def with_passes(config: GraphCompileConfig, entries: Iterable[object] = ()) -> GraphCompileConfig:
-    """Return a copy of a [compile] section that has a section for every pass with options.
+def compile_class(entries: Iterable[object] = ()) -> type[GraphCompileConfig]:
+    """Return the class of [compile] with a section for every pass that has options.
 
     Args:
-        config: the section. Passes of a user's own in its list get a section.
-        entries: entries of another list of passes, whose passes get a section too, in place of
-            a pass of the user's own that had it. Whatever is not "package.module:name" is left
-            out.
+        entries: a list of passes; those of a user's own, "package.module:name", get a section.
 
     Raises:
         PassError: an entry names no pass.
         ConfigError: two passes have a section of one name.
     """
-    named = [e for e in [*config.passes, *entries] if isinstance(e, str) and ":" in e]
-    loaded = [load_pass(entry) for entry in named]
-    taken = {each.section for each in loaded}
-    before = [each for each in config.pass_of_section.values() if each.section not in taken]
-    cls = _compile_class(tuple(dict.fromkeys([*registered_passes().values(), *before, *loaded])))
-    # Options of a pass whose section another has taken are of another class.
-    names = [f.name for f in fields(config)]
-    kept = [n for n in names if cls.pass_of_section.get(n) is config.pass_of_section.get(n)]
-    return cls(**{name: getattr(config, name) for name in kept})
+    own = [load_pass(entry) for entry in entries if isinstance(entry, str) and ":" in entry]
+    return _compile_class(tuple(dict.fromkeys([*registered_passes().values(), *own])))
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from graph_trainer.titan.config.fields import (
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
     GraphTrainerConfig,
-    with_passes,
+    compile_class,
 )
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
@@ -55,7 +55,7 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
         PassError: an entry of `passes` names no pass.
     """
     own = [entry for entry in passes if ":" in entry]
-    writer = _Writer(with_passes(GraphCompileConfig(), own), own)
+    writer = _Writer(compile_class(own), own)
     top = writer.table(GraphTrainerConfig)
     top["properties"] = {
         "base": {
@@ -97,9 +97,9 @@ def _entries(module: str) -> _Schema:
 class _Writer:
     """Write schemas of config classes; a class that sections share has one, under $defs."""
 
-    def __init__(self, compile_config: GraphCompileConfig, own_passes: list[str]) -> None:
+    def __init__(self, compile_type: type, own_passes: list[str]) -> None:
         self.definitions: dict[str, _Schema] = {}
-        self.compile_type = type(compile_config)
+        self.compile_type = compile_type
         self.own_passes = own_passes
 
     def table(self, cls: type) -> _Schema:

@@ -4,22 +4,21 @@ import contextlib
 import importlib
 import importlib.resources
 import inspect
-import json
 import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import nearest
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.toml_file import parse_toml, read_toml
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.fields import alternatives, is_nullable
+from graph_trainer.titan.config.fields import UNSET, alternatives, is_nullable, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 
 DEFAULT_MODULE = "graph_trainer.llama3"
@@ -28,83 +27,51 @@ DEFAULT_CONFIG = "debugmodel"
 COMMAND_LINE = "command line"
 """What messages call the place that flags come from."""
 
+GUESS = "Did you mean {}? "
 
-@dataclass(frozen=True)
-class Origin:
-    """Where the keys of a merged config come from."""
+
+@dataclass
+class Origins:
+    """Which keys of a merged table file and flags set."""
 
     file: str = "config"
     """The file's name, or another name of the config for messages."""
-    flags: frozenset[str] = frozenset()
-    """The keys that flags set."""
+    where: dict[str, str] = field(default_factory=dict)
+    """Key -> the file or the command line; entries of lists by index, as `section.list.0.key`."""
 
     def of(self, *keys: str) -> str:
-        """Return the command line where a flag set one of these keys, otherwise the file."""
-        return COMMAND_LINE if any(key in self.flags for key in keys) else self.file
+        """Return the command line if a flag set one of these keys, a key below it or the table
+        around it; otherwise the file if that did; otherwise ""."""
+        places: set[str] = set()
+        for key in keys:
+            path = f"{key.replace('[', '.').replace(']', '')}."
+            for each, where in self.where.items():
+                if path.startswith(f"{each}.") or f"{each}.".startswith(path):
+                    places.add(where)
+        return COMMAND_LINE if COMMAND_LINE in places else "".join(places)
 
 
-def show(value: Any) -> str:
-    """Format `value` as a TOML author would write it, cut after 80 characters."""
-    text = _as_toml(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+class Problem(NamedTuple):
+    """One thing that is wrong with a config."""
+
+    key: str
+    value: Any
+    problem: str
+    """What is wrong, a clause without a full stop."""
+    remedy: str
+    """What to write instead, a sentence."""
+    others: tuple[str, ...] = ()
+    """Other keys that decide; a flag may have set one of them."""
 
 
-def _as_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_toml, value))}]"
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    return str(value)
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Format the known names close to `name`: "Did you mean a, b or c? ", or ""."""
-    close = nearest(name, known)
-    return f"Did you mean {join_or(close)}? " if close else ""
-
-
-def did_you_mean_key(key: str, here: Iterable[str], everywhere: Iterable[str]) -> str:
-    """Do `did_you_mean` for a full key: its siblings, then its name in another section.
-
-    The right key in the wrong section is as common as a typo.
-
-    Args:
-        key: what was written, as `section.key`.
-        here: the known keys of the same section, as `section.key`.
-        everywhere: all known keys, as `section.key`.
-    """
-    leaf = key.rpartition(".")[2]
-    siblings = {k.rpartition(".")[2]: k for k in here}
-    everywhere = list(everywhere)
-    guesses = [siblings[near] for near in nearest(leaf, siblings)]
-    guesses += [k for k in everywhere if k.rpartition(".")[2] == leaf and k not in guesses]
-    guesses = guesses or nearest(key, everywhere)
-    return f"Did you mean {join_or(guesses[:3])}? " if guesses else ""
-
-
-def join_or(names: Iterable[str]) -> str:
-    """Join names: "a", "a or b", "a, b or c"."""
-    listed = list(names)
-    return ", ".join(listed[:-1]) + " or " + listed[-1] if len(listed) > 1 else "".join(listed)
-
-
-def bad_value(where: str | Origin, key: str, value: Any, problem: str, remedy: str) -> ConfigError:
-    """Make the error for a known key whose value cannot be used.
-
-    Args:
-        where: the file, or "command line", or the origin of a merged config's keys.
-        key: the full key, `section.key`.
-        value: what was given.
-        problem: what is wrong, a clause without a full stop.
-        remedy: what to write instead, a sentence.
-    """
-    place = where.of(key) if isinstance(where, Origin) else where
-    return ConfigError(f"{place}: {key} = {show(value)}: {problem}. {remedy}")
+def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
+    """Make the error of all problems, a line each, with the place that set the key."""
+    lines = [
+        f"{origins.of(each.key, *each.others) or origins.file}: {each.key} = {show(each.value)}: "
+        f"{each.problem.rstrip('.')}. {each.remedy}".rstrip()
+        for each in problems
+    ]
+    return ConfigError("\n".join(lines))
 
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
@@ -127,25 +94,19 @@ class FlagText(str):
             return True if bool in kinds else self
         if self == "None" and is_nullable(hint):
             return None
-        value = self._as_toml()
+        try:
+            table = parse_toml(f"value = {self}", "value")
+            value = with_none(table, COMMAND_LINE)["value"] if len(table) == 1 else str(self)
+        except ConfigError:
+            value = str(self)
         if not isinstance(value, str):
-            return str(self) if all(map(_is_text, kinds)) else value
+            is_text = [k in (str, NoneType) or get_origin(k) is Literal for k in kinds]
+            return str(self) if all(is_text) else value
         lists = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
         if lists and not self.startswith("["):
             (entry, *_) = get_args(lists[0])
             return [FlagText(part).read(entry) for part in self.split(",")]
         return value
-
-    def _as_toml(self) -> Any:
-        try:
-            table = parse_toml(f"value = {self}", "value")
-        except ConfigError:
-            return str(self)
-        return table["value"] if len(table) == 1 else str(self)
-
-
-def _is_text(kind: Any) -> bool:
-    return kind in (str, type(None)) or get_origin(kind) is Literal
 
 
 NO_VALUE = FlagText("")
@@ -162,17 +123,6 @@ class Flags:
     """Nested table of the keys: values are `FlagText`, or false for `--section.no-key`."""
     shown: list[str]
     """The words that ask for help or for a shell's completion instead of a run."""
-
-    def keys(self) -> frozenset[str]:
-        """Return the keys and tables that are set, as `section` and `section.key`."""
-        return frozenset(_paths(self.table, ""))
-
-
-def _paths(table: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for key, value in table.items():
-        yield prefix + key
-        if isinstance(value, Mapping):
-            yield from _paths(value, f"{prefix}{key}.")
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
@@ -252,6 +202,31 @@ def take_flags(
     return values, rest
 
 
+def with_none(value: Any, where: str, path: str = "") -> Any:
+    """Return parsed TOML with None for the keys that a table's `unset = ["key", ...]` lists.
+
+    Raises:
+        ConfigError: `unset` is no list of names, or one of them is set as well.
+    """
+    if isinstance(value, list):
+        return [with_none(each, where, path) for each in value]
+    if not isinstance(value, dict):
+        return value
+    prefix = f"{path}." if path else ""
+    unset = value.get(UNSET, [])
+    table = {k: with_none(v, where, prefix + k) for k, v in value.items() if k != UNSET}
+    if not isinstance(unset, list) or not all(isinstance(each, str) for each in unset):
+        remedy = 'Write unset = ["key"] with the keys of this section that shall have no value.'
+        raise ConfigError(f"{where}: {prefix}{UNSET} = {show(unset)}: not key names. {remedy}")
+    for key in unset:
+        if key in table:
+            raise ConfigError(
+                f"{where}: {prefix}{key} = {show(table[key])}: both set and listed in {UNSET}. "
+                "Keep one of both."
+            )
+    return table | dict.fromkeys(unset)
+
+
 class Source(NamedTuple):
     """A config as it was found, before it is merged and checked."""
 
@@ -280,23 +255,25 @@ def read_source(module: str | None, name: str | None) -> Source:
     path = find_config(module or DEFAULT_MODULE, name)
     if path is None:
         return Source(f"config {name}", module or DEFAULT_MODULE, name, {})
-    where, table = str(path), read_toml(path, "--config")
-    in_file = {"module": table.pop("module", None), "base": table.pop("base", None)}
-    for key, value in in_file.items():
-        if value is not None and not isinstance(value, str):
-            example = DEFAULT_MODULE if key == "module" else "llama3_debugmodel"
-            remedy = f'Write {key} = "{example}".'
-            raise bad_value(where, key, value, "expected a string", remedy)
+    where = str(path)
+    table = with_none(read_toml(path, "--config"), where)
+    for key, example in (("module", DEFAULT_MODULE), ("base", "llama3_debugmodel")):
+        if not isinstance(table.get(key, ""), str):
+            raise ConfigError(
+                f"{where}: {key} = {show(table[key])}: expected a string. Write {key} = "
+                f'"{example}".'
+            )
+    in_file, base = table.pop("module", ""), table.pop("base", "")
     if module is None:
-        module = in_file["module"] or DEFAULT_MODULE
+        module = in_file or DEFAULT_MODULE
         registry_module(module, where)
-    if in_file["base"] is None:
+    if not base:
         functions = registry_functions(registry_module(module))
         raise ConfigError(
             f"{where}: base is missing, so there is no model to train. Add a line "
-            f"base = {join_or(show(f) for f in functions)} at the top."
+            f"base = {' or '.join(map(show, functions))} at the top."
         )
-    return Source(where, module, in_file["base"], table)
+    return Source(where, module, base, table)
 
 
 def registry_module(name: str, where: str | None = None) -> ModuleType:
@@ -330,7 +307,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 return module
     known = list(known_modules())
     raise ConfigError(
-        f"{asked}: no such module of configs. {did_you_mean(name, known)}"
+        f"{asked}: no such module of configs. {did_you_mean(name, known, GUESS)}"
         f"Known modules: {', '.join(known)}; or name a package of your own with a "
         "config_registry module."
     )
@@ -374,7 +351,7 @@ def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfi
     if base not in functions:
         raise ConfigError(
             f"{where}: base = {show(base)}: {module.__name__} has no such function. "
-            f"{did_you_mean(base, functions)}Write {join_or(show(f) for f in functions)}."
+            f"{did_you_mean(base, functions, GUESS)}Write {' or '.join(map(show, functions))}."
         )
     config = functions[base]()
     if not isinstance(config, GraphTrainerConfig):
@@ -420,7 +397,7 @@ def find_config(module: str, name: str) -> Path | None:
     if name in functions:
         return None
     known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")}) or [*functions]
-    guess = did_you_mean(candidates[-1], known)
+    guess = did_you_mean(candidates[-1], known, GUESS)
     raise ConfigError(
         f"--config {name}: {module} has no config of that name. {guess}"
         f"Known configs: {', '.join(known)}; or give a path to a .toml file."

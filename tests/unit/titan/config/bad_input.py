@@ -58,13 +58,13 @@ KEYS_AND_TYPES = (
     Bad('dataloader.type = "txt"', 'Did you mean text? Write "text", "huggingface"'),
     Bad("dataloader.type = 3", 'Write "text"'),
     Bad(
-        "activation_checkpoint.debug = true",
-        "Choose another type",
+        "activation_checkpoint = { debug = true }: switched off",
+        'set activation_checkpoint.type to "selective"',
         '[activation_checkpoint]\ntype = "none"\ndebug = true',
     ),
     Bad('activation_checkpoint.type = "memory_budget"', 'Write "selective"'),
     Bad(
-        '[optimizer.param_groups[0]] = { pattern = ".*" }',
+        'optimizer.param_groups[0] = { pattern = ".*" }',
         "Add optimizer.param_groups[0].optimizer_name",
         "[[optimizer.param_groups]]\npattern = '.*'",
     ),
@@ -75,8 +75,12 @@ KEYS_AND_TYPES = (
     ),
     Bad("dataloader.sources = 3", 'It belongs to type = "huggingface_interleaved"'),
     Bad('training.unset = "steps"', 'unset = ["key"]'),
-    Bad('training.unset = ["steps"]', "set training.steps instead"),
-    Bad('debug.unset = ["sed"]', "Did you mean debug.seed?"),
+    Bad(
+        "training.steps = unset: expected an integer",
+        "Write training.steps = 1",
+        '[training]\nunset = ["steps"]',
+    ),
+    Bad("debug.sed = unset", "Did you mean debug.seed?", '[debug]\nunset = ["sed"]'),
     Bad("module = 3", "graph_trainer.llama3"),
 )
 """What the schema refuses as well: a wrong key, type or choice, for itself alone."""
@@ -186,8 +190,8 @@ IN_FILES = (
     Bad('dataloader.type = "no_such_module:X.Config"', "package.module:Class.Config"),
     Bad('dataloader.type = "a b:c"', "package.module:Class.Config"),
     Bad(
-        "[activation_checkpoint] is switched off, so its keys (debug) have no effect",
-        'Add type = "selective", "full", "layers", "budget"',
+        "activation_checkpoint = { debug = true }: switched off, so this has no effect",
+        'set activation_checkpoint.type to "selective", "full", "layers", "budget"',
         "[activation_checkpoint]\ndebug = true",
     ),
     Bad("debug.seed = 1", "Keep one", '[debug]\nunset = ["seed"]\nseed = 1'),
@@ -201,7 +205,7 @@ IN_FILES = (
     Bad("training.max_norm = nan", "to a positive number"),
     Bad("metrics.log_freq = 0", "1 or more"),
     Bad("lr_scheduler.decay_ratio = 1.5", "fraction"),
-    Bad("checkpoint.keep_latest_k = 1", "Change one of them"),
+    Bad("checkpoint.keep_latest_k = 1", "at least 2 checkpoint replicas"),
     Bad("checkpoint.load_step = -2", "-1 for the last one"),
     Bad("validator.steps = 0", "must be positive or -1"),
     Bad("compile.max_graphs = 0", "1 or more"),
@@ -233,22 +237,22 @@ IN_FILES = (
         "[compile]\nallow_offload = true",
     ),
     Bad(
-        "activation_checkpoint.layers = 0: below 1",
+        "activation_checkpoint.layers = 0: out of bounds",
         'activation_checkpoint.type = "none"',
         '[activation_checkpoint]\ntype = "layers"\nlayers = 0',
     ),
     Bad(
-        'activation_checkpoint.path = "": names no table',
-        "Name the file that a run or a plan",
+        'activation_checkpoint.path = "": ',
+        "Name a readable UTF-8 TOML file",
         '[activation_checkpoint]\ntype = "file"',
     ),
     Bad(
-        "bad.toml: activation_checkpoint.path no/such.toml: there is no such file",
+        'bad.toml: activation_checkpoint.path = "no/such.toml": there is no such file',
         "Check the path",
         '[activation_checkpoint]\ntype = "file"\npath = "no/such.toml"',
     ),
     Bad(
-        "bad.toml: compile.hardware h1000: there is no such profile",
+        'bad.toml: compile.hardware = "h1000": there is no such profile',
         "did you mean 'h100-sxm'?",
         '[compile]\nhardware = "h1000"',
     ),
@@ -273,17 +277,17 @@ IN_FILES = (
     Bad("tokenizer.vocab_size = 4096", "2048 or less"),
     Bad("tokenizer.vocab_size = 100", "258"),
     Bad(
-        "dataloader: unknown dataset 'stdlip'",
+        'dataloader.dataset = "stdlip": unknown dataset',
         "Did you mean 'stdlib'?",
         '[dataloader]\ndataset = "stdlip"',
     ),
     Bad(
-        "dataloader: dataset_path 'no/such/folder'",
+        "dataloader.dataset = \"text\": dataset_path 'no/such/folder'",
         "Name a .txt or .jsonl file",
         '[dataloader]\ndataset = "text"\ndataset_path = "no/such/folder"',
     ),
     Bad(
-        "validator.dataloader: dataset_path 'no/such'",
+        "validator.dataloader.dataset = \"text\": dataset_path 'no/such'",
         "Name a .txt or .jsonl file",
         "[validator]\nenable = true\n"
         '[validator.dataloader]\ndataset = "text"\ndataset_path = "no/such"',
@@ -342,18 +346,18 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'compile.memory_limit_gib = "": expected a number',
-        "or --compile.memory_limit_gib None for no value",
+        "or --compile.memory_limit_gib None",
         ["--compile.memory_limit_gib", ""],
     ),
     Bad('debug.seed = "x": expected an integer', "Write debug.seed = 1", ["--debug.seed=x"]),
     Bad('optimizer.lr = "-1": unknown key', "Did you mean", ["--optimizer.lr", "-1"]),
     Bad(
-        "command line: activation_checkpoint.path no/such.toml: there is no such file",
+        'command line: activation_checkpoint.path = "no/such.toml": there is no such file',
         "Check the path",
         ["--activation_checkpoint.type", "file", "--activation_checkpoint.path", "no/such.toml"],
     ),
     Bad(
-        "command line: compile.hardware h1000: there is no such profile",
+        'command line: compile.hardware = "h1000": there is no such profile',
         "did you mean 'h100-sxm'?",
         ["--compile.hardware", "h1000"],
     ),
@@ -364,8 +368,8 @@ ON_THE_COMMAND_LINE = (
         ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "0"],
     ),
     Bad(
-        "--training.steps has no value: expected an integer",
-        "Write for example --training.steps 1",
+        'training.steps = "": expected an integer',
+        "Write training.steps = 1",
         ["--training.steps"],
     ),
     Bad(
@@ -382,8 +386,8 @@ ON_THE_COMMAND_LINE = (
     Bad("training.steps = true: expected an integer", "= 1", ["--training.steps", "true"]),
     Bad('checkpoint.enable = "True": expected true', "= true", ["--checkpoint.enable", "True"]),
     Bad(
-        "optimizer.param_groups.1 = ",
-        "Write --optimizer.param_groups.0.key value",
+        'optimizer.param_groups = { 1 = { pattern = "x" } }',
+        "or --optimizer.param_groups.0.key value",
         ["--optimizer.param_groups.1.pattern", "x"],
     ),
     Bad(
@@ -397,11 +401,11 @@ ON_THE_COMMAND_LINE = (
         "set compile.mode",
         ["--compile.enable"],
     ),
-    Bad("checkpoint.interval = 0", "at least 1 step", ["--checkpoint.interval", "0"]),
-    Bad("validator.steps = 0", "must be positive or -1", ["--validator.steps", "0"]),
+    Bad("checkpoint.interval = 0", "to 1 or more", ["--checkpoint.interval", "0"]),
+    Bad("steps = 0 }", "must be positive or -1", ["--validator.steps", "0"]),
     Bad(
-        "[activation_checkpoint] is switched off, so its keys (debug)",
-        'Add type = "selective", "full", "layers", "budget"',
+        'command line: activation_checkpoint = { debug = "" }: switched off',
+        'set activation_checkpoint.type to "selective", "full", "layers", "budget"',
         ["--activation_checkpoint.debug"],
     ),
     Bad(
