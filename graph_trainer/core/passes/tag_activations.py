@@ -164,15 +164,21 @@ def _worth_keeping(
                 yield node
         elif node.target in _EXPENSIVE or _ATTENTION.search(str(node.target)):
             yield node
-        elif not has_residual and node.target is aten.add.Tensor and len(node.all_input_nodes) == 2:
-            # The first addition of what the block was given to what it made of it: without it a
-            # schedule may hoist the recomputation of whole blocks.
-            sources = []
-            for source in node.all_input_nodes:
-                if tensor_of(source).shape == tensor_of(node).shape:
-                    while (base := aliased_input(source)) is not None:
-                        source = base
-                    sources.append(source)
-            if len(sources) == 2 and any(forward_block_of(s) != block for s in sources):
-                has_residual = True
-                yield node
+        elif not has_residual and _is_residual(node, block):
+            # without it a schedule may hoist the recomputation of whole blocks
+            has_residual = True
+            yield node
+
+
+def _is_residual(node: fx.Node, block: str) -> bool:
+    """Return whether a node adds what the block was given to what it made of it."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    from_outside = False
+    for source in node.all_input_nodes:
+        if tensor_of(source).shape != tensor_of(node).shape:
+            return False
+        while (base := aliased_input(source)) is not None:
+            source = base
+        from_outside |= forward_block_of(source) != block
+    return from_outside

@@ -9,10 +9,12 @@ ranks' numbers in the order of the ranks, whichever bucket they travel in.
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from datetime import timedelta
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
-from graph_trainer.core.sharding.second_rounds import EXIT_SECONDS, SecondRounds
 from graph_trainer.core.torch_private import FakeTensor
 from graph_trainer.core.torch_private_groups import gloo_with_one_thread, take_timeout
 from graph_trainer.errors import ConfigError
@@ -31,6 +32,12 @@ BACKEND = "ordered_gloo"
 
 _SMALL_BYTES = 1024
 """Up to this size an all-reduce sends everything to each rank: one round of messages, not two."""
+
+EXIT_SECONDS = 1.0
+"""How long a process that ends waits for a thread of a group. One that frees a tensor or a
+`dist.Work` needs the interpreter's lock, and aborts the process if the interpreter has ended by
+then; one that waits for a rank that has gone may wait for long.
+"""
 
 Started = tuple[Any, Callable[[], None]]
 """A collective under way: what to wait for, a `dist.Work`, and what then puts its result in place.
@@ -375,3 +382,63 @@ def _reduction(op: Any, ranks: int) -> Callable[[torch.Tensor, torch.Tensor], No
             out.div_(ranks, rounding_mode="trunc" if whole else None)
 
     return reduce
+
+
+class SecondRounds:
+    """The thread that starts the second rounds of a group, in the order of the first ones.
+
+    It does not depend on who waits for what: ranks may wait for their collectives in different
+    orders, in several threads, or for something else altogether.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None]
+        self._waiting = queue.SimpleQueue()
+        thread = threading.Thread(target=_start_each, args=(self._waiting,), daemon=True)
+        thread.start()
+        weakref.finalize(self, _end, thread, self._waiting)
+
+    def start(self, start: Callable[[], dist.Work]) -> _SecondRound:
+        second = _SecondRound()
+        self._waiting.put((start, second.started))
+        return second
+
+
+def _start_each(
+    waiting: queue.SimpleQueue[tuple[Callable[[], dist.Work], Future[Any]] | None],
+) -> None:
+    while (item := waiting.get()) is not None:
+        start, started = item
+        try:
+            with torch.inference_mode():
+                started.set_result(start())
+        except BaseException as error:
+            started.set_exception(error)
+        del item, start, started  # or they would live until the next collective
+
+
+class _SecondRound:
+    """The second round of an all-reduce, which starts once the first one is over."""
+
+    def __init__(self) -> None:
+        self.started: Future[dist.Work] = Future()
+
+    def wait(self, timeout: timedelta) -> None:
+        start = time.monotonic()
+        try:
+            work = self.started.result(timeout.total_seconds() or None)
+        except TimeoutError:
+            raise RuntimeError(f"Timed out: an all-reduce took longer than {timeout}") from None
+        rest = timeout - timedelta(seconds=time.monotonic() - start)
+        work.wait(max(rest, timedelta(milliseconds=1)) if timeout else timeout)
+
+    def is_completed(self) -> bool:
+        if not self.started.done():
+            return False
+        return self.started.exception() is not None or self.started.result().is_completed()
+
+
+def _end(thread: threading.Thread, waiting: queue.SimpleQueue[Any]) -> None:
+    waiting.put(None)
+    if thread is not threading.current_thread():  # which may free the group
+        thread.join(EXIT_SECONDS)

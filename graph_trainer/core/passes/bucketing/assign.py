@@ -138,7 +138,15 @@ def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[l
 
 def _places(joint: JointGraph) -> dict[str, str]:
     """Return the name of the bucket that each parameter belongs in."""
-    read = _first_readers(joint)
+    # the position of the first node of forward that computes with each parameter
+    shows = computed_from_one_parameter(joint, is_form_in_forward)
+    read: dict[str, int] = {}
+    for position, node in enumerate(joint.graph.nodes):
+        if node.op != "call_function" or node in shows or is_backward(node):
+            continue
+        for source in node.all_input_nodes:
+            if source in shows:
+                read.setdefault(shows[source], position)
     names = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
     end = max((read.get(n, -1) for n in names if block_of(n) is not None), default=-1)
     places = {}
@@ -152,19 +160,6 @@ def _places(joint: JointGraph) -> dict[str, str]:
         else:
             places[name] = name.rpartition(".")[0]
     return places
-
-
-def _first_readers(joint: JointGraph) -> dict[str, int]:
-    """Return the position of the first node of forward that computes with each parameter."""
-    shows = computed_from_one_parameter(joint, is_form_in_forward)
-    first: dict[str, int] = {}
-    for position, node in enumerate(joint.graph.nodes):
-        if node.op != "call_function" or node in shows or is_backward(node):
-            continue
-        for source in node.all_input_nodes:
-            if source in shows:
-                first.setdefault(shows[source], position)
-    return first
 
 
 def without_cycles(buckets: Sequence[list[Member]]) -> list[list[Member]]:

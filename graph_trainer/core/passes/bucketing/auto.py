@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.assign import Member, by_size, members_of, without_cycles
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.context import PassContext
@@ -35,7 +34,13 @@ def best_caps(
     each, with the passes that run later, and writes remarks on what it found.
     """
     hardware = context.hardware_for(joint)
-    start = _saturating(members, hardware, context.agreement)
+    # By group the largest saturating size of its kinds of collectives, on any rank: of the groups
+    # along one axis of a mesh, one may be within a machine and another not.
+    start: dict[str, int] = {}
+    for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
+        collective = collective_of(node, group_ranks, None)
+        start[group] = max(start.get(group, 0), saturating_mib(collective, hardware))
+    start = {group: context.agreement.all_reduce_max(cap) for group, cap in start.items()}
     tried = []
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
@@ -69,18 +74,6 @@ class _Tried:
             f"{', '.join(parts)}: {self.seconds * 1e3:.1f} ms a step, "
             f"needs {self.needed / GIB:.2f} GiB{fits}"
         )
-
-
-def _saturating(
-    members: Sequence[Member], hardware: Hardware, agreement: Agreement
-) -> dict[str, float]:
-    """Return, by group, the largest saturating size of its kinds of collectives, on any rank: of
-    the groups along one axis of a mesh, one may be within a machine and another not."""
-    caps: dict[str, int] = {}
-    for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
-        collective = collective_of(node, group_ranks, None)
-        caps[group] = max(caps.get(group, 0), saturating_mib(collective, hardware))
-    return {group: agreement.all_reduce_max(cap) for group, cap in caps.items()}
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -11,7 +11,6 @@ from graph_trainer.core.graph.annotations import clear_bucket_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.bucketing.assign import (
-    Member,
     by_size,
     by_transformer_block,
     members_of,
@@ -102,7 +101,16 @@ def bucket_collectives(
         return
     members = members_of(joint)
     mergeable = [m for m in members if not (context.settings.bitwise and m.route.reduction)]
-    buckets = without_cycles(_buckets(joint, mergeable, options, context))
+    if options.strategy == "transformer_block":
+        assigned = by_transformer_block(joint, mergeable)
+    else:
+        caps: float | Mapping[str, float] | None = context.decided
+        if caps is None and options.strategy == "auto":
+            caps = best_caps(joint, mergeable, context, options.max_span)
+            joint.decisions[bucket_collectives.name] = caps
+        caps = options.cap_mib if caps is None else caps
+        assigned = by_size(mergeable, caps, options.max_span)
+    buckets = without_cycles(assigned)
     undecided = options.strategy in _BY_SIZE and context.decided is None
     place = {member: index for index, member in enumerate(members)}
     merged = [[place[member] for member in bucket] for bucket in buckets]
@@ -115,38 +123,15 @@ def bucket_collectives(
         buckets = []
     for member in members:  # a second run must not decide again
         clear_bucket_tag(member.node)
-    _remark_on_sums(joint, buckets, context)
-    merge(joint, buckets)
-
-
-def _remark_on_sums(
-    joint: JointGraph, buckets: Sequence[Sequence[Member]], context: PassContext
-) -> None:
-    """Say whether merging reductions may change the order of a sum, of which two ranks have one."""
-    reductions = [m for bucket in buckets if len(bucket) > 1 for m in bucket if m.route.reduction]
-    groups = {m.route.group for m in reductions}
+    # merged reductions may change the order of a sum, of which two ranks have one
+    groups = {m.route.group for b in buckets if len(b) > 1 for m in b if m.route.reduction}
     backends = {group_backend(group) for group in groups if len(group_ranks(group)) > 2}
-    if not backends:
-        return
-    planned_for_cpu = backends == {"fake"} and context.hardware_for(joint).device == "cpu"
-    joint.remarks.append(
-        "every sum keeps its order: CPU ranks add in rank order, whatever the bucket"
-        if backends == {BACKEND} or planned_for_cpu
-        else "merged sums have the same addends, maybe in another order; compile.bitwise = true "
-        "keeps the order"
-    )
-
-
-def _buckets(
-    joint: JointGraph,
-    members: Sequence[Member],
-    options: BucketCollectivesOptions,
-    context: PassContext,
-) -> list[list[Member]]:
-    if options.strategy == "transformer_block":
-        return by_transformer_block(joint, members)
-    caps: float | Mapping[str, float] | None = context.decided
-    if caps is None and options.strategy == "auto":
-        caps = best_caps(joint, members, context, options.max_span)
-        joint.decisions[bucket_collectives.name] = caps
-    return by_size(members, options.cap_mib if caps is None else caps, options.max_span)
+    if backends:
+        planned_for_cpu = backends == {"fake"} and context.hardware_for(joint).device == "cpu"
+        joint.remarks.append(
+            "every sum keeps its order: CPU ranks add in rank order, whatever the bucket"
+            if backends == {BACKEND} or planned_for_cpu
+            else "merged sums have the same addends, maybe in another order; compile.bitwise = "
+            "true keeps the order"
+        )
+    merge(joint, buckets)

@@ -23,10 +23,9 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument, aten, collective_kind, schema_of
+from graph_trainer.core.graph.ops import argument, aten, collective_kind, erase_unused, schema_of
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.passes.bucketing.assign import Member
-from graph_trainer.core.passes.eliminate_dead_code import eliminate_dead_code
 from graph_trainer.core.torch_private import c10d_functional
 
 _Key = tuple[int, ...]
@@ -54,9 +53,17 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
         keys |= {node: (anchor, 1, i) for i, node in enumerate(made)}
         if not reduces:
             gathers.append((anchor, made))
-    eliminate_dead_code(joint)  # the members, and casts and copies that no bucket needs
+    erase_unused(joint.graph)  # the members, and casts and copies that no bucket needs
     for anchor, made in sorted(gathers, key=lambda entry: entry[0]):
-        _move_inputs_up(made, anchor, keys)
+        # the inputs of a gather are sorted before it, unless they come earlier already
+        stack = [n for node in made for n in node.all_input_nodes]
+        inside = set(made)
+        while stack:
+            node = stack.pop()
+            if node in inside or node.op != "call_function" or keys[node] < (anchor, 0):
+                continue
+            keys[node] = (anchor, -1, *keys[node])
+            stack += node.all_input_nodes
     _sort(joint.graph, keys)
 
 
@@ -178,11 +185,21 @@ class _Bucket:
         A bucket is packed in the narrower dtype and cast as a whole: fewer bytes are alive until
         the last member is computed. The bits are the same."""
         sent = [_input(m.node) for m in self.members]
-        sources = [_before_cast(node) for node in sent]
-        dtypes = {tensor_of(s).dtype for s in sources if s is not None}
-        if None in sources or len(dtypes) != 1:
+        sources = []
+        for node in sent:
+            # a cast to a wider dtype, and perhaps a copy of it, each for one reader
+            cast = node.all_input_nodes[0] if node.target is aten.clone.default else node
+            if len(node.users) != 1 or len(cast.users) != 1:
+                return sent, None
+            if cast.target is not aten._to_copy.default or cast.kwargs.keys() != {"dtype"}:
+                return sent, None
+            (source,) = cast.all_input_nodes
+            if tensor_of(source).dtype.itemsize >= tensor_of(cast).dtype.itemsize:
+                return sent, None
+            sources.append(source)
+        if len({tensor_of(source).dtype for source in sources}) != 1:
             return sent, None
-        return [s for s in sources if s is not None], tensor_of(sent[0]).dtype
+        return sources, tensor_of(sent[0]).dtype
 
     def _cast(self, bucket: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         return bucket if dtype is None else self._make(aten._to_copy.default, bucket, dtype=dtype)
@@ -217,20 +234,18 @@ class _Bucket:
     def _node(self, entry: dict[str, str], op: Any, args: Any, kwargs: Any) -> fx.Node:
         with self.graph.inserting_before(self.first):
             node = self.graph.call_function(op, args, kwargs)
-        node.meta["val"] = self._result(node)
+        # Layers are alike, and computing fake results is most of the time of a merge: each is
+        # computed once, but for elements of a list of tensors.
+        key = (op, repr(fx.map_arg((node.args, node.kwargs), _layout)))
+        if op is operator.getitem:
+            node.meta["val"] = inferred_value(node)
+        else:
+            if key not in self.known:
+                self.known[key] = inferred_value(node)
+            node.meta["val"] = self.known[key]
         annotate_node(node, entry)
         self.made.append(node)
         return node
-
-    def _result(self, node: fx.Node) -> Any:
-        """Return the fake result of a node. Layers are alike, and computing fake results is most of
-        the time of a merge: each is computed once, but for elements of a list of tensors."""
-        if node.target is operator.getitem:
-            return inferred_value(node)
-        key = (node.target, repr(fx.map_arg((node.args, node.kwargs), _layout)))
-        if key not in self.known:
-            self.known[key] = inferred_value(node)
-        return self.known[key]
 
 
 _PREPARES = (aten._to_copy.default, aten.clone.default)
@@ -244,20 +259,6 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
     return nodes
 
 
-def _before_cast(node: fx.Node) -> fx.Node | None:
-    """Return what a node casts to a wider dtype, and perhaps copies, for one reader; else None."""
-    if len(node.users) != 1:
-        return None
-    if node.target is aten.clone.default:
-        (node,) = node.all_input_nodes
-        if len(node.users) != 1:
-            return None
-    if node.target is not aten._to_copy.default or node.kwargs.keys() != {"dtype"}:
-        return None
-    (source,) = node.all_input_nodes
-    return source if tensor_of(source).dtype.itemsize < tensor_of(node).dtype.itemsize else None
-
-
 def _input(collective: fx.Node) -> fx.Node:
     (source,) = collective.all_input_nodes
     return source
@@ -267,18 +268,6 @@ def _number(node: fx.Node, name: str) -> int:
     number = argument(node, name)
     assert isinstance(number, int)
     return number
-
-
-def _move_inputs_up(made: Sequence[fx.Node], anchor: int, keys: dict[fx.Node, _Key]) -> None:
-    """Sort the inputs of a gather before it, unless they come earlier already."""
-    stack = [n for node in made for n in node.all_input_nodes]
-    inside = set(made)
-    while stack:
-        node = stack.pop()
-        if node in inside or node.op != "call_function" or keys[node] < (anchor, 0):
-            continue
-        keys[node] = (anchor, -1, *keys[node])
-        stack += node.all_input_nodes
 
 
 def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:

@@ -57,21 +57,20 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     for node in joint.graph.nodes:
         if not is_collective(node) or not _is_plain(node, writes):
             continue
-        tag = _tag(node)
-        known = goal if role_of(node) is Role.REDUCE_GRAD else source
-        if tag is not None and known.get(node) in parameters_of(node):
+        kind = plain_kind(node)
+        if kind is None or not kind.mergeable:
+            continue
+        if role_of(node) is Role.REDUCE_GRAD and kind.reduces:
+            scatters = kind.result is Result.SCATTERED
+            tag = BucketTag.REDUCE_SCATTER if scatters else BucketTag.ALL_REDUCE
+            parameter = goal.get(node)
+        elif role_of(node) is Role.UNSHARD and kind.result is Result.GATHERED:
+            tag = BucketTag.UNSHARD_BACKWARD if is_backward(node) else BucketTag.UNSHARD_FORWARD
+            parameter = source.get(node)
+        else:
+            continue
+        if parameter in parameters_of(node):
             set_bucket_tag(node, tag)
-
-
-def _tag(node: fx.Node) -> BucketTag | None:
-    kind = plain_kind(node)
-    if kind is None or not kind.mergeable:
-        return None
-    if role_of(node) is Role.REDUCE_GRAD and kind.reduces:
-        return BucketTag.REDUCE_SCATTER if kind.result is Result.SCATTERED else BucketTag.ALL_REDUCE
-    if role_of(node) is Role.UNSHARD and kind.result is Result.GATHERED:
-        return BucketTag.UNSHARD_BACKWARD if is_backward(node) else BucketTag.UNSHARD_FORWARD
-    return None
 
 
 def _is_plain(node: fx.Node, writes: Writes) -> bool:

@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import fx
+
+from graph_trainer.core.analysis.collective_purpose import traffic_of
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.overlap.remarks import remarks_on
 from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.scheduler import KEY, ScheduleOverlapOptions, Scheduler
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
-from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.timeline import play
+from graph_trainer.core.simulation.timeline import Timeline, play
 from graph_trainer.core.units import GIB
+
+_LEAST = 5e-6
+"""Seconds by which exposed time must change for a line of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
     """An order, and the graphs that it is for."""
 
-    program: tuple[object, ...]
+    program: list[object]
     """By node, its op and the places of its inputs: equal for batches of other shapes."""
     order: list[int]
     """The places of the old order, in the new one."""
@@ -66,14 +71,20 @@ def schedule_overlap(
     """
     hardware = context.hardware_for(joint)
     graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
-    program = _program(joint)
+    place_of = {node: place for place, node in enumerate(joint.graph.nodes)}
+    program: list[object] = []
+    for node in place_of:
+        program.append((str(node.target), *(place_of[n] for n in node.all_input_nodes)))
     decided: Decided | None = context.decided
-    again = decided is not None and decided.program == program
-    if decided is not None and again:
+    follows = decided is not None and decided.program == program
+    if decided is not None and follows:
         order = decided.order
     else:
         order = Scheduler(graph, options).run()
-        if not context.agreement.same(_communication(graph, order)):
+        # what the ranks must agree on: the order of collectives and waits, by their old order
+        nodes = [n for n in graph.nodes if is_collective(n) or is_wait(n)]
+        ordinal = {place_of[node]: number for number, node in enumerate(nodes)}
+        if not context.agreement.same([ordinal[place] for place in order if place in ordinal]):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
                 "or their tensor-parallel parts being of unlike sizes"
@@ -82,33 +93,62 @@ def schedule_overlap(
     joint.decisions[schedule_overlap.name] = Decided(program, order)
     if order == sorted(order):
         return
-    before, peak = play(joint, graph.issued, graph.cost, hardware), _peak_bytes(joint, hardware)
+
+    def simulated() -> tuple[Timeline, int]:
+        memory = lifetimes(joint, scratch=scratch_bytes(joint, hardware.device))
+        return play(joint, graph.issued, graph.cost, hardware), memory.peak_bytes
+
+    before, peak = simulated()
     *body, output = [graph.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
-    after, new_peak = play(joint, graph.issued, graph.cost, hardware), _peak_bytes(joint, hardware)
-    if again and new_peak > peak * (1 + options.max_peak_growth):
+    after, new_peak = simulated()
+    if follows and new_peak > peak * (1 + options.max_peak_growth):
         joint.remarks.append(
             f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
             f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
             f"{options.max_peak_growth:.1%}"
         )
-    joint.remarks += remarks_on(graph, order, before, after)
+    joint.remarks += _remarks_on(graph, order, before, after)
 
 
-def _peak_bytes(joint: JointGraph, hardware: Hardware) -> int:
-    return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
+def _remarks_on(
+    graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
+) -> list[str]:
+    """Say in one line what moved, and in one more for every collective how long compute waits for
+    it now, where that has changed. `order` has the places of the old order, in the new one.
+    Linear in nodes.
+    """
+    traffic = traffic_of(graph.issued)
+    old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)
+    earlier = {graph.nodes[place]: old[place] - new[place] for place in graph.group}
+    was: dict[fx.Node, float] = defaultdict(float)
+    now: dict[fx.Node, float] = defaultdict(float)
+    for exposed, timeline in ((was, before), (now, after)):
+        for each in timeline.exposed:
+            exposed[each.collective.node] += each.seconds
+    sums = []
+    for kind in dict.fromkeys(traffic.values()):
+        nodes = [node for node in earlier if traffic[node] is kind]
+        moved = sum(earlier[node] > 0 for node in nodes)
+        seconds = [sum(waits[node] for node in nodes) for waits in (was, now)]
+        sums.append(
+            f"{kind.value.replace('_', ' ')}: {moved} of {len(nodes)} start earlier, exposed "
+            f"{seconds[0] * 1e3:.1f} ms before and {seconds[1] * 1e3:.1f} ms now"
+        )
+    lines = [
+        f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
+        f"{was[c.node] * 1e3:.3f} ms before and {now[c.node] * 1e3:.3f} ms now"
+        for c in graph.issued
+        if c.node in earlier and abs(was[c.node] - now[c.node]) > _LEAST
+    ]
+    return ["; ".join(sums), *lines]
 
 
-def _communication(graph: ScheduleGraph, order: Sequence[int]) -> list[int]:
-    """Return the order of collectives and waits alone, each by its place before."""
-    nodes = [graph.nodes[place] for place in sorted(order)]
-    ordinal = {n: i for i, n in enumerate(n for n in nodes if is_collective(n) or is_wait(n))}
-    return [ordinal[n] for place in order if (n := graph.nodes[place]) in ordinal]
-
-
-def _program(joint: JointGraph) -> tuple[object, ...]:
-    place = {node: index for index, node in enumerate(joint.graph.nodes)}
-    return tuple(
-        (str(node.target), *(place[source] for source in node.all_input_nodes)) for node in place
-    )
+def _computed_before(graph: ScheduleGraph, order: Sequence[int]) -> dict[int, int]:
+    """Count, by place, the nodes that compute before it in this order."""
+    computed, passed = {}, 0
+    for place in order:
+        computed[place] = passed
+        passed += graph.seconds[place] > 0 and place not in graph.group
+    return computed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -13,7 +12,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import is_getitem, is_wait, storages_in, value_storages
+from graph_trainer.core.graph.ops import Storage, is_getitem, is_wait, storages_in, value_storages
 from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.plan_memory.block import Block, Op
@@ -37,16 +36,22 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
     storages, size = value_storages(joint.graph), lifetimes(joint).size
     writes = Writes(joint.graph)
     nodes_of = forward_blocks(joint)
-    border = {
-        storage
-        for name, nodes in nodes_of.items()
-        for n in nodes
-        if is_read_elsewhere(n, name)
-        for storage in storages_in(storages[n])
-    }
+    border: set[Storage] = set()
+    for name, nodes in nodes_of.items():
+        for node in nodes:
+            if is_read_elsewhere(node, name):
+                border.update(storages_in(storages[node]))
     blocks = []
     for name, nodes in nodes_of.items():
-        groups, number = _grouped(nodes)
+        # results and waits go with the op that they belong to
+        groups: list[list[fx.Node]] = []
+        number: dict[fx.Node, int] = {}
+        for node in nodes:
+            source = node.all_input_nodes[0] if is_getitem(node) or is_wait(node) else node
+            number[node] = number.get(source, len(groups))
+            if number[node] == len(groups):
+                groups.append([])
+            groups[number[node]].append(node)
         seen: dict[tuple[str, str], int] = defaultdict(int)
         ops = []
         for place, group in enumerate(groups):
@@ -56,7 +61,8 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
             tag = recompute_policy(head)
             # a user's tags win; `rematerialize` acts only on MUST_RECOMPUTE
             kept = tag not in (None, CheckpointPolicy.MUST_RECOMPUTE) or not border.isdisjoint(made)
-            again = not kept and _may_run_again(group, writes)
+            runs = [n for n in group if n is head or not is_wait(n)]
+            may_recompute = not kept and all(may_run_again(n, writes) for n in runs)
             read = {number[i] for n in group for i in n.all_input_nodes if i in number}
             module = (module_of(head) or "").removeprefix(name).removeprefix(".")
             key = (module, str(head.target))
@@ -68,27 +74,12 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
                     nanoseconds=round(sum(seconds[n] for n in group) * NANOSECONDS),
                     reads=tuple(sorted(read - {place})),
                     is_needed=any(is_backward(u) for n in group for u in n.users),
-                    may_save=not again or bool(made) and tag is not CheckpointPolicy.MUST_RECOMPUTE,
-                    may_recompute=again,
+                    may_save=not may_recompute
+                    or bool(made)
+                    and tag is not CheckpointPolicy.MUST_RECOMPUTE,
+                    may_recompute=may_recompute,
                 )
             )
             seen[key] += 1
         blocks.append(Block(name, tuple(ops), groups))
     return blocks
-
-
-def _grouped(nodes: Sequence[fx.Node]) -> tuple[list[list[fx.Node]], dict[fx.Node, int]]:
-    """Put results and waits with the op that they belong to; return the groups, and each node's."""
-    groups: list[list[fx.Node]] = []
-    number: dict[fx.Node, int] = {}
-    for node in nodes:
-        source = node.all_input_nodes[0] if is_getitem(node) or is_wait(node) else node
-        number[node] = number.get(source, len(groups))
-        if number[node] == len(groups):
-            groups.append([])
-        groups[number[node]].append(node)
-    return groups, number
-
-
-def _may_run_again(group: Sequence[fx.Node], writes: Writes) -> bool:
-    return all(may_run_again(n, writes) for n in group if not (is_wait(n) and n is not group[0]))

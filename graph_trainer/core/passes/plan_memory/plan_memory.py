@@ -134,11 +134,12 @@ class _Planner:
         items += others
         self._items = items
         # of equals the last block first: backward frees it first
-        corners = sorted(
-            (-_worth(low, high), bool(item.parameters), number, -place)
-            for place, item in enumerate(items)
-            for number, (low, high) in enumerate(itertools.pairwise(item.choices))
-        )
+        corners: list[tuple[float, bool, int, int]] = []
+        for place, item in enumerate(items):
+            for number, (low, high) in enumerate(itertools.pairwise(item.choices)):
+                saved_a_byte = (low.nanoseconds - high.nanoseconds) / max(high.bytes - low.bytes, 1)
+                corners.append((-saved_a_byte, bool(item.parameters), number, -place))
+        corners.sort()
         most = sum(item.choices[-1].bytes - item.choices[0].bytes for item in items)
         self._steps: list[tuple[int, Choice]] = []
         """Which item is given more memory, and what it then keeps."""
@@ -179,13 +180,28 @@ class _Planner:
         """
         limit = int(limit_gib * GIB)
         if self._least(0) > limit:
-            raise MemoryLimitError(self._infeasible(limit))
+            memory, least = self._memory(0), self._least(0)
+            helps = what_would_help(memory.peak_by_category(), self._context.settings)
+            raise MemoryLimitError(
+                f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs "
+                "most even with everything recomputed. This rank needs "
+                f"{what_is_needed(memory, self._hardware)}. Set {KEY} to "
+                f"{least / GIB + 0.005:.2f} or more, or set {helps}"
+            )
         within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back
         last = self._last_within(limit, self._least) if within is None else within
         number = self._fastest(last or 0, limit)
-        self._joint.remarks.append(self._remark(number, limit))
-        return self._table(number)
+        table = self._table(number)
+        recomputed = sum(choice.nanoseconds for choice in self._chosen(number)) / 1e6
+        away = len(table.offloaded)
+        offloaded = f"the inputs of {away} blocks in host memory, " if away else ""
+        self._joint.remarks.append(
+            f"kept {gib(self._bytes[number])} of {gib(self._bytes[-1])} GiB that is a choice, "
+            f"{offloaded}the rest made again in {recomputed:.1f} ms; the step needs "
+            f"{gib(self._simulated(number).needed)} GiB of {gib(limit)}"
+        )
+        return table
 
     def _last_within(self, limit: int, needed: Callable[[int], int]) -> int | None:
         """Return the largest number of steps that is within a limit; None where none is.
@@ -284,30 +300,3 @@ class _Planner:
         kept = [name for item, choice in chosen if choice.saved for name in item.parameters]
         parameters = kept if self._decides_parameters else None
         return MemoryTable.of(self._blocks, saved, parameters, away)
-
-    def _remark(self, number: int, limit: int) -> str:
-        chosen = self._chosen(number)
-        again = sum(choice.nanoseconds for choice in chosen) / 1e6
-        kept, most = self._bytes[number], self._bytes[-1]
-        away = len(self._table(number).offloaded)
-        offloaded = f"the inputs of {away} blocks in host memory, " if away else ""
-        return (
-            f"kept {gib(kept)} of {gib(most)} GiB that is a choice, {offloaded}"
-            f"the rest made again in {again:.1f} ms; the step needs "
-            f"{gib(self._simulated(number).needed)} GiB of {gib(limit)}"
-        )
-
-    def _infeasible(self, limit: int) -> str:
-        memory, least = self._memory(0), self._least(0)
-        helps = what_would_help(memory.peak_by_category(), self._context.settings)
-        return (
-            f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs most "
-            "even with everything recomputed. This rank needs "
-            f"{what_is_needed(memory, self._hardware)}. Set {KEY} to {least / GIB + 0.005:.2f} or "
-            f"more, or set {helps}"
-        )
-
-
-def _worth(low: Choice, high: Choice) -> float:
-    """Return the nanoseconds that a step saves for each byte."""
-    return (low.nanoseconds - high.nanoseconds) / max(high.bytes - low.bytes, 1)

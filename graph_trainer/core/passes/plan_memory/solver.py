@@ -148,11 +148,8 @@ def _solve(
             f"planning memory: the solver found no best choice for a block of {number} ops: "
             f"{result.message}. Use an activation_checkpoint.type such as 'selective' or 'full'"
         )
-    return _what_is_used(ops, {i for i in range(number) if result.x[i] > 0.5})
-
-
-def _what_is_used(ops: Sequence[Op], saved: set[int]) -> Choice:
-    """Return a choice without what it keeps and backward never comes to."""
+    # a choice without what it keeps and backward never comes to
+    saved = {i for i in range(number) if result.x[i] > 0.5}
     used: set[int] = set()
     stack = [place for place, op in enumerate(ops) if op.is_needed]
     while stack:

@@ -21,8 +21,12 @@ from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from graph_trainer.core.sharding import ordered_gloo
-from graph_trainer.core.sharding.ordered_gloo import OrderedGloo, _wait_until_dropped
-from graph_trainer.core.sharding.second_rounds import EXIT_SECONDS, _SecondRound
+from graph_trainer.core.sharding.ordered_gloo import (
+    EXIT_SECONDS,
+    OrderedGloo,
+    _SecondRound,
+    _wait_until_dropped,
+)
 from graph_trainer.errors import ConfigError
 from tests.examples import examples
 
