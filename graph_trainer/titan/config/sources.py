@@ -1,6 +1,7 @@
 """Where the keys of a config come from: the flags, the file and the registry entry they name."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.resources
 import inspect
@@ -8,9 +9,9 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torchtitan.trainer import Trainer
@@ -18,7 +19,7 @@ from torchtitan.trainer import Trainer
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.toml_file import parse_toml, read_toml
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.fields import UNSET, alternatives, is_nullable, show
+from graph_trainer.titan.config.fields import UNSET, Field, field_of, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 
 DEFAULT_MODULE = "graph_trainer.llama3"
@@ -36,7 +37,7 @@ class Origins:
 
     file: str = "config"
     """The file's name, or another name of the config for messages."""
-    where: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
     """Key -> the file or the command line; entries of lists by index, as `section.list.0.key`."""
 
     def of(self, *keys: str) -> str:
@@ -55,13 +56,14 @@ class Problem(NamedTuple):
     """One thing that is wrong with a config."""
 
     key: str
-    value: Any
     problem: str
-    """What is wrong, a clause without a full stop."""
+    """What is wrong, a clause."""
     remedy: str
     """What to write instead, a sentence."""
     others: tuple[str, ...] = ()
     """Other keys that decide; a flag may have set one of them."""
+    value: Any = ...
+    """Left out: the config's value of the key."""
 
 
 def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
@@ -82,17 +84,16 @@ _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 class FlagText(str):
     """The text of a flag's value. How it is read depends on the type of the field."""
 
-    def read(self, hint: Any) -> Any:
-        """Read the text as TOML, for a field of type `hint`.
+    def read(self, field: Field) -> Any:
+        """Read the text as TOML, for a field.
 
         What is no TOML value is a string, and so is everything where the field takes nothing but
         strings. None is no value, where the field may have none; a list may be written a,b,c.
         A flag without a value sets a boolean to true.
         """
-        kinds = alternatives(hint)
         if self is NO_VALUE:
-            return True if bool in kinds else self
-        if self == "None" and is_nullable(hint):
+            return True if bool in field.options else self
+        if self == "None" and field.nullable:
             return None
         try:
             table = parse_toml(f"value = {self}", "value")
@@ -100,11 +101,11 @@ class FlagText(str):
         except ConfigError:
             value = str(self)
         if not isinstance(value, str):
-            is_text = [k in (str, NoneType) or get_origin(k) is Literal for k in kinds]
+            is_text = [each is str or get_origin(each) is Literal for each in field.options]
             return str(self) if all(is_text) else value
-        lists = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+        lists = [each for each in field.options if get_origin(each) in (list, tuple)]
         if lists and not self.startswith("["):
-            (entry, *_) = get_args(lists[0])
+            entry = field_of(get_args(lists[0])[0])
             return [FlagText(part).read(entry) for part in self.split(",")]
         return value
 

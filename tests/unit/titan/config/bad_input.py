@@ -42,9 +42,9 @@ KEYS_AND_TYPES = (
     Bad("training = [{ steps = 3 }]", "under a [training] heading"),
     Bad(
         'parallelism.fsdp_reshard_after_forward = "allways"',
-        'Did you mean always? Write "default", "always", "never" or "auto"',
+        'Did you mean always? Write "default", "always", "never", "auto"',
     ),
-    Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned" or "eager"'),
+    Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned", "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
         'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
@@ -374,7 +374,7 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'parallelism.fsdp_reshard_after_forward = "sometimes"',
-        'Write "default", "always", "never" or "auto"',
+        'Write "default", "always", "never", "auto"',
         ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
     ),
     Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
