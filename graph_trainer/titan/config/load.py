@@ -57,7 +57,6 @@ from graph_trainer.titan.config.sources import (
     read_flags,
     read_source,
     refusal,
-    registry_entry,
 )
 
 
@@ -85,13 +84,12 @@ def load_config(
     logging.disable(logging.WARNING)
     try:
         source = read_source(flags.module, flags.config)
-        entry = registry_entry(source.module, source.base, source.where)
         origins = Origins(source.where)
-        table = merge(table_of(entry), source.table, source.where, origins)
+        table = merge(table_of(source.entry), source.table, source.where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
-        config, problems = build_config(entry, table, origins)
+        config, problems = build_config(source.entry, table, origins)
         if flags.shown:
-            show_help(config or entry, flags.shown, prog)
+            show_help(config or source.entry, flags.shown, prog)
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size
