@@ -87,7 +87,17 @@ def check_config(
         *_file_problems(config),
     ]
     if problems:
+        for i, each in enumerate(problems):
+            if each.value is ...:
+                problems[i] = each._replace(value=_of(config, each.key))
         raise refusal(problems, origins or Origins())
+
+
+def _of(config: Any, key: str) -> Any:
+    """Return the config's value of a key, such as `section.list[0].key`."""
+    for part in key.replace("[", ".").replace("]", "").split("."):
+        config = config[int(part)] if part.isdigit() else getattr(config, part)
+    return config
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -100,7 +110,6 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if isinstance(section, LayersAC.Config) and 0 < len(blocks) < section.layers:
         yield Problem(
             "activation_checkpoint.layers",
-            section.layers,
             f"more than the {len(blocks)} blocks of the model, so none would be recomputed",
             f"Set 1 to {len(blocks)}.",
         )
@@ -111,24 +120,23 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if mode == "eager" and isinstance(section, NEEDS_CAPTURE):
         yield Problem(
             key,
-            name,
             'it acts on a captured step, and compile.mode is "eager"',
             'Set compile.mode = "aot_fx_trace", or the type "selective", "full" or "layers".',
             ("compile.mode",),
+            name,
         )
     elif mode != "eager" and fills_limit and not limit:
         yield Problem(
             "parallelism.fsdp_reshard_after_forward" if auto else key,
-            "auto" if auto else name,
             f"it fills a memory limit, and {limit_key} is "
             + ("unset" if limit is None else "0, which is no limit"),
             "Set the GiB that a step may need on a device, such as 72 on one of 80 GiB.",
             (limit_key,),
+            "auto" if auto else name,
         )
     if compile_config.allow_offload and not isinstance(section, BudgetAC.Config):
         yield Problem(
             "compile.allow_offload",
-            True,
             "there is no budget that could choose it",
             'Set activation_checkpoint.type = "budget" too, or offload by yourself with '
             "compile.offload_activations.block_inputs.",
@@ -136,7 +144,6 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if compile_config.partition != "tags" and mode != "partitioned":
         yield Problem(
             "compile.partition",
-            compile_config.partition,
             f'it parts forward and backward, and compile.mode is "{mode}"',
             'Set compile.mode = "partitioned" too, or leave compile.partition out.',
             ("compile.mode",),
@@ -146,7 +153,6 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if profiler.enable_profiling and profiler.profile_freq < least:
         yield Problem(
             "profiler.profile_freq",
-            profiler.profile_freq,
             f"fewer steps than profiler.profiler_warmup = {profiler.profiler_warmup} and "
             f"profiler.profiler_active = {profiler.profiler_active} take",
             f"Set profiler.profile_freq to {least} or more.",
@@ -174,7 +180,7 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
             remedy = f"Set -1 for what is left, or start {ranks} ranks."
         fitting = world_size // (replicate * tensor) if shard == -1 else shard
         if replicate * tensor * fitting != world_size or fitting == 0:
-            yield Problem("parallelism.data_parallel_shard_degree", shard, problem, remedy, others)
+            yield Problem("parallelism.data_parallel_shard_degree", problem, remedy, others)
             return
         shard = fitting
     if shard != -1 and training.global_batch_size != -1:
@@ -184,7 +190,6 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
         if training.global_batch_size % one_step:
             yield Problem(
                 "training.global_batch_size",
-                training.global_batch_size,
                 f"not a multiple of {one_step}, which is training.local_batch_size "
                 f"{training.local_batch_size} on {replicate * shard} data-parallel ranks",
                 f"Set it to {choices}, to -1 for {one_step}, or change training.local_batch_size.",
@@ -192,7 +197,6 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     if parallelism.enable_sequence_parallel and training.seq_len % tensor:
         yield Problem(
             "training.seq_len",
-            training.seq_len,
             f"not divisible by parallelism.tensor_parallel_degree = {tensor}, over which "
             "sequence parallelism splits it",
             f"Set training.seq_len to a multiple of {tensor} such as "
@@ -207,14 +211,13 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     spec, seq_len = config.model_spec, config.training.seq_len
     if spec is None:
         remedy = "Set base to a registry function of the module."
-        yield Problem("base", config.base, "the config has no model", remedy)
+        yield Problem("base", "the config has no model", remedy)
         return
     model = f"{spec.name} {spec.flavor}"
     longest = getattr(spec.model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
         yield Problem(
             "training.seq_len",
-            seq_len,
             f"longer than the {longest} positions of {model}",
             f"Set training.seq_len to {longest} or less.",
         )
@@ -226,7 +229,6 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
             yield Problem(
                 "parallelism.tensor_parallel_degree",
-                tensor,
                 f"does not divide the {name} = {heads} of {model}",
                 f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
             )
@@ -235,7 +237,6 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if vocabulary is not None and tokens is not None and tokens > vocabulary:
         yield Problem(
             "tokenizer.vocab_size",
-            tokens,
             f"larger than the model's vocabulary of {vocabulary}",
             f"Set tokenizer.vocab_size to {vocabulary} or less.",
         )
@@ -261,8 +262,7 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         key, _, problem = str(error).partition(": ")
         if key not in ("compile.passes", "compile.disable_passes"):
             key, problem = "compile.passes", str(error)
-        names = ours.disable_passes if key == "compile.disable_passes" else ours.passes
-        yield Problem(key, names, problem, "Or leave the pass out.")
+        yield Problem(key, problem, "Or leave the pass out.")
         return
     if ours.mode == "eager":  # no pass runs; a warning lists what has no effect then
         return
@@ -287,7 +287,7 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         remedy = idle.remedy
         if idle.other:
             remedy = f"Set {keys[idle.other]} to {' or '.join(map(show, idle.acting))}"
-        yield Problem(key, idle.value, idle.problem, f"{remedy}, or {instead}.", others)
+        yield Problem(key, idle.problem, f"{remedy}, or {instead}.", others, idle.value)
 
 
 # torchtitan looks names up in a private function, when it builds the optimizer.
@@ -298,19 +298,18 @@ def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
     """Check that torchtitan can make an optimizer of the parameter groups."""
     if not groups:
         remedy = 'Add a [[optimizer.param_groups]] with pattern = ".*", or leave the key out.'
-        yield Problem("optimizer.param_groups", groups, "no parameter would be trained", remedy)
+        yield Problem("optimizer.param_groups", "no parameter would be trained", remedy)
     for i, group in enumerate(groups):
         key, name = f"optimizer.param_groups[{i}]", group.optimizer_name
         if name not in _OPTIMIZERS:
             guess = did_you_mean(name, _OPTIMIZERS, GUESS)
             remedy = f"{guess}Write {', '.join(map(show, _OPTIMIZERS))}."
-            yield Problem(f"{key}.optimizer_name", name, "not one of torchtitan's", remedy)
+            yield Problem(f"{key}.optimizer_name", "not one of torchtitan's", remedy)
         try:
             re.compile(group.pattern)
         except (re.error, OverflowError, RecursionError) as error:
             yield Problem(
                 f"{key}.pattern",
-                group.pattern,
                 f"not a regular expression ({error})",
                 'Write one that finds the names of the group\'s parameters, such as ".*".',
             )
@@ -321,7 +320,6 @@ def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
             except Exception as error:  # whatever torch says about an argument
                 yield Problem(
                     f"{key}.optimizer_kwargs",
-                    group.optimizer_kwargs,
                     f"{name} does not take them: {error}",
                     f"Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}.",
                 )
@@ -332,7 +330,7 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     folder = config.dump_folder
     if not folder.strip() or "\0" in folder or os.path.isfile(folder):
         remedy = "Name a folder, new or existing."
-        yield Problem("dump_folder", folder, "not a folder to write to", remedy)
+        yield Problem("dump_folder", "not a folder to write to", remedy)
     section, hardware = config.activation_checkpoint, config.compile.hardware
     try:
         activation_settings(section)
@@ -351,7 +349,6 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(assets):
         yield Problem(
             "hf_assets_path",
-            assets,
             'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
             'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
         )
@@ -359,7 +356,7 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
 
 def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:
     """Make the problem of a key that names what cannot be read; the error has the remedy."""
-    return Problem(key, value, str(error).removeprefix(f"{key} {value}: "), "", others)
+    return Problem(key, str(error).removeprefix(f"{key} {value}: "), "", others)
 
 
 def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
@@ -375,7 +372,6 @@ def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
         if component.dataset.lower() not in known:
             yield Problem(
                 f"{section}.dataset",
-                component.dataset,
                 "not a dataset of torchtitan's",
                 f"{did_you_mean(component.dataset, known, GUESS)}Write {' or '.join(known)}, or "
                 f'set {section}.type = "text" for the embedded text or files of your own.',

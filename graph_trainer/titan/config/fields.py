@@ -5,14 +5,27 @@ a short name, or by "package.module:Class.Config" for a component of a user's ow
 """
 
 import dataclasses
+import functools
 import json
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Union
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple, Union
 
 import tyro
+from torchtitan.components.checkpointer.base import BaseCheckpointManager
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
+from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.hf_datasets import text_datasets
+
+from graph_trainer.titan.activation_policies import POLICIES
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 
 NONE = "none"
 """The `type` of an optional section that is switched off."""
@@ -20,38 +33,25 @@ NONE = "none"
 UNSET = "unset"
 """The key that lists a table's keys whose value is None, which TOML cannot write."""
 
-# Declared class -> short name -> configured class, all as "module:qualified name", so that a
-# module is imported when a section asks for it. torchtitan's memory budget policy of activation
+# Declared class -> short name -> configured class. torchtitan's memory budget policy of activation
 # checkpointing has no short name: it acts inside torch.compile, and a captured step has none.
-_COMPONENTS = {
-    "torchtitan.components.dataloader:BaseDataLoader.Config": {
-        "text": "graph_trainer.titan.data.loader:TextDataLoader.Config",
-        "huggingface": "torchtitan.hf_datasets.text_datasets:HuggingFaceTextDataLoader.Config",
-        "huggingface_interleaved": (
-            "torchtitan.hf_datasets.text_datasets:InterleavedHuggingFaceTextDataLoader.Config"
-        ),
+_COMPONENTS: dict[type, dict[str, type]] = {
+    BaseDataLoader.Config: {
+        "text": TextDataLoader.Config,
+        "huggingface": text_datasets.HuggingFaceTextDataLoader.Config,
+        "huggingface_interleaved": text_datasets.InterleavedHuggingFaceTextDataLoader.Config,
     },
-    "torchtitan.components.tokenizer:BaseTokenizer.Config": {
-        "byte_bpe": "graph_trainer.titan.data.tokenizer:ByteBPETokenizer.Config",
-        "huggingface": "torchtitan.components.tokenizer:HuggingFaceTokenizer.Config",
+    BaseTokenizer.Config: {
+        "byte_bpe": ByteBPETokenizer.Config,
+        "huggingface": HuggingFaceTokenizer.Config,
     },
-    "torchtitan.components.checkpointer.base:BaseCheckpointManager.Config": {
-        "dcp": "graph_trainer.titan.checkpointer:CheckedCheckpointManager.Config",
+    BaseCheckpointManager.Config: {"dcp": CheckedCheckpointManager.Config},
+    BaseLoss.Config: {
+        "cross_entropy": CrossEntropyLoss.Config,
+        "chunked_cross_entropy": ChunkedCrossEntropyLoss.Config,
     },
-    "torchtitan.components.loss:BaseLoss.Config": {
-        "cross_entropy": "torchtitan.components.loss:CrossEntropyLoss.Config",
-        "chunked_cross_entropy": "graph_trainer.titan.chunked_loss:ChunkedCrossEntropyLoss.Config",
-    },
-    "torchtitan.distributed.activation_checkpoint:ActivationCheckpointing.Config": {
-        "selective": "torchtitan.distributed.activation_checkpoint:SelectiveAC.Config",
-        "full": "torchtitan.distributed.activation_checkpoint:FullAC.Config",
-        "layers": "graph_trainer.titan.activation_policies:LayersAC.Config",
-        "budget": "graph_trainer.titan.activation_policies:BudgetAC.Config",
-        "file": "graph_trainer.titan.activation_policies:FileAC.Config",
-        "user": "graph_trainer.titan.activation_policies:UserAC.Config",
-    },
+    ActivationCheckpointing.Config: {name: section for section, name in POLICIES.items()},
 }
-
 
 _YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
 
@@ -148,64 +148,70 @@ def _as_toml(value: Any) -> str:
     return UNSET if value is None else str(value)
 
 
-def field_hints(cls: type) -> dict[str, Any]:
-    """Return field name -> type, with Annotated kept, in the order of the fields."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+class Field(NamedTuple):
+    """What a key takes."""
+
+    hint: Any
+    """Its type, with Annotated."""
+    settable: bool
+    """Whether files and flags can set it."""
+    options: list[Any]
+    """The members of a union, or the type alone; without Annotated and None."""
+    nullable: bool
+    """Whether None is a value of it."""
+    sections: list[type]
+    """The config classes that it holds; empty for a plain value."""
+    entry: type | None
+    """The class of the entries, if it is a list of tables."""
 
 
-def settable_hints(cls: type) -> dict[str, Any]:
-    """Return the `field_hints` of those fields that flags and files can set."""
-    return {name: hint for name, hint in field_hints(cls).items() if not is_suppressed(hint)}
+def field_of(hint: Any) -> Field:
+    """Return what a key of this type takes."""
+    is_annotated = typing.get_origin(hint) is Annotated
+    settable = not is_annotated or tyro.conf.Suppress not in hint.__metadata__
+    options = _alternatives(hint)
+    plain = [each for each in options if each is not type(None)]
+    sections: list[Any] = [each for each in plain if dataclasses.is_dataclass(each)]
+    entries = [typing.get_args(each)[0] for each in plain if typing.get_origin(each) is list]
+    entry: Any = next((each for each in entries if dataclasses.is_dataclass(each)), None)
+    return Field(hint, settable, plain, type(None) in options, sections, entry)
 
 
-def is_suppressed(hint: Any) -> bool:
-    """Whether the field can be set from neither flags nor files."""
-    return typing.get_origin(hint) is Annotated and tyro.conf.Suppress in hint.__metadata__
-
-
-def alternatives(hint: Any) -> list[Any]:
-    """Return the members of a union, or the type itself, all without Annotated."""
+def _alternatives(hint: Any) -> list[Any]:
     if typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (Union, types.UnionType):
-        return [a for member in typing.get_args(hint) for a in alternatives(member)]
+        return [each for member in typing.get_args(hint) for each in _alternatives(member)]
     return [hint]
 
 
-def is_nullable(hint: Any) -> bool:
-    """Whether None is a value of this type."""
-    return any(a is type(None) for a in alternatives(hint))
+@functools.cache
+def fields_of(cls: type) -> dict[str, Field]:
+    """Return what each key of a config class takes, in the order of the fields."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return {f.name: field_of(hints[f.name]) for f in dataclasses.fields(cls)}
 
 
-def section_classes(hint: Any) -> list[type]:
-    """Return the config classes that a field holds; an empty list for a plain value."""
-    return [a for a in alternatives(hint) if isinstance(a, type) and dataclasses.is_dataclass(a)]
-
-
-def table_class(hint: Any) -> type | None:
-    """Return the dataclass of the entries where the type is a list of tables, otherwise None."""
-    lists = [typing.get_args(a)[0] for a in alternatives(hint) if typing.get_origin(a) is list]
-    return next((cls for entry in lists for cls in section_classes(entry)), None)
+def settable_fields(cls: type) -> dict[str, Field]:
+    """Return the `fields_of` a config class that flags and files can set."""
+    return {name: field for name, field in fields_of(cls).items() if field.settable}
 
 
 def required_fields(cls: type) -> list[str]:
     """Return the names of the fields without a default."""
-    return [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.init and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
-    ]
+    missing = dataclasses.MISSING
+    fields = dataclasses.fields(cls)
+    return [f.name for f in fields if f.default is missing and f.default_factory is missing]
 
 
 def settable_keys(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield every key that can be set on `config` as it is, as `section.key`."""
-    for name, hint in settable_hints(type(config)).items():
+    for name, field in settable_fields(type(config)).items():
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):
             yield from settable_keys(value, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}.type" if section_classes(hint) else f"{prefix}{name}"
+            yield f"{prefix}{name}.type" if field.sections else f"{prefix}{name}"
 
 
 def class_path(cls: type) -> str:
@@ -213,23 +219,21 @@ def class_path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def short_names(members: list[type]) -> dict[str, str]:
-    """Return short name -> class path for a section declared as any of `members`."""
+def components(members: Sequence[type]) -> dict[str, type]:
+    """Return short name -> class for a section declared as any of `members`."""
     for declared, names in _COMPONENTS.items():
-        # Every class whose path is a key is a subclass of that key's class, so the MRO tells it
-        # and nothing has to be imported for issubclass.
-        if any(declared == class_path(base) for m in members for base in m.__mro__):
+        if any(issubclass(member, declared) for member in members):
             return names
     return {}
 
 
-def type_of(config: Any, members: list[type]) -> str | None:
+def type_of(config: Any, members: Sequence[type]) -> str | None:
     """Return the `type` to write for `config` in a section declared as `members`.
 
     None where the declared class already tells it.
     """
-    path = class_path(type(config))
-    for name, candidate in short_names(members).items():
-        if candidate == path:
+    for name, component in components(members).items():
+        if component is type(config):
             return name
-    return None if [path] == [class_path(m) for m in members] else path
+    path = class_path(type(config))  # classes of [compile] differ, and have one path
+    return None if [path] == [class_path(member) for member in members] else path

@@ -12,6 +12,7 @@ import pkgutil
 import typing
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
+from types import UnionType
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import (
@@ -30,19 +31,15 @@ from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.config.check import check_config, world_size_from_environment
 from graph_trainer.titan.config.fields import (
     NONE,
-    alternatives,
-    class_path,
-    field_hints,
-    is_nullable,
-    is_suppressed,
+    Field,
+    components,
+    field_of,
+    fields_of,
     out_of_bounds,
     required_fields,
-    section_classes,
-    settable_hints,
+    settable_fields,
     settable_keys,
-    short_names,
     show,
-    table_class,
 )
 from graph_trainer.titan.config.run_config import (
     NOT_TORCH_COMPILE,
@@ -60,7 +57,6 @@ from graph_trainer.titan.config.sources import (
     read_flags,
     read_source,
     refusal,
-    registry_entry,
 )
 
 
@@ -88,13 +84,12 @@ def load_config(
     logging.disable(logging.WARNING)
     try:
         source = read_source(flags.module, flags.config)
-        entry = registry_entry(source.module, source.base, source.where)
         origins = Origins(source.where)
-        table = merge(table_of(entry), source.table, source.where, origins)
+        table = merge(table_of(source.entry), source.table, source.where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
-        config, problems = build_config(entry, table, origins)
+        config, problems = build_config(source.entry, table, origins)
         if flags.shown:
-            show_help(config or entry, flags.shown, prog)
+            show_help(config or source.entry, flags.shown, prog)
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size
@@ -111,9 +106,9 @@ def table_of(value: Any) -> Any:
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     table: dict[str, Any] = {"type": type(value)}
-    for name, hint in field_hints(type(value)).items():
+    for name, field in fields_of(type(value)).items():
         each = getattr(value, name)
-        table[name] = each if is_suppressed(hint) else table_of(each)
+        table[name] = table_of(each) if field.settable else each
     return table
 
 
@@ -131,7 +126,7 @@ def merge(
     """
     cls, name = lower.get("type"), upper.get("type")
     if isinstance(cls, type) and isinstance(name, str):
-        name = cls if short_names([cls]).get(name, name) == class_path(cls) else name
+        name = components([cls]).get(name, name)
     merged = dict(lower) if name in (None, cls) else {}
     for key, value in upper.items():
         path, before = prefix + key, merged.get(key)
@@ -184,66 +179,56 @@ class _Builder:
 
     def refuse(self, key: str, value: Any, problem: str, remedy: str) -> Any:
         """Keep a problem for the one error of them all; return None, in place of the value."""
-        self.problems.append(Problem(key, value, problem, remedy))
+        self.problems.append(Problem(key, problem, remedy, value=value))
 
     def section(self, cls: type, table: Mapping[str, Any], path: str) -> Any:
         """Build a config class of its table; None if anything in it is wrong."""
         problems_before = len(self.problems)
         if issubclass(cls, GraphCompileConfig):
             # the sections below [compile] are those of the passes that it lists
-            names = _read(table.get("passes"), list[str])
+            passes = _read(table.get("passes"), field_of(list[str]))
             try:
-                cls = compile_class(names if isinstance(names, list) else [])
+                cls = compile_class(passes if isinstance(passes, list) else [])
             except (ConfigError, PassError) as error:
-                problem = str(error).removeprefix("compile.passes: ").rstrip(".")
-                self.refuse("compile.passes", names, problem, "Or leave the pass out.")
-                return None
-        hints = field_hints(cls)
+                problem = str(error).removeprefix("compile.passes: ")
+                return self.refuse("compile.passes", passes, problem, "Or leave the pass out.")
+        known = fields_of(cls)
         prefix = f"{path}." if path else ""
         values: dict[str, Any] = {}
         for name, value in table.items():
-            key = prefix + name
-            if name == "type":
-                continue
-            if name not in hints:
-                # a pass that the entry lists and the file does not has left its section behind
-                if self.origins.of(key):
-                    self.unknown(cls, key, value)
-            elif not is_suppressed(hints[name]):
-                values[name] = self.value(value, hints[name], key)
-            elif not self.origins.of(key):
+            key, is_set = prefix + name, bool(self.origins.of(prefix + name))
+            if name in known and known[name].settable:
+                values[name] = self.value(value, known[name], key)
+            elif name in known and not is_set:
                 values[name] = value
-            elif issubclass(cls, GraphCompileConfig):
+            elif name in known and issubclass(cls, GraphCompileConfig):
                 self.refuse(key, value, *NOT_TORCH_COMPILE)
-            else:
+            elif name in known:
                 remedy = "Remove it; it comes from the registry entry that `base` names."
                 self.refuse(key, value, "not settable from a file", remedy)
-        missing = [name for name in required_fields(cls) if name not in table]
+            elif name != "type" and is_set:
+                # not set: options of a pass that the entry lists, and the file does not
+                self.unknown(cls, key, value)
+        missing = [prefix + name for name in required_fields(cls) if name not in table]
         if missing:
-            remedy = f"Add {' and '.join(prefix + name for name in missing)}: there is no default."
-            self.refuse(path, table, f"{', '.join(missing)} missing", remedy)
+            self.refuse(path, table, "keys without a default missing", f"Add {', '.join(missing)}.")
         if len(self.problems) > problems_before:
             return None
         try:
             return cls(**values)
         except Exception as error:  # whatever a config's own checks raise is about these values
-            given = {k: v for k, v in values.items() if self.origins.of(prefix + k)}
-            problem = f"refused: {str(error).rstrip('.')}"
+            given = {name: values[name] for name in values if self.origins.of(prefix + name)}
             if len(given) == 1:
                 ((name, value),) = given.items()
-                self.refuse(prefix + name, value, problem, "Change it.")
-            else:
-                self.refuse(path or "top level", given, problem, "Change one of these keys.")
-            return None
+                return self.refuse(prefix + name, value, f"refused: {error}", "Change it.")
+            remedy = "Change one of these keys."
+            return self.refuse(path or "top level", given, f"refused: {error}", remedy)
 
     def unknown(self, cls: type, key: str, value: Any) -> None:
         """Refuse an unknown key, with the place where it belongs or the nearest known keys."""
-        siblings = list(settable_hints(cls))
         path, _, name = key.rpartition(".")
-        components = {
-            n: field_hints(pkgutil.resolve_name(p)) for n, p in short_names([cls]).items()
-        }
-        having = [n for n, hints in components.items() if name in hints]
+        siblings = list(settable_fields(cls))
+        having = [n for n, component in components([cls]).items() if name in fields_of(component)]
         # The right key in the wrong section is as common as a typo.
         near = [key.removesuffix(name) + each for each in nearest(name, siblings)]
         near += [k for k in self.known_keys if k.rpartition(".")[2] == name and k not in near]
@@ -256,90 +241,84 @@ class _Builder:
         place = f"[{path}]" if path else "the top level"
         self.refuse(key, value, "unknown key", f"{guess}Keys of {place}: {', '.join(siblings)}.")
 
-    def value(self, value: Any, hint: Any, key: str) -> Any:
+    def value(self, value: Any, field: Field, key: str) -> Any:
         """Return a value as one of its field's type and within its bounds."""
-        value, members, entry = _read(value, hint), section_classes(hint), table_class(hint)
-        if members and isinstance(value, Mapping):
-            cls = self.component(value, members, is_nullable(hint), key)
+        value = _read(value, field)
+        if field.sections and isinstance(value, Mapping):
+            cls = self.component(value, field, key)
             return cls and self.section(cls, value, key)
-        if members and (value is not None or not is_nullable(hint)):
+        if field.sections and (value is not None or not field.nullable):
             remedy = f"Write its keys under a [{key}] heading, or as --{key}.key value."
             return self.refuse(key, value, "expected a section", remedy)
-        if entry and isinstance(value, list):
+        if field.entry and isinstance(value, list):
+            entry = field_of(field.entry)
             return [self.value(each, entry, f"{key}[{i}]") for i, each in enumerate(value)]
         try:
-            valid = _adapter(hint).validate_python(value)
+            value = _adapter(field.hint).validate_python(value)
         except ValidationError as error:
-            return self.wrong_type(error, value, hint, key)
-        if wrong := out_of_bounds(key, valid):
+            return self.wrong_type(error, value, field, key)
+        if wrong := out_of_bounds(key, value):
             self.refuse(key, value, *wrong)
-        return valid
+        return value
 
-    def wrong_type(self, error: ValidationError, value: Any, hint: Any, key: str) -> None:
+    def wrong_type(self, error: ValidationError, value: Any, field: Field, key: str) -> None:
         """Refuse a value of the wrong type; pydantic finds one for each member of a union."""
         findings = error.errors(include_url=False)
         # A place is indices of lists, then names of a union's members.
         for index in takewhile(lambda step: isinstance(step, int), findings[0]["loc"]):
             value, key = value[index], f"{key}[{index}]"
-        choices = _choices(hint)
-        if any(each["type"] == "literal_error" for each in findings):
+        literals = [each for each in field.options if typing.get_origin(each) is Literal]
+        if literals:
+            choices = [choice for each in literals for choice in typing.get_args(each)]
             guess = did_you_mean(value, choices, GUESS) if isinstance(value, str) else ""
-            problem = "not one of the known values"
-            remedy = f"{guess}Write {', '.join(map(show, choices[:-1]))} or {show(choices[-1])}."
-            return self.refuse(key, value, problem, remedy)
+            remedy = f"{guess}Write {', '.join(map(show, choices))}."
+            return self.refuse(key, value, "not one of the known values", remedy)
         kinds = [_EXPECTED.get(each["type"], (each["msg"], "...")) for each in findings]
         example = f"[{kinds[0][1]}]" if key.endswith("]") else kinds[0][1]
         remedy = f"Write {key.partition('[')[0]} = {example}"
-        if table_class(hint):
+        if field.entry:
             remedy += f", or --{key}.0.key value for an entry that there is"
-        if is_nullable(hint):
+        if field.nullable:
             name = key.rpartition(".")[2]
             remedy += f', or for no value unset = ["{name}"] in this section, or --{key} None'
         expected = " or ".join(dict.fromkeys(kind for kind, _ in kinds))
         return self.refuse(key, value, f"expected {expected}", f"{remedy}.")
 
-    def component(
-        self, table: Mapping[str, Any], members: list[type], nullable: bool, section: str
-    ) -> type | None:
+    def component(self, table: Mapping[str, Any], field: Field, section: str) -> Any:
         """Return the config class that a section's `type` means, or None for "none"."""
-        names = short_names(members)
-        known = [*names, *([NONE] if nullable else [])]
-        key, name = f"{section}.type", table.get("type")
-        if isinstance(name, type):
-            return name
-        name = _read(name, str)
-        choices = f"Write {', '.join(map(show, known))}" if known else "Leave it out"
-        remedy = f'{choices}, or name a class of your own as "package.module:Class.Config".'
-        others = {key: value for key, value in table.items() if key != "type"}
-        if name is None and len(members) == 1:
-            return members[0]
-        if name is None or (name == NONE and nullable and others):
-            types = ", ".join(map(show, names))
-            remedy = f"Take it out, or set {key} to {types}."
-            return self.refuse(
-                section, _read(others, Any), "switched off, so this has no effect", remedy
-            )
-        if name == NONE and nullable:
+        names, key = components(field.sections), f"{section}.type"
+        name = _read(table.get("type"), field_of(str))
+        if name is None and len(field.sections) == 1:
+            return field.sections[0]
+        if name is None or (name == NONE and field.nullable):
+            given = {k: _read(v, field_of(Any)) for k, v in table.items() if k != "type"}
+            if given:
+                remedy = f"Take it out, or set {key} to {', '.join(map(show, names))}."
+                self.refuse(section, given, "switched off, so this has no effect", remedy)
             return None
-        if not isinstance(name, str) or (name not in names and ":" not in name):
-            guess = did_you_mean(name, known, GUESS) if isinstance(name, str) else ""
-            return self.refuse(key, name, "no such type", guess + remedy)
-        try:
-            cls: Any = pkgutil.resolve_name(names.get(name, name))
-        except (ImportError, AttributeError, ValueError) as error:
-            return self.refuse(key, name, f"cannot be imported ({error})", remedy)
-        if not isinstance(cls, type) or not issubclass(cls, tuple(members)):
-            fitting = " or ".join(each.__qualname__ for each in members)
-            return self.refuse(key, name, f"not a {fitting}, which this section takes", remedy)
-        return cls
+        cls = names.get(name) if isinstance(name, str) else name
+        if isinstance(name, str) and ":" in name:
+            try:
+                cls = pkgutil.resolve_name(name)
+            except (ImportError, AttributeError, ValueError) as error:
+                return self.refuse(key, name, f"cannot be imported ({error})", _OWN_CLASS)
+        if isinstance(cls, type) and issubclass(cls, tuple(field.sections)):
+            return cls
+        known = [*names, NONE] if field.nullable else list(names)
+        guess = did_you_mean(name, known, GUESS) if isinstance(name, str) else ""
+        choices = f"Write {', '.join(map(show, known))}" if known else "Leave it out"
+        return self.refuse(key, name, "no such type", f"{guess}{choices}. {_OWN_CLASS}")
 
 
-def _read(value: Any, hint: Any) -> Any:
-    """Read what flags have as text, for a field of this type."""
+_OWN_CLASS = 'A class of your own is written "package.module:Class.Config".'
+
+
+def _read(value: Any, field: Field) -> Any:
+    """Read what flags have as text."""
     if isinstance(value, FlagText):
-        return value.read(hint)
-    if isinstance(value, Mapping) and not section_classes(hint):
-        return {key: _read(each, Any) for key, each in value.items()}
+        return value.read(field)
+    if isinstance(value, Mapping) and not field.sections:
+        return {key: _read(each, field_of(Any)) for key, each in value.items()}
     return value
 
 
@@ -372,14 +351,7 @@ def _strict(hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is None or origin is Literal:
         return _STRICT.get(hint, hint)
-    options = alternatives(hint)
-    if options != [hint]:
-        return Union[tuple(map(_strict, options))]  # noqa: UP007
-    return origin[tuple(map(_strict, arguments))]
-
-
-def _choices(hint: Any) -> list[Any]:
-    arguments = list(typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return arguments
-    return [choice for argument in arguments for choice in _choices(argument)]
+    if origin is Annotated:
+        return _strict(arguments[0])
+    arguments = tuple(map(_strict, arguments))
+    return Union[arguments] if origin is UnionType else origin[arguments]  # noqa: UP007

@@ -2,7 +2,6 @@
 
 import dataclasses
 import inspect
-import pkgutil
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union
@@ -17,14 +16,11 @@ from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.titan.config.fields import (
     NONE,
     UNSET,
-    alternatives,
+    Field,
     class_path,
-    is_nullable,
+    components,
     required_fields,
-    section_classes,
-    settable_hints,
-    short_names,
-    table_class,
+    settable_fields,
 )
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
@@ -104,14 +100,14 @@ class _Writer:
 
     def table(self, cls: type) -> _Schema:
         """Describe a section that configures `cls`, or the entry of a list of tables."""
-        hints = settable_hints(cls)
         documented = _documentation(cls)
         properties: dict[str, _Schema] = {}
-        for name, hint in hints.items():
+        nullable: list[str] = []
+        for name, field in settable_fields(cls).items():
             text = {"description": documented[name]} if name in documented else {}
-            properties[name] = text | self.value(hint)
-        nullable = [name for name, hint in hints.items() if is_nullable(hint)]
-        if nullable and UNSET not in hints:
+            properties[name] = text | self.value(field)
+            nullable += [name] if field.nullable else []
+        if nullable:
             properties[UNSET] = {
                 "description": "Keys of this section that shall have no value.",
                 "type": "array",
@@ -131,49 +127,41 @@ class _Writer:
         schema |= {"properties": properties, "additionalProperties": False}
         return schema
 
-    def value(self, hint: Any) -> _Schema:
-        """Describe the values of a type."""
-        if sections := section_classes(hint):
-            return self.section(sections, is_nullable(hint))
-        if entries := table_class(hint):
-            needed = required_fields(entries)
-            table = self.table(entries) | ({"required": needed} if needed else {})
-            return {"type": "array", "items": self.define(entries, table)}
+    def value(self, field: Field) -> _Schema:
+        """Describe the values of a field."""
+        if field.sections:
+            return self.section(field)
+        if field.entry:
+            needed = required_fields(field.entry)
+            table = self.table(field.entry) | ({"required": needed} if needed else {})
+            return {"type": "array", "items": self.define(field.entry, table)}
         # TOML cannot write None; `unset` stands for it.
-        options = tuple(a for a in alternatives(hint) if a is not type(None))
-        union: Any = Union[options]  # noqa: UP007
+        union: Any = Union[tuple(field.options)]  # noqa: UP007
         return TypeAdapter(union).json_schema()
 
-    def section(self, members: list[type], nullable: bool) -> _Schema:
+    def section(self, field: Field) -> _Schema:
         """Describe the components that a section can configure, one of which `type` chooses.
 
         Without `type` the section keeps the component that `base` chose, so the keys of each
         component are allowed.
         """
-        names = short_names(members)
+        names = components(field.sections)
         if not names:
-            (cls,) = members
+            (cls,) = field.sections
             cls = self.compile_type if cls is GraphCompileConfig else cls
             return self.define(cls, self.table(cls))
         choices = []
-        for name, path in names.items():
-            cls = pkgutil.resolve_name(path)
+        for name, cls in names.items():
             schema = self.table(cls)
             kind = {"const": name, "description": _class_documentation(cls) or f'"{name}"'}
             schema["properties"] = {"type": kind, **schema["properties"]}
             choices.append(self.define(cls, schema))
         own = {"type": "string", "pattern": ":", "description": "package.module:Class.Config"}
         choices.append({"type": "object", "required": ["type"], "properties": {"type": own}})
-        if nullable:
+        if field.nullable:
             off = {"const": NONE, "description": "Switched off."}
-            choices.append(
-                {
-                    "type": "object",
-                    "required": ["type"],
-                    "properties": {"type": off},
-                    "additionalProperties": False,
-                }
-            )
+            switched_off = {"type": "object", "required": ["type"], "properties": {"type": off}}
+            choices.append(switched_off | {"additionalProperties": False})
         return {"anyOf": choices}
 
     def define(self, cls: type, schema: _Schema) -> _Schema:
@@ -260,9 +248,9 @@ _PLAN = """\
 
 
 def _typed_sections(config: Any, prefix: str = "") -> Iterator[str]:
-    for name, hint in settable_hints(type(config)).items():
-        if names := short_names(section_classes(hint)):
-            off = [NONE] if is_nullable(hint) else []
+    for name, field in settable_fields(type(config)).items():
+        if names := components(field.sections):
+            off = [NONE] if field.nullable else []
             yield f"  --{prefix}{name}.type {{{','.join([*names, *off])}}}"
         value = getattr(config, name)
         if dataclasses.is_dataclass(value):

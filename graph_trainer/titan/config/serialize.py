@@ -11,9 +11,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.fields import (
     NONE,
     UNSET,
-    is_nullable,
-    section_classes,
-    settable_hints,
+    settable_fields,
     type_of,
 )
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -65,16 +63,15 @@ class _Unwritable(Exception):
 def _table(config: Any, prefix: str, left_out: list[str]) -> dict[str, Any]:
     table: dict[str, Any] = {}
     unset: list[str] = []
-    for name, hint in settable_hints(type(config)).items():
+    for name, field in settable_fields(type(config)).items():
         value = getattr(config, name)
-        sections = section_classes(hint)
-        if sections and value is None:
+        if field.sections and value is None:
             table[name] = {"type": NONE}
-        elif sections:
-            component = type_of(value, sections)
+        elif field.sections:
+            component = type_of(value, field.sections)
             head = {"type": component} if component else {}
             table[name] = head | _table(value, f"{prefix}{name}.", left_out)
-        elif value is None and is_nullable(hint):
+        elif value is None and field.nullable:
             unset.append(name)
         else:
             try:

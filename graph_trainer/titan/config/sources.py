@@ -1,6 +1,7 @@
 """Where the keys of a config come from: the flags, the file and the registry entry they name."""
 
 import contextlib
+import dataclasses
 import importlib
 import importlib.resources
 import inspect
@@ -8,9 +9,9 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from torchtitan.trainer import Trainer
@@ -18,7 +19,7 @@ from torchtitan.trainer import Trainer
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.toml_file import parse_toml, read_toml
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.fields import UNSET, alternatives, is_nullable, show
+from graph_trainer.titan.config.fields import UNSET, Field, field_of, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 
 DEFAULT_MODULE = "graph_trainer.llama3"
@@ -36,7 +37,7 @@ class Origins:
 
     file: str = "config"
     """The file's name, or another name of the config for messages."""
-    where: dict[str, str] = field(default_factory=dict)
+    where: dict[str, str] = dataclasses.field(default_factory=dict)
     """Key -> the file or the command line; entries of lists by index, as `section.list.0.key`."""
 
     def of(self, *keys: str) -> str:
@@ -55,13 +56,14 @@ class Problem(NamedTuple):
     """One thing that is wrong with a config."""
 
     key: str
-    value: Any
     problem: str
-    """What is wrong, a clause without a full stop."""
+    """What is wrong, a clause."""
     remedy: str
     """What to write instead, a sentence."""
     others: tuple[str, ...] = ()
     """Other keys that decide; a flag may have set one of them."""
+    value: Any = ...
+    """Left out: the config's value of the key."""
 
 
 def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
@@ -82,17 +84,16 @@ _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 class FlagText(str):
     """The text of a flag's value. How it is read depends on the type of the field."""
 
-    def read(self, hint: Any) -> Any:
-        """Read the text as TOML, for a field of type `hint`.
+    def read(self, field: Field) -> Any:
+        """Read the text as TOML, for a field.
 
         What is no TOML value is a string, and so is everything where the field takes nothing but
         strings. None is no value, where the field may have none; a list may be written a,b,c.
         A flag without a value sets a boolean to true.
         """
-        kinds = alternatives(hint)
         if self is NO_VALUE:
-            return True if bool in kinds else self
-        if self == "None" and is_nullable(hint):
+            return True if bool in field.options else self
+        if self == "None" and field.nullable:
             return None
         try:
             table = parse_toml(f"value = {self}", "value")
@@ -100,11 +101,11 @@ class FlagText(str):
         except ConfigError:
             value = str(self)
         if not isinstance(value, str):
-            is_text = [k in (str, NoneType) or get_origin(k) is Literal for k in kinds]
+            is_text = [each is str or get_origin(each) is Literal for each in field.options]
             return str(self) if all(is_text) else value
-        lists = [kind for kind in kinds if get_origin(kind) in (list, tuple)]
+        lists = [each for each in field.options if get_origin(each) in (list, tuple)]
         if lists and not self.startswith("["):
-            (entry, *_) = get_args(lists[0])
+            entry = field_of(get_args(lists[0])[0])
             return [FlagText(part).read(entry) for part in self.split(",")]
         return value
 
@@ -228,15 +229,13 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
 
 
 class Source(NamedTuple):
-    """A config as it was found, before it is merged and checked."""
+    """A config file and the registry entry that it changes."""
 
     where: str
     """What messages call it: as a rule the file's name."""
-    module: str
-    base: str
-    """The registry function of `module` that the config begins as."""
+    entry: GraphTrainerConfig
     table: dict[str, Any]
-    """The rest of the document."""
+    """The document without `module` and `base`; None for the keys that it lists as unset."""
 
 
 def read_source(module: str | None, name: str | None) -> Source:
@@ -249,31 +248,32 @@ def read_source(module: str | None, name: str | None) -> Source:
     Raises:
         ConfigError: there is no such module or config, or the file cannot be used.
     """
-    if module is not None:
-        module = registry_module(module).__name__.removesuffix(".config_registry")
     name = name or DEFAULT_CONFIG
-    path = find_config(module or DEFAULT_MODULE, name)
-    if path is None:
-        return Source(f"config {name}", module or DEFAULT_MODULE, name, {})
-    where = str(path)
-    table = with_none(read_toml(path, "--config"), where)
-    for key, example in (("module", DEFAULT_MODULE), ("base", "llama3_debugmodel")):
-        if not isinstance(table.get(key, ""), str):
-            raise ConfigError(
-                f"{where}: {key} = {show(table[key])}: expected a string. Write {key} = "
-                f'"{example}".'
-            )
-    in_file, base = table.pop("module", ""), table.pop("base", "")
-    if module is None:
-        module = in_file or DEFAULT_MODULE
-        registry_module(module, where)
-    if not base:
-        functions = registry_functions(registry_module(module))
+    registry = registry_module(module or DEFAULT_MODULE)
+    path = find_config(registry.__name__, name)
+    where, table = f"config {name}", {"base": name}
+    if path is not None:
+        where, table = str(path), with_none(read_toml(path, "--config"), str(path))
+    in_file, base = table.pop("module", DEFAULT_MODULE), table.pop("base", None)
+    if not isinstance(in_file, str):
         raise ConfigError(
-            f"{where}: base is missing, so there is no model to train. Add a line "
-            f"base = {' or '.join(map(show, functions))} at the top."
+            f"{where}: module = {show(in_file)}: expected a string. Write module = "
+            f'"{DEFAULT_MODULE}".'
         )
-    return Source(where, module, base, table)
+    if module is None:
+        registry = registry_module(in_file, where)
+    functions = registry_functions(registry)
+    if not isinstance(base, str) or base not in functions:
+        guess = did_you_mean(base, functions, GUESS) if isinstance(base, str) else ""
+        raise ConfigError(
+            f"{where}: base = {show(base)}: no function of {registry.__name__}, so there is no "
+            f"model to train. {guess}Write {' or '.join(map(show, functions))}."
+        )
+    entry = functions[base]()
+    if not isinstance(entry, GraphTrainerConfig):
+        entry = to_graph_trainer_config(entry)
+    entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
+    return Source(where, entry, table)
 
 
 def registry_module(name: str, where: str | None = None) -> ModuleType:
@@ -289,11 +289,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     """
     asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
     if all(part.isidentifier() for part in name.split(".")):
-        for candidate in (
-            f"{name}.config_registry",
-            name,
-            f"graph_trainer.{name}.config_registry",
-        ):
+        for candidate in (f"{name}.config_registry", name, f"graph_trainer.{name}.config_registry"):
             try:
                 module = importlib.import_module(candidate)
             except ModuleNotFoundError as e:
@@ -326,39 +322,14 @@ def known_modules() -> Iterator[str]:
 def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     """Return the entries of a registry module, by name: its public functions without arguments that
     are declared to return a config. A file that names any other function cannot call it."""
-    return {
-        name: function
-        for name, function in inspect.getmembers(module, inspect.isfunction)
-        if function.__module__ == module.__name__
-        and not name.startswith("_")
-        and not inspect.signature(function).parameters
-        and _is_config(get_type_hints(function).get("return"))
-    }
-
-
-def _is_config(declared: object) -> bool:
-    return isinstance(declared, type) and issubclass(declared, Trainer.Config)
-
-
-def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfig:
-    """Make the config of a registry function, a torchtitan config converted, with both names set.
-
-    Raises:
-        ConfigError: an unknown module or function.
-    """
-    module = registry_module(module_name)
-    functions = registry_functions(module)
-    if base not in functions:
-        raise ConfigError(
-            f"{where}: base = {show(base)}: {module.__name__} has no such function. "
-            f"{did_you_mean(base, functions, GUESS)}Write {' or '.join(map(show, functions))}."
-        )
-    config = functions[base]()
-    if not isinstance(config, GraphTrainerConfig):
-        config = to_graph_trainer_config(config)
-    config.module = module.__name__.removesuffix(".config_registry")
-    config.base = base
-    return config
+    entries: dict[str, Callable[[], Any]] = {}
+    for name, function in inspect.getmembers(module, inspect.isfunction):
+        is_own = function.__module__ == module.__name__ and not name.startswith("_")
+        if is_own and not inspect.signature(function).parameters:
+            declared = get_type_hints(function).get("return")
+            if isinstance(declared, type) and issubclass(declared, Trainer.Config):
+                entries[name] = function
+    return entries
 
 
 def config_folders(module: str) -> list[Path]:
@@ -384,7 +355,8 @@ def find_config(module: str, name: str) -> Path | None:
     if name.endswith(".toml") or os.sep in name or "/" in name:
         return Path(name)
     folders = config_folders(module)
-    model = module.removesuffix(".config_registry").rpartition(".")[2]
+    module = module.removesuffix(".config_registry")
+    model = module.rpartition(".")[2]
     plain = name.removeprefix("graph_trainer_")
     candidates = (name, plain, plain.removeprefix(f"{model}_"))
     for folder in folders:

@@ -42,9 +42,9 @@ KEYS_AND_TYPES = (
     Bad("training = [{ steps = 3 }]", "under a [training] heading"),
     Bad(
         'parallelism.fsdp_reshard_after_forward = "allways"',
-        'Did you mean always? Write "default", "always", "never" or "auto"',
+        'Did you mean always? Write "default", "always", "never", "auto"',
     ),
-    Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned" or "eager"'),
+    Bad('compile.mode = "jit"', 'Write "aot_fx_trace", "partitioned", "eager"'),
     Bad('compile.backend = "inducter"', "Did you mean inductor?"),
     Bad(
         'compile.passes = ["default", "rematerialise"]: there is no pass \'rematerialise\'',
@@ -349,7 +349,6 @@ ON_THE_COMMAND_LINE = (
         "or --compile.memory_limit_gib None",
         ["--compile.memory_limit_gib", ""],
     ),
-    Bad('debug.seed = "x": expected an integer', "Write debug.seed = 1", ["--debug.seed=x"]),
     Bad('optimizer.lr = "-1": unknown key', "Did you mean", ["--optimizer.lr", "-1"]),
     Bad(
         'command line: activation_checkpoint.path = "no/such.toml": there is no such file',
@@ -371,11 +370,6 @@ ON_THE_COMMAND_LINE = (
         'training.steps = "": expected an integer',
         "Write training.steps = 1",
         ["--training.steps"],
-    ),
-    Bad(
-        'parallelism.fsdp_reshard_after_forward = "sometimes"',
-        'Write "default", "always", "never" or "auto"',
-        ["--parallelism.fsdp_reshard_after_forward", "sometimes"],
     ),
     Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
     Bad(
@@ -401,7 +395,6 @@ ON_THE_COMMAND_LINE = (
         "set compile.mode",
         ["--compile.enable"],
     ),
-    Bad("checkpoint.interval = 0", "to 1 or more", ["--checkpoint.interval", "0"]),
     Bad("steps = 0 }", "must be positive or -1", ["--validator.steps", "0"]),
     Bad(
         'command line: activation_checkpoint = { debug = "" }: switched off',
@@ -413,7 +406,6 @@ ON_THE_COMMAND_LINE = (
         'Add "overlap_fsdp" to compile.passes',
         ["--compile.overlap_fsdp.in_flight", "3"],
     ),
-    Bad('dataloader.type = "hf"', 'Write "text", "huggingface"', ["--dataloader.type", "hf"]),
     Bad('trainign = { type = "x" }', "Did you mean training?", ["--trainign.type", "x"]),
     Bad(
         'dataloader.type = "": no such type',
@@ -436,6 +428,5 @@ ON_THE_COMMAND_LINE = (
     Bad("--module graph_trainer.lama3", "Did you mean graph_trainer.llama3?"),
     Bad("--module ..a b", "Known modules: graph_trainer.deepseek_v3, "),
     Bad("--module json", "Known modules: graph_trainer.deepseek_v3, "),
-    Bad("training.steps = 0", "to 1 or more", ["--training.steps", "0"]),
     Bad('compile.passes = ["x"', "Known passes: ", ["--compile.passes", "x,default"]),
 )

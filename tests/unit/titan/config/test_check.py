@@ -7,13 +7,6 @@ from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import of_captured_steps
 
 
-def test_a_profile_that_is_none():
-    with pytest.raises(
-        ConfigError, match='compile.hardware = "h100": there is no such profile.*h100-'
-    ):
-        load_config(["--compile.hardware", "h100"])
-
-
 def test_a_file_that_is_no_profile(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("speed = 1\n")

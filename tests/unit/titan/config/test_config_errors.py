@@ -98,7 +98,7 @@ def test_a_file_without_base_and_a_folder_are_refused(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text("[training]\nsteps = 1\n")
     message = refused(["--config", str(path)])
-    assert "base is missing" in message and "llama3_debugmodel" in message
+    assert "base = unset: no function of" in message and "llama3_debugmodel" in message
     path.write_text('base = "llama3_debug"\n')
     message = refused(["--config", str(path)])
     assert '"llama3_debug"' in message and "Did you mean llama3_debugmodel" in message
