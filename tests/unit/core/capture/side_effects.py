@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import graph_trainer as gt
+from graph_trainer.testing import mean_square
 
 Forward = Callable[["Model", torch.Tensor], torch.Tensor]
 
@@ -37,10 +38,6 @@ class Model(nn.Module):
         return self.what(self, self.linear(x))
 
 
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
-
 def batches() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(3, 4, generator=generator) for _ in range(3)]
@@ -49,7 +46,7 @@ def batches() -> list[torch.Tensor]:
 def check_steps(captured: nn.Module) -> None:
     """Three captured steps after the default passes: loss, gradients and buffers are eager's."""
     eager = copy.deepcopy(captured)
-    joint = gt.capture(captured, square, (batches()[0],))
+    joint = gt.capture(captured, mean_square, (batches()[0],))
     gt.run_passes(joint)
     step = gt.compile(joint)
     for number, x in enumerate(batches()):
@@ -57,7 +54,7 @@ def check_steps(captured: nn.Module) -> None:
         loss, gradients = step(captured, x)
         torch.manual_seed(number)
         eager.zero_grad()
-        expected = square(eager, x)
+        expected = mean_square(eager, x)
         expected.backward()
         assert torch.equal(loss, expected)
         for name, parameter in eager.named_parameters():

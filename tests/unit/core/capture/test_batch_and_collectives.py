@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.distributed.nn
 
 import graph_trainer as gt
-from graph_trainer.testing import fake_mesh
-from tests.unit.core.capture.side_effects import Model, batches, buffer_assigned, square
+from graph_trainer.testing import fake_mesh, mean_square
+from tests.unit.core.capture.side_effects import Model, batches, buffer_assigned
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ from tests.unit.core.capture.side_effects import Model, batches, buffer_assigned
 def test_a_batch_with_a_tensor_of_the_model_is_refused(of_batch: Any, message: str) -> None:
     model = Model(buffer_assigned)
     with pytest.raises(gt.CaptureError, match=message):
-        gt.capture(model, square, (of_batch(model),))
+        gt.capture(model, mean_square, (of_batch(model),))
 
 
 def gathered(x: torch.Tensor) -> torch.Tensor:
@@ -53,4 +53,4 @@ def sent(x: torch.Tensor) -> torch.Tensor:
 def test_a_collective_that_writes_in_place_is_refused(collective: Any) -> None:
     fake_mesh(2)
     with pytest.raises(gt.CaptureError, match=r"at .*py:\d+: .*_functional_collectives"):
-        gt.capture(Model(lambda m, x: collective(x)), square, (batches()[0],))
+        gt.capture(Model(lambda m, x: collective(x)), mean_square, (batches()[0],))

@@ -18,6 +18,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.capture.python_state import PythonState
+from graph_trainer.testing import mean_square
 from tests.unit.core.capture import steps
 
 COUNT = 0
@@ -137,7 +138,7 @@ def test_what_cannot_be_named_is_refused_where_two_steps_differ(
     what: Callable[..., torch.Tensor], message: str
 ) -> None:
     with pytest.raises(gt.CaptureError, match=message):
-        gt.capture(Model(what), square, (torch.ones(2, 4),))
+        gt.capture(Model(what), mean_square, (torch.ones(2, 4),))
 
 
 def test_a_hook_of_a_parameter_that_counts_is_named() -> None:
@@ -150,7 +151,7 @@ def test_a_hook_of_a_parameter_that_counts_is_named() -> None:
 
     model.linear.weight.register_hook(scaled)
     with pytest.raises(gt.CaptureError, match=r"in the second step .*scaled.count'"):
-        gt.capture(model, square, (torch.ones(2, 4),))
+        gt.capture(model, mean_square, (torch.ones(2, 4),))
     assert count == 0
 
 
@@ -164,10 +165,6 @@ def closing_over() -> Callable[[Model, torch.Tensor], torch.Tensor]:
         return x * count
 
     return in_a_closure
-
-
-def square(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
 
 
 COUNTING: list[tuple[Callable[..., torch.Tensor], str]] = [
@@ -191,11 +188,11 @@ def test_a_count_that_forward_computes_with_is_named_and_restored(
 ) -> None:
     model = Model(what)
     x = torch.ones(2, 4)
-    with PythonState(model, square):
-        first = square(model, x)
+    with PythonState(model, mean_square):
+        first = mean_square(model, x)
     with pytest.raises(gt.CaptureError, match=f"in the second step .*{name}"):
-        gt.capture(model, square, (x,))
-    assert torch.equal(square(model, x), first), "the count was not restored"
+        gt.capture(model, mean_square, (x,))
+    assert torch.equal(mean_square(model, x), first), "the count was not restored"
 
 
 class Loss(nn.Module):

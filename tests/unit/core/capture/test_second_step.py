@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import graph_trainer as gt
+from graph_trainer.testing import mean_square
 from tests.unit.core.capture import side_effects
-from tests.unit.core.capture.side_effects import Forward, batches, check_steps, square
+from tests.unit.core.capture.side_effects import Forward, batches, check_steps
 
 
 class Model(side_effects.Model):
@@ -143,4 +144,4 @@ OTHER: list[tuple[Forward, str]] = [
 @pytest.mark.parametrize(("what", "message"), OTHER)
 def test_what_differs_from_step_to_step_is_refused(what: Forward, message: str) -> None:
     with pytest.raises(gt.CaptureError, match=message):
-        gt.capture(Model(what), square, (batches()[0],))
+        gt.capture(Model(what), mean_square, (batches()[0],))

@@ -8,6 +8,7 @@ from torch import nn
 
 import graph_trainer as gt
 from graph_trainer.core.torch_private import FakeTensor
+from graph_trainer.testing import mean_square
 from tests.unit.core.capture.side_effects import (
     AVERAGE,
     EQUAL,
@@ -19,7 +20,6 @@ from tests.unit.core.capture.side_effects import (
     batches,
     cached_by_a_function,
     check_steps,
-    square,
     table,
 )
 
@@ -37,7 +37,7 @@ def test_refused_and_nothing_has_changed(what: Forward, message: str) -> None:
     running = TEACHER.running_mean.clone()
     try:
         with pytest.raises(gt.CaptureError, match=message):
-            gt.capture(model, square, (batches()[0],))
+            gt.capture(model, mean_square, (batches()[0],))
     finally:
         table.cache_clear()
     assert not KEPT and AVERAGE.value == 0.0
@@ -48,20 +48,20 @@ def test_refused_and_nothing_has_changed(what: Forward, message: str) -> None:
 
 def test_a_fake_tensor_of_an_earlier_capture_is_not_a_constant() -> None:
     with pytest.raises(gt.CaptureError, match="the cache of the function table"):
-        gt.capture(Model(cached_by_a_function), square, (batches()[0],))
+        gt.capture(Model(cached_by_a_function), mean_square, (batches()[0],))
     assert isinstance(table(4), FakeTensor)
     with pytest.raises(gt.CaptureError, match="without data, made by an earlier capture"):
-        gt.capture(Model(cached_by_a_function), square, (batches()[0],))
+        gt.capture(Model(cached_by_a_function), mean_square, (batches()[0],))
     table.cache_clear()
 
 
 def test_a_generator_of_the_users_own_draws_on() -> None:
     generator = torch.Generator().manual_seed(7)
     model = Model(lambda m, x: x * torch.rand(4, generator=generator))
-    step = gt.compile(gt.capture(model, square, (batches()[0],)))
+    step = gt.compile(gt.capture(model, mean_square, (batches()[0],)))
     found = [step(model, x)[0] for x in batches()]
     generator.manual_seed(7)
-    assert [square(model, x) for x in batches()] == found
+    assert [mean_square(model, x) for x in batches()] == found
 
 
 def test_a_parameter_keeps_its_attributes_and_is_one() -> None:
@@ -71,5 +71,5 @@ def test_a_parameter_keeps_its_attributes_and_is_one() -> None:
 
     model = Model(what)
     model.linear.weight.scale, model.constant.scale = 3.0, 5.0
-    step = gt.compile(gt.capture(model, square, (batches()[0],)))
-    assert torch.equal(step(model, batches()[1])[0], square(model, batches()[1]))
+    step = gt.compile(gt.capture(model, mean_square, (batches()[0],)))
+    assert torch.equal(step(model, batches()[1])[0], mean_square(model, batches()[1]))

@@ -1,7 +1,6 @@
 """compile.memory_limit_gib: what is rolled back, kept and refused, the same on every rank."""
 
 import dataclasses
-import functools
 import math
 
 import pytest
@@ -19,7 +18,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, need_of, predicted_memory
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.testing import assert_same, code, run
+from graph_trainer.testing import assert_same, code, mean_square, run
 from tests.unit.core.simulation.machines import machine
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import aten, captured_decoder, hungry
@@ -32,14 +31,9 @@ OFF = ["bucket_collectives", "schedule_overlap"]
 NOTHING = OtherMemory()
 
 
-@functools.cache
-def _captured(**decoder):
-    return captured_decoder(**decoder)
-
-
 def after(limit=None, passes=OVERLAP, other=NOTHING, agreement=None, has=unknown, **decoder):
     """The graph after the passes and the report; the limit in bytes; `has` as `device_memory`."""
-    joint = copy_graph(_captured(**decoder))
+    joint = captured_decoder(**decoder)
     config = gt.PassConfig(
         reshard_after_forward="always",
         passes=passes,
@@ -127,7 +121,7 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
         reshard_after_forward="never", memory_limit_gib=(low - 1) / GIB, disable_passes=OFF
     )
     with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
-        gt.run_passes(copy_graph(_captured()), config)
+        gt.run_passes(captured_decoder(), config)
 
 
 def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
@@ -203,40 +197,31 @@ def test_ranks_with_uneven_shards_decide_the_same():
     assert all("overlap_fsdp" not in history for history in together)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.body = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.tanh(self.body(x)).square().mean()
-
-
-def loss(model, x):
-    return model(x)
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
 
 def test_a_step_captured_again_keeps_to_what_the_first_graph_did():
     """A rank that meets another shape is alone: it cannot ask whether others roll back."""
 
     def need(rows, *passes):
-        joint = gt.capture(Net(), loss, (torch.ones(rows, 4),))
+        joint = gt.capture(net(), mean_square, (torch.ones(rows, 4),))
         gt.run_passes(joint, gt.PassConfig(passes=["default", *passes]))
         return peak(joint)
 
-    extra, model = hungry(100), Net()
+    extra, model = hungry(100), net()
     small, large = need(2, extra), need(40, extra)
     assert need(40) < large
 
-    step = TrainStep(loss, passes=config(extra, small))
+    step = TrainStep(mean_square, passes=config(extra, small))
     step(model, torch.ones(2, 4))
     (joint,) = step.joint_graphs()
     assert joint.history[-1] == "hungry"
     with pytest.raises(gt.PassError, match="memory_limit_gib"):
         step(model, torch.ones(40, 4))  # with `hungry`, as on the other ranks
 
-    step = TrainStep(loss, passes=config(extra, max(need(40), small - 1, large - 1)))
+    step = TrainStep(mean_square, passes=config(extra, max(need(40), small - 1, large - 1)))
     step(model, torch.ones(40, 4))
     step(model, torch.ones(2, 4))  # would fit with `hungry`, which other ranks go without
     assert ["hungry" in joint.history for joint in step.joint_graphs()] == [False, False]
@@ -287,7 +272,7 @@ def test_a_limit_of_ones_own_and_none_at_all_ask_no_device(plain, overlapped, hi
 @pytest.mark.parametrize("limit", [-1.0, math.nan, math.inf])
 def test_what_is_no_limit(limit):
     with pytest.raises(gt.PassError, match=f"compile.memory_limit_gib = {limit}: not a limit"):
-        gt.run_passes(copy_graph(_captured()), gt.PassConfig(memory_limit_gib=limit))
+        gt.run_passes(captured_decoder(), gt.PassConfig(memory_limit_gib=limit))
 
 
 def test_ranks_with_unlike_memory_decide_the_same(high):
@@ -303,10 +288,10 @@ def test_ranks_with_unlike_memory_decide_the_same(high):
 
 
 def test_a_batch_of_another_shape_has_to_fit_too():
-    model = Net()
-    joint = gt.capture(model, loss, (torch.ones(2, 4),))
+    model = net()
+    joint = gt.capture(model, mean_square, (torch.ones(2, 4),))
     gt.run_passes(joint)
-    step = TrainStep(loss, passes=gt.PassConfig(device_memory=having(peak(joint))))
+    step = TrainStep(mean_square, passes=gt.PassConfig(device_memory=having(peak(joint))))
     step(model, torch.ones(2, 4))
     with pytest.raises(gt.PassError, match="memory_limit_gib is unset, and the step needs"):
         step(model, torch.ones(40, 4))
@@ -340,7 +325,7 @@ def test_on_a_gpu_the_limit_has_the_gaps_and_the_reserve_inside(plain, overlappe
     assert need.alive < need.allocated < need.total == need.allocated + 2 * GIB
 
     def run(limit):
-        joint = copy_graph(_captured())
+        joint = captured_decoder()
         config = gt.PassConfig(
             reshard_after_forward="always",
             disable_passes=OFF,
@@ -363,7 +348,7 @@ def test_on_a_gpu_the_limit_has_the_gaps_and_the_reserve_inside(plain, overlappe
 
 def test_what_a_device_has_is_compared_with_what_it_would_need_itself(low):
     """A run on CPU, whose passes decide for a GPU: no reserve and no gaps of a GPU."""
-    joint = copy_graph(_captured())
+    joint = captured_decoder()
     config = gt.PassConfig(
         reshard_after_forward="always",
         disable_passes=OFF,
@@ -382,7 +367,7 @@ def test_no_limit_costs_no_exchange():
 
 def offloaded(host, limit=None, agreement=None, block_inputs=True):
     """A graph whose blocks' inputs are in host memory, of which there are `host` bytes."""
-    joint = copy_graph(_captured(layers=4))
+    joint = captured_decoder(layers=4)
     options = OffloadActivationsOptions(block_inputs=block_inputs, min_bytes=0)
     config = gt.PassConfig(
         passes=["default"],
