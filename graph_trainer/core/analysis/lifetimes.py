@@ -127,15 +127,15 @@ def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
     return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
 
 
-def live_bytes(nodes: int, spans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:
+def live_bytes(nodes: int, lifespans: Iterable[tuple[int, int, int]], always: int = 0) -> list[int]:
     """Return the bytes alive at each of `nodes` nodes, with `always` more bytes at each.
 
     Args:
-        spans: of each storage the first and the last node at which it is alive, as positions from
-            0 to nodes - 1, and its bytes.
+        lifespans: of each storage the first and the last node at which it is alive, as positions
+            from 0 to nodes - 1, and its bytes.
     """
     change = [always, *[0] * nodes]
-    for first, last, num in spans:
+    for first, last, num in lifespans:
         change[first] += num
         change[last + 1] -= num
     return list(accumulate(change[:nodes]))

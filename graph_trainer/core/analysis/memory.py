@@ -158,14 +158,10 @@ def memory_of(
         Category.BUFFERS: given_bytes(joint, InputKind.BUFFER, InputKind.BATCH),
         Category.GRADIENTS: accumulated_bytes,
     }
-    by_category = {
-        c: live_bytes(
-            len(order),
-            ((s.born, s.last, s.bytes) for s in storages if s.category is c),
-            always.get(c, 0),
-        )
-        for c in Category
-    }
+    by_category = {}
+    for c in Category:
+        lifespans = [(s.born, s.last, s.bytes) for s in storages if s.category is c]
+        by_category[c] = live_bytes(len(order), lifespans, always.get(c, 0))
     total = [sum(alive) for alive in zip(*by_category.values(), strict=True)]
     in_order = sorted(storages, key=lambda s: s.born)
     return Memory(by_category, total, in_order, lives.host_bytes)

@@ -90,7 +90,7 @@ def joined(inner: Partition, outer: Partition) -> Partition | None:
     of = {rank: group for group in inner for rank in group}
     if any(rank not in of for group in outer for rank in group):
         return None
-    flat = {tuple(rank for member in group for rank in of[member]) for group in outer}
+    flat = {tuple(itertools.chain.from_iterable(map(of.__getitem__, group))) for group in outer}
     ranks = [rank for group in flat for rank in group]
     if len(ranks) != len(set(ranks)) or set(ranks) != set(of):
         return None

@@ -67,7 +67,7 @@ def fakes_as_real() -> FakeTensorMode:
 def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
     """Turn views whose strides a plain fake kernel gets wrong into reshapes. Linear in nodes.
 
-    Whoever traces the graph again (AOTAutograd, Inductor) has plain fake tensors, of which such a
+    A later trace of the graph (by AOTAutograd, Inductor) has plain fake tensors, on which such a
     view may be impossible. On real tensors the reshape is the same view.
     """
     unlike = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()

@@ -302,10 +302,10 @@ class StepTrace:
         replaced = {storage_id(part) for before, _ in assigned for part in unwrap(before)[0]}
         with torch.no_grad():
             # a value that is one of these buffers, or a view, is read before any is written
-            values = [
-                value.clone() if any(storage_id(p) in replaced for p in unwrap(value)[0]) else value
-                for _, value in assigned
-            ]
+            values = []
+            for _, value in assigned:
+                parts = {storage_id(part) for part in unwrap(value)[0]}
+                values.append(value if parts.isdisjoint(replaced) else value.clone())
             for (before, _), value in zip(assigned, values, strict=True):
                 before.copy_(value)
 
@@ -358,8 +358,8 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
 
 
 def _clone_constants_returned(graph: fx.Graph) -> None:
-    """Clone outputs in the memory of a constant: whoever writes into a gradient, as clipping does,
-    would change what the next step reads. Linear in nodes."""
+    """Clone outputs in the memory of a constant: a write into a gradient, as by clipping, would
+    change what the next step reads. Linear in nodes."""
     roots = storage_roots(graph)
     output = graph.output_node()
     for node in output.all_input_nodes:

@@ -124,8 +124,8 @@ def merge_tags(kept: fx.Node, other: fx.Node) -> None:
     """Give `kept` what is decided of an equal node that it replaces.
 
     The stronger recompute tag of the two holds, in the order of `_STRENGTH`, with its
-    `ac_graph_id`: what may not stay in memory is recomputed whoever else would keep it, and what
-    must happen wins over what may. Recomputation ends an offload. Marks of either survive.
+    `ac_graph_id`: MUST_RECOMPUTE wins over every wish to keep, and what must happen
+    wins over what may. Recomputation ends an offload. Marks of either survive.
     """
     if other.meta.get(_CUSTOM):
         kept.meta[_CUSTOM] = {**other.meta[_CUSTOM], **kept.meta.get(_CUSTOM, {})}
@@ -218,7 +218,7 @@ def is_marked_saved(node: fx.Node) -> bool:
     return _custom(node, _PARTITION_SAVED) is not None
 
 
-def mark_saved(node: fx.Node) -> None:
+def mark_saved_in_cut(node: fx.Node) -> None:
     """Mark that `partition` saves a result of this node; fx keeps the mark when it traces the graph
     again, unless the node is a getitem: mark the op that makes the tuple."""
     annotate_node(node, {_PARTITION_SAVED: str(True)})

@@ -141,8 +141,8 @@ def run_as_it_is(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Run a graph of AOTAutograd's op by op."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    # AOTAutograd refuses an op whose result is its input and whose schema does not say so; of a
-    # function it asks nothing.
+    # AOTAutograd refuses an op that returns its input unless its schema declares that; a function
+    # has no schema.
     for node in graph.find_nodes(op="call_function", target=WAIT_COPY):
         node.target = complete_copy
     return boxed(run_nodes(module, graph))

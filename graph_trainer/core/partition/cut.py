@@ -28,7 +28,7 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     infer_value,
     loss_gradient_of,
-    mark_saved,
+    mark_saved_in_cut,
     phase_of,
     recompute_policy,
     set_input_name,
@@ -106,8 +106,8 @@ def peak_bytes(
             taken = saved.get(roots[source][0])
             if taken is not None:
                 last |= dict.fromkeys(storages_in(results[taken]), place)
-    spans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
-    kept = live_bytes(len(made), spans)
+    lifespans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
+    kept = live_bytes(len(made), lifespans)
     return first.peak_bytes, max(map(operator.add, kept, made))
 
 
@@ -270,7 +270,7 @@ def _forward_half(
     outputs = _outputs(joint, gradients=False)
     returned = list(dict.fromkeys(saved.values()))
     for node in returned:
-        mark_saved(node.all_input_nodes[0] if is_getitem(node) else node)
+        mark_saved_in_cut(node.all_input_nodes[0] if is_getitem(node) else node)
     graph.output((*(made[n] for _, nodes in outputs for n in nodes), *returned))
     specs = [spec for spec, _ in outputs]
     specs += [Output(OutputKind.SAVED, n.name, unwrap(value_of(n))[1]) for n in returned]

@@ -295,9 +295,9 @@ class ExportedStep:
         Raises:
             PassError: a later one has run, or one that has to come before it has not.
         """
-        again = stage == self._stage and stage in (ExportStage.REWRITE, ExportStage.TAG)
+        repeats = stage == self._stage and stage in (ExportStage.REWRITE, ExportStage.TAG)
         needed = min(stage - 1, ExportStage.REMOVE_WAITS)
-        if stage <= self._stage and not again:
+        if stage <= self._stage and not repeats:
             raise PassError(
                 f"an exported step is at {self._stage.name}, after which {stage.name} may not "
                 f"come; the order is {', '.join(s.name for s in ExportStage)}"

@@ -212,11 +212,10 @@ def without_effect(
             yield from (Idle(of, name, getattr(given, name), *lack) for name in changed or names)
     for setting, value in settings.items():
         own = [p for p in selected if p not in _BUILT_IN]
-        carriers = (
-            [p for p in passes if value in p.required_for.get(setting, ())]
-            for passes in (own, _BUILT_IN)
-        )
-        for each in next(filter(None, carriers), ()):
+        carriers = [p for p in own if value in p.required_for.get(setting, ())]
+        if not carriers:
+            carriers = [p for p in _BUILT_IN if value in p.required_for.get(setting, ())]
+        for each in carriers:
             if lack := lacking(selected, disabled, each.name):
                 yield Idle("", setting, value, *lack)
     for of, name, other, acting in idle_fields(settings, options):

@@ -49,8 +49,8 @@ class RunSettings:
     reshard_after_forward: ReshardAfterForward | None = None
     """Which parameters are freed after forward and gathered again in backward. "always": all
     that backward reads. "never": none. "default": all but the last bucket (final norm and output
-    head), since backward starts with it. "auto": chosen by `plan_memory`. None asks for nothing: it
-    is "default" where the pass list has `tag_fsdp_unshards` and `rematerialize`, and "never" where
+    head), since backward starts with it. "auto": chosen by `plan_memory`. None is
+    "default" where the pass list has `tag_fsdp_unshards` and `rematerialize`, and "never" where
     it has not, while a value that is set is refused without the passes that carry it out."""
 
     activation_policy: ActivationPolicy = "none"

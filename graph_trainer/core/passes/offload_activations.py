@@ -196,18 +196,19 @@ class _Places:
             self.at[node] = len(self.order)
             if not is_free(node) and not starts_copy(node):
                 self.order.append(node)
-        halves = [[n for n in self.order if is_backward(n) is half] for half in (False, True)]
-        self._end = self.at[halves[1][0]] if halves[1] else len(self.order) - 1
+        forward = [n for n in self.order if not is_backward(n)]
+        backward = [n for n in self.order if is_backward(n)]
+        self._end = self.at[backward[0]] if backward else len(self.order) - 1
         """Where backward begins."""
         # where each block begins in forward, where the last one ends, and where each begins in
         # backward
         begins: list[dict[str, int]] = [{}, {}]
-        for first, nodes in zip(begins, halves, strict=True):
+        for first, nodes in zip(begins, (forward, backward), strict=True):
             for node in nodes:
                 if (block := block_of(module_of(node))) is not None:
                     first.setdefault(block, self.at[node])
         self._forward, self._backward = (sorted(first.values()) for first in begins)
-        blocks = [n for n in halves[0] if block_of(module_of(n)) is not None]
+        blocks = [n for n in forward if block_of(module_of(n)) is not None]
         self._forward += [self.at[n] + 1 for n in blocks[-1:]]
 
     def last(self, node: fx.Node) -> int:

@@ -35,7 +35,7 @@ from graph_trainer.core.passes.context import (
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
-from graph_trainer.core.passes.report import PassReport, Report, measure, state_of
+from graph_trainer.core.passes.report import PassReport, Report, graph_state, measure
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
 from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
@@ -148,7 +148,7 @@ def pass_by_pass(
     if joint.rounding:
         rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
         captured = replace(captured, remarks=(rounding,))
-    rows, state = [captured], state_of(joint)
+    rows, state = [captured], graph_state(joint)
     order: AccessOrder | None = None
     yield rows[0]
     for step in steps:
@@ -170,7 +170,7 @@ def pass_by_pass(
                 joint.remarks.clear()
                 if numbers is not None:
                     numbers.start(joint)
-        before_pass, state = state, state_of(joint)
+        before_pass, state = state, graph_state(joint)
         changed = state != before_pass
         row = measure(joint, name, seconds) if changed else rows[-1]
         if start is None and step.graph_pass.optional:
@@ -210,7 +210,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
         for p in selected
         if not p.default or p.name not in registered_passes()
     }
-    asked |= {f"options of '{name}'": name not in {p.name for p in tags} for name in config.options}
+    names = {p.name for p in tags}
+    asked |= {f"options of '{name}'": name not in names for name in config.options}
     if too_late := [what for what, is_asked in asked.items() if is_asked]:
         raise PassError(
             f"{too_late[0]} would have no effect on an exported step, of which only passes of "

@@ -41,7 +41,7 @@ def rematerialize(joint: JointGraph, options: NoOptions, context: PassContext) -
     Random ops and ops with an effect are never copied: they count as saved. The subgraphs of a
     higher-order op are copied with it. Copies have no tag, so that a second run changes nothing.
 
-    Relies on phases and tags, whoever wrote them. Guarantees equal values.
+    Relies on phases and on tags, those of users included. Guarantees equal values.
 
     Raises:
         PassError: a tagged node writes in place, or its inputs or result are written in place

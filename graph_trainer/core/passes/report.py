@@ -75,7 +75,7 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
     return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
 
 
-def state_of(joint: JointGraph) -> list[object]:
+def graph_state(joint: JointGraph) -> list[object]:
     """Return a list that changes whenever the result of any analysis of the graph could: one tuple
     per node. Linear in nodes, and far cheaper than any analysis."""
     return [

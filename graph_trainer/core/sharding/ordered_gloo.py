@@ -286,7 +286,7 @@ class _Work(dist.Work):
         self._lock = threading.Lock()  # two threads may wait
         self._left = started
         self._failure: BaseException | None = None
-        self._sent = sent  # gloo may drop them sooner, at a moment that nobody can predict
+        self._sent = sent  # gloo may drop them sooner, at a moment that cannot be predicted
         self._results = results
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -308,7 +308,7 @@ class _Work(dist.Work):
     def is_completed(self) -> bool:
         if not all(work.is_completed() for work, _ in list(self._left)):
             return False
-        with contextlib.suppress(Exception):  # meets whoever waits
+        with contextlib.suppress(Exception):  # `wait` raises it
             self.wait()  # puts the results in place
         return True
 

@@ -232,7 +232,7 @@ class _Sharded:
 
 
 class _Copies:
-    """Makes the copy of a sharded module; pickle, which has to save this, is told why it cannot."""
+    """Makes the copy of a sharded module, and refuses to be pickled: pickle has to save this."""
 
     def __init__(self, make: Callable[..., Any]) -> None:
         self._make = make

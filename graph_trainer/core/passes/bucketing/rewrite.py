@@ -236,10 +236,10 @@ class _Bucket:
             node = self.graph.call_function(op, args, kwargs)
         # Layers are alike, and computing fake results is most of the time of a merge: each is
         # computed once, but for elements of a list of tensors.
-        key = (op, repr(fx.map_arg((node.args, node.kwargs), _layout)))
         if op is operator.getitem:
             node.meta["val"] = inferred_value(node)
         else:
+            key = (op, repr(fx.map_arg((node.args, node.kwargs), _layout)))
             if key not in self.known:
                 self.known[key] = inferred_value(node)
             node.meta["val"] = self.known[key]

@@ -350,10 +350,9 @@ class ScheduleGraph:
                 for storage in storages_in(self._storages[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
-        headroom = [
-            (most, [most - num for num in accumulate(series[:-1])])
-            for most, series in zip(highest, change, strict=True)
-        ]
+        headroom = []
+        for most, series in zip(highest, change, strict=True):
+            headroom.append((most, [most - num for num in accumulate(series[:-1])]))
         return stored, makes, headroom
 
     def _keeps_alive(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:

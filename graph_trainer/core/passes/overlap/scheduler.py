@@ -101,10 +101,10 @@ class Scheduler:
         self.graph = graph
         self.options = options
         self.max_in_flight = int(options.max_in_flight_mib * MIB)
-        allowed = [
-            [fewer + int(peak * options.max_peak_growth) for fewer in places]
-            for peak, places in graph.headroom
-        ]
+        allowed = []
+        for peak, fewer in graph.headroom:
+            growth = int(peak * options.max_peak_growth)
+            allowed.append([num_bytes + growth for num_bytes in fewer])
         self.headroom = [min(several) for several in zip(*allowed, strict=True)]
         self.order: list[int] = []
         self.done = [False] * len(graph.nodes)
@@ -122,10 +122,10 @@ class Scheduler:
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
         self._by_end: list[tuple[float, int, Deferred]] = []
         self._bytes_of = {each.start: each.bytes for each in graph.gathers}
-        self._missing = [
-            {p for place in each.places for p in graph.reads[place]} - {*each.places}
-            for each in graph.reductions
-        ]
+        self._missing: list[set[int]] = []
+        for each in graph.reductions:
+            read = set[int]().union(*(graph.reads[place] for place in each.places))
+            self._missing.append(read.difference(each.places))
         self._waiting: dict[int, list[int]] = defaultdict(list)
         for index, inputs in enumerate(self._missing):
             for place in inputs:

@@ -106,7 +106,9 @@ def agreed_on(
     Raises:
         PassError: the ranks' blocks have unlike ops.
     """
-    shape = [(b.name, [replace(op, bytes=0, nanoseconds=0) for op in b.ops]) for b in blocks]
+    shape = []
+    for block in blocks:
+        shape.append((block.name, [replace(op, bytes=0, nanoseconds=0) for op in block.ops]))
     choices = [(item.name, item.parameters, len(item.choices)) for item in others]
     if not context.agreement.same((shape, choices)):
         raise PassError(
@@ -122,15 +124,12 @@ def agreed_on(
     number = context.agreement.all_reduce_max(int.from_bytes(digits, "big"))
     largest = number.to_bytes(len(digits), "big")
     taken = (int.from_bytes(largest[at : at + 8], "big") for at in range(8, len(largest), 8))
-    return (
-        [
-            replace(b, ops=tuple(replace(op, bytes=next(taken), nanoseconds=next(taken))
-                                 for op in b.ops))
-            for b in blocks
-        ],
-        [
-            item._replace(choices=[Choice(next(taken), next(taken), c.saved)
-                                   for c in item.choices])
-            for item in others
-        ],
-    )  # fmt: skip
+    agreed_blocks = []
+    for block in blocks:
+        ops = [replace(op, bytes=next(taken), nanoseconds=next(taken)) for op in block.ops]
+        agreed_blocks.append(replace(block, ops=tuple(ops)))
+    agreed_items = []
+    for item in others:
+        of_item = [Choice(next(taken), next(taken), each.saved) for each in item.choices]
+        agreed_items.append(item._replace(choices=of_item))
+    return agreed_blocks, agreed_items

@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from torch import fx
+
 from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -274,10 +276,12 @@ class _Planner:
         those before a stage."""
         trial, context = copy_graph(self._joint), self._context
         named = {node.name: node for node in trial.graph.nodes}
-        blocks = [
-            replace(b, nodes=[[named[n.name] for n in group] for group in b.nodes])
-            for b in self._blocks
-        ]
+        blocks = []
+        for block in self._blocks:
+            nodes: list[list[fx.Node]] = []
+            for group in block.nodes:
+                nodes.append([named[node.name] for node in group])
+            blocks.append(replace(block, nodes=nodes))
         table = self._table(number)
         tag_blocks(blocks, table.saved(blocks))
         tag_inputs(trial, table.offloaded)

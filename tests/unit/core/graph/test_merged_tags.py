@@ -9,7 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_trainer.core.graph.annotations import (
     Role,
     is_marked_saved,
-    mark_saved,
+    mark_saved_in_cut,
     merge_tags,
     offload_tag,
     recompute_policy,
@@ -36,7 +36,7 @@ def merged(merge, first, second):
             set_offload(node)
         elif tag is not None:
             set_recompute_policy(node, tag, ac_graph_id=number)
-    mark_saved(gathers[1])
+    mark_saved_in_cut(gathers[1])
     joint = b.joint(b.total(*gathers))
     merge(joint)
     (left,) = joint.graph.find_nodes(op="call_function", target=GATHER)
