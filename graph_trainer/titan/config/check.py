@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
 
 from graph_trainer.core.passes.catalogue import (
@@ -28,7 +27,7 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
-from graph_trainer.titan.config.fields import show, type_of
+from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
 from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal
 from graph_trainer.titan.data.corpus import open_corpus
@@ -105,7 +104,7 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     section, compile_config = config.activation_checkpoint, config.compile
     key, limit_key = "activation_checkpoint.type", "compile.memory_limit_gib"
     mode, limit = compile_config.mode, compile_config.memory_limit_gib
-    name = type_of(section, [ActivationCheckpointing.Config]) if section else ""
+    name = POLICIES.get(type(section), "none")
     blocks = getattr(config.model_spec and config.model_spec.model, "layers", ())
     if isinstance(section, LayersAC.Config) and 0 < len(blocks) < section.layers:
         yield Problem(
@@ -165,10 +164,7 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     shard = parallelism.data_parallel_shard_degree
     replicate = parallelism.data_parallel_replicate_degree
     tensor = parallelism.tensor_parallel_degree
-    others = (
-        "parallelism.data_parallel_replicate_degree",
-        "parallelism.tensor_parallel_degree",
-    )
+    others = "parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"
     if world_size is not None:
         product = f"data_parallel_replicate_degree {replicate} x tensor_parallel_degree {tensor}"
         if shard == -1:
@@ -275,10 +271,8 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     options = {name: getattr(ours, section) for name, section in sections.items()}
     for idle in without_effect(listed, ours.disable_passes, settings, options):
         keys = dict(_KEYS)
-        if idle.of:
-            keys |= {
-                f.name: f"compile.{sections[idle.of]}.{f.name}" for f in fields(options[idle.of])
-            }
+        for option in fields(options[idle.of]) if idle.of else ():
+            keys[option.name] = f"compile.{sections[idle.of]}.{option.name}"
         key, instead = keys[idle.name], f"leave {keys[idle.name]} out"
         others: tuple[str, ...] = ()
         if not idle.of and not idle.other:

@@ -14,13 +14,18 @@ from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.check import check_config
-from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.load import load_config, merge
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
     to_graph_trainer_config,
 )
 from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_config
-from graph_trainer.titan.config.sources import config_folders, find_config
+from graph_trainer.titan.config.sources import (
+    COMMAND_LINE,
+    Origins,
+    config_folders,
+    find_config,
+)
 from tests.examples import examples
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -117,6 +122,15 @@ def test_flags_beat_file_beats_base_beats_defaults(tmp_path):
     assert config.training.local_batch_size == entry.training.local_batch_size  # base
     assert config.lr_scheduler.warmup_steps == 2 != type(entry.lr_scheduler)().warmup_steps
     assert config.compile.mode == base.compile.mode == "aot_fx_trace"  # default
+
+
+def test_a_files_table_replaces_the_one_before_and_flags_change_keys_in_it():
+    entry = {"type": dict, "kwargs": {"a": 1, "b": 2}}
+    origins = Origins("x.toml")
+    merged = merge(entry, {"kwargs": {"a": 3}}, "x.toml", origins)
+    assert merged["kwargs"] == {"a": 3} and origins.of("kwargs.a") == "x.toml"
+    assert merge(merged, {"kwargs": {"b": 4}}, COMMAND_LINE, origins)["kwargs"] == {"a": 3, "b": 4}
+    assert origins.of("kwargs") == COMMAND_LINE and origins.of("other") == ""
 
 
 def test_flags_take_dashes_or_underscores_and_negation():
