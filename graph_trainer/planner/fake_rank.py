@@ -81,10 +81,10 @@ class FakeRank:
         """Make the arguments of a batch as the data loader and the trainer do, on meta.
 
         Returns:
-            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence];
-            and the keyword arguments of the model.
+            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence],
+            of the part of a sequence that this rank has; and the keyword arguments of the model.
         """
-        given, labels = batch_of_zeros(self.config.training, "meta")
+        given, labels = batch_of_zeros(self.config.training, "meta", self.parallel_dims.cp)
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (given.pop("input"), labels, valid_tokens), given
 

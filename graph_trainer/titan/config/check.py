@@ -27,6 +27,7 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.config.check_context_parallel import check_context_parallel
 from graph_trainer.titan.config.fields import type_of
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
@@ -84,7 +85,6 @@ _ONLY: dict[str, tuple[bool | int | str, str]] = {
     "parallelism.spmd_backend": ("partial_dtensor", "not what graph_trainer shards with"),
     "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
     "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
-    "parallelism.context_parallel_degree": (1, "graph_trainer has no context parallelism yet"),
     "parallelism.expert_parallel_degree": (1, "graph_trainer has no expert parallelism yet"),
 }
 
@@ -114,6 +114,7 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     """
     parallelism = config.parallelism
     fixed = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    fixed *= parallelism.context_parallel_degree
     shards = parallelism.data_parallel_shard_degree
     return fixed * (shards if shards > 0 else max(1, 2 // fixed))
 
@@ -290,7 +291,10 @@ class _Checks:
 
     def mesh(self, world_size: int | None) -> int | None:
         """Return the data-parallel degree, None where it depends on an unknown world size."""
-        names = ("data_parallel_replicate", "data_parallel_shard", "tensor_parallel")
+        parallelism = self.config.parallelism
+        names = ["data_parallel_replicate", "data_parallel_shard", "tensor_parallel"]
+        if parallelism.context_parallel_degree != 1:
+            names.append("context_parallel")
         keys = [f"parallelism.{name}_degree" for name in names]
         for key in keys:
             is_shard = "shard" in key
@@ -298,21 +302,22 @@ class _Checks:
             remedy = f"Set {key} to 1 or more{remaining}."
             holds = self.value(key) >= 1 or (is_shard and self.value(key) == -1)
             self.require(holds, key, "not a positive degree", remedy)
-        replicate, shard, tensor = map(self.value, keys)
+        replicate, shard = parallelism.data_parallel_replicate_degree, self.value(keys[1])
+        others = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+        fixed = replicate * others
         if world_size is None:
             return None if shard == -1 else replicate * shard
         product = " x ".join(f"{key.partition('.')[2]} {self.value(key)}" for key in keys)
         place = f"{self.where.of(*keys)}: parallelism: {product}"
         if shard == -1:
-            shard, left = divmod(world_size, replicate * tensor)
+            shard, left = divmod(world_size, fixed)
             if left or not shard:
                 raise ConfigError(
-                    f"{place} does not fit on {world_size} ranks: {replicate * tensor} does not "
-                    f"divide {world_size}. Start a multiple of {replicate * tensor} ranks, or "
-                    "lower parallelism.tensor_parallel_degree or "
-                    "parallelism.data_parallel_replicate_degree."
+                    f"{place} does not fit on {world_size} ranks: {fixed} does not divide "
+                    f"{world_size}. Start a multiple of {fixed} ranks, or lower "
+                    f"{' or '.join(keys[2:])} or {keys[0]}."
                 )
-        ranks = replicate * shard * tensor
+        ranks = fixed * shard
         if ranks != world_size:
             raise ConfigError(
                 f"{place} = {ranks} ranks, but {world_size} are started. Make the degrees multiply "
@@ -375,6 +380,7 @@ class _Checks:
                     f"does not divide the {name} = {heads} of {spec.name} {spec.flavor}",
                     f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
                 )
+        check_context_parallel(self.config, spec.model, self.require)
         vocabulary = getattr(spec.model, "vocab_size", None)
         tokens = self.value("tokenizer.vocab_size")
         self.require(

@@ -32,6 +32,7 @@ from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan import activation_policies
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
+from graph_trainer.titan.context_parallel import Method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.parallelize import parallelize_decoder
@@ -148,7 +149,7 @@ class GraphCompileConfig(CompileConfig):
 
 @dataclass(kw_only=True, slots=True)
 class GraphParallelismConfig(ParallelismConfig):
-    """[parallelism]: torchtitan's, with one more way to reshard."""
+    """[parallelism]: torchtitan's, with more ways to reshard and to split a sequence."""
 
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """
@@ -156,6 +157,13 @@ class GraphParallelismConfig(ParallelismConfig):
     all but the last bucket (final norm and output head), with which backward starts; "auto" those
     that are worth less than their memory under compile.memory_limit_gib. "auto" acts on a captured
     step only.
+    """
+
+    context_parallel_method: Method = "all_gather"
+    """
+    How attention sees the whole sequence where context_parallel_degree splits it: "all_gather"
+    gathers keys and values beside the queries of this rank, and masks later tokens; "ulysses"
+    exchanges parts of the sequence for parts of the heads, which the degree must divide.
     """
 
 
