@@ -160,6 +160,9 @@ def changes(config: Any, world_size: int) -> list[tuple[str, ...]]:
     tensor = parallelism.tensor_parallel_degree * 2
     if parallelism.data_parallel_shard_degree == -1 and world_size % tensor == 0:
         flags.append(("--parallelism.tensor_parallel_degree", str(tensor)))
+    context = parallelism.context_parallel_degree * 2
+    if parallelism.data_parallel_shard_degree == -1 and world_size % context == 0:
+        flags.append(("--parallelism.context_parallel_degree", str(context)))
     if parallelism.data_parallel_replicate_degree > 1:
         flags.append(
             ("--parallelism.data_parallel_replicate_degree", "1")

@@ -13,10 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.models.common.attention import ScaledDotProductAttention
 
 from graph_trainer.core.sharding.context_parallel import (
-    causal_mask,
+    attention_mask,
     gather_keys,
+    gather_positions,
     heads_from_ranks,
     heads_to_ranks,
+    places,
 )
 
 Method = Literal["all_gather", "ulysses"]
@@ -29,54 +31,81 @@ _WITH_MASK = [
 
 
 def apply_context_parallel(
-    model: nn.Module, group: dist.ProcessGroup, method: Method, dtype: torch.dtype
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    method: Method,
+    dtype: torch.dtype,
+    *,
+    document_mask: bool = False,
 ) -> None:
     """Let the attention of a decoder see the whole sequence, in place.
 
     Call it before tensor parallelism, which gives attention the local tensors.
 
     Args:
-        group: the ranks that share a sequence, split as torchtitan's "headtail" load balancer does.
+        group: the ranks that share a sequence, split as torchtitan's "headtail" load balancer does;
+            None where each rank has its own.
         method: "all_gather" for all keys and values beside this rank's queries, "ulysses" for the
             whole sequence with a part of the heads.
         dtype: that attention computes in.
+        document_mask: whether a token sees only tokens of its document.
     """
+    gathers = group is not None and method == "all_gather"
     for module in model.modules():
         if isinstance(module, ScaledDotProductAttention):
-            wrap = _with_gathered_keys if method == "all_gather" else _with_heads_of_rank
-            module.forward = partial(wrap, module.forward, group)
-    if method == "all_gather":
-        # One mask for all layers: each keeps what it adds to its scores for backward.
-        def with_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            mask = causal_mask(args[0].shape[1], group, args[0].device, dtype)
-            return args, kwargs | {"attention_masks": mask}
+            attend = _masked if gathers or document_mask else module.forward
+            if group is not None:
+                attend = partial(_with_all_keys if gathers else _with_some_heads, attend, group)
+            module.forward = attend
+    if not gathers and not document_mask:
+        return
 
-        model.register_forward_pre_hook(with_mask, with_kwargs=True)
+    # One mask for all layers: each keeps what it adds to its scores for backward.
+    def with_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        positions = kwargs["positions"]
+        local, device = positions.shape[1], positions.device
+        if group is not None and document_mask:
+            positions = gather_positions(positions, group)
+        if group is not None and gathers:
+            keys = places(local, group, device)
+            queries = keys.narrow(0, group.rank() * local, local)
+        else:
+            queries = keys = torch.arange(positions.shape[1], device=device)
+        mask = attention_mask(queries, keys, dtype, positions if document_mask else None)
+        return args, kwargs | {"attention_masks": mask}
+
+    model.register_forward_pre_hook(with_mask, with_kwargs=True)
 
 
-def _with_gathered_keys(
-    _: Any,
-    group: dist.ProcessGroup,
+# torchtitan's sharding finds attention's arguments by their names.
+
+
+def _masked(
     q_BLNH: torch.Tensor,
     k_BLNH: torch.Tensor,
     v_BLNH: torch.Tensor,
     *,
     attention_masks: torch.Tensor,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    **options: Any,
 ) -> torch.Tensor:
-    keys, values = gather_keys(k_BLNH, v_BLNH, group)
+    heads_first = [t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH)]
     with sdpa_kernel(_WITH_MASK, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            *(t.transpose(1, 2) for t in (q_BLNH, keys, values)),
-            attn_mask=attention_masks,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=attention_masks, **options)
     return out.transpose(1, 2)
 
 
-def _with_heads_of_rank(
+def _with_all_keys(
+    attend: Any,
+    group: dist.ProcessGroup,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    **options: Any,
+) -> Any:
+    return attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
+
+
+def _with_some_heads(
     attend: Any,
     group: dist.ProcessGroup,
     q_BLNH: torch.Tensor,

@@ -46,13 +46,15 @@ def parallelize_decoder(
         ConfigError: a parallelism that a captured step does not support.
     """
     _check_supported(parallel_dims, parallelism, training)
-    if parallel_dims.cp_enabled:
-        apply_context_parallel(
-            model,
-            parallel_dims.get_mesh("cp").get_group(),
-            parallelism.context_parallel_method,  # type: ignore[attr-defined]
-            TORCH_DTYPE_MAP[training.mixed_precision_param],
-        )
+    ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
+    shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
+    apply_context_parallel(
+        model,
+        shares,
+        ours.context_parallel_method,
+        TORCH_DTYPE_MAP[training.mixed_precision_param],
+        document_mask=ours.document_mask,
+    )
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         _tie_again(model)

@@ -89,22 +89,47 @@ def heads_from_ranks(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _Exchange.apply(blocks, group).movedim(0, 2).flatten(2, 3)
 
 
-def causal_mask(
-    local: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    """Make what is added to the scores of this rank's queries and the keys of `gather_keys`.
+def places(local: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
+    """Return the place in the sequence of each token, in the order of `gather_keys`.
 
     Args:
         local: the length of the local sequence.
+    """
+    inorder = torch.arange(local * group.size(), device=device)
+    return _by_rank(inorder.unsqueeze(0), group.size()).flatten()
+
+
+def gather_positions(positions: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[batch, local sequence] -> [batch, sequence], in the order of the sequence."""
+    with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
+        whole = all_gather(positions.t().contiguous(), group)
+    return _in_order(whole.t().unflatten(1, (group.size(), -1)))
+
+
+def attention_mask(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    dtype: torch.dtype,
+    positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Make what is added to attention's scores: 0 where a query sees a key, else -inf.
+
+    A query sees no later key and, where positions are given, none of another document.
+
+    Args:
+        queries, keys: their places in the sequence.
+        positions: [batch, sequence], 0 where a document begins.
 
     Returns:
-        [local sequence, sequence]: 0 where the key is not later than the query, else -inf.
+        [queries, keys], with positions [batch, 1, queries, keys].
     """
-    places = torch.arange(local * group.size(), device=device)
-    keys = _by_rank(places.unsqueeze(0), group.size()).flatten()
-    queries = keys.narrow(0, group.rank() * local, local)
-    mask = torch.zeros(local, len(places), device=device, dtype=dtype)
-    return mask.masked_fill(queries.unsqueeze(1) < keys, float("-inf"))
+    hidden = queries.unsqueeze(1) < keys
+    if positions is not None:
+        document = (positions == 0).cumsum(1)
+        apart = document[:, queries].unsqueeze(2) != document[:, keys].unsqueeze(1)
+        hidden = (hidden | apart).unsqueeze(1)
+    mask = torch.zeros(hidden.shape, device=keys.device, dtype=dtype)
+    return mask.masked_fill(hidden, float("-inf"))
 
 
 def _in_order(parts: torch.Tensor) -> torch.Tensor:

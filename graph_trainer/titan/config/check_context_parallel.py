@@ -1,4 +1,4 @@
-"""Check that a model and its sequences can be split by context parallelism."""
+"""Check that the attention of a model can be split by context parallelism, or masked."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,13 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
+_DOCUMENTS = "parallelism.document_mask"
 
 
 def check_context_parallel(
     config: GraphTrainerConfig, model: Any, require: Callable[..., None]
 ) -> None:
-    """Refuse a sequence, a model or heads that `context_parallel_degree` does not divide.
+    """Refuse sequences, heads and attention that cannot be split or masked as the config asks.
 
     Args:
         model: the config of the model.
@@ -23,6 +24,32 @@ def check_context_parallel(
     """
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    for index, layer in enumerate(getattr(model, "layers", ())):
+        attention = getattr(layer, "attention", None)
+        inner = getattr(attention, "inner_attention", None)
+        key = _DEGREE if degree > 1 else _DOCUMENTS
+        require(
+            isinstance(inner, ScaledDotProductAttention.Config)
+            or not (degree > 1 or parallelism.document_mask),
+            key,
+            f"layers.{index} has no scaled dot product attention, the one kind that is given a "
+            "mask or the whole of a sequence that is split",
+            f"Set {key} = {'1' if degree > 1 else 'false'}.",
+        )
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            require(
+                degree == 1
+                or parallelism.context_parallel_method == "all_gather"
+                or heads is None
+                or heads % (degree * tensor) == 0,
+                _DEGREE,
+                f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree '
+                f"{tensor} does not divide the {name} = {heads} of layers.{index}",
+                f'Set {_METHOD} = "all_gather", or lower the degree.',
+                _METHOD,
+                "parallelism.tensor_parallel_degree",
+            )
     if degree == 1:
         return
     require(
@@ -50,26 +77,3 @@ def check_context_parallel(
         "the model predicts several tokens, for which a whole sequence is shifted",
         f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
     )
-    for index, layer in enumerate(getattr(model, "layers", ())):
-        attention = getattr(layer, "attention", None)
-        inner = getattr(attention, "inner_attention", None)
-        require(
-            isinstance(inner, ScaledDotProductAttention.Config),
-            _DEGREE,
-            f"layers.{index} has no scaled dot product attention, the one kind that sees the whole "
-            "of a sequence that is split",
-            f"Set {_DEGREE} = 1.",
-        )
-        for name in ("n_heads", "n_kv_heads"):
-            heads = getattr(attention, name, None)
-            require(
-                parallelism.context_parallel_method == "all_gather"
-                or heads is None
-                or heads % (degree * tensor) == 0,
-                _DEGREE,
-                f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree '
-                f"{tensor} does not divide the {name} = {heads} of layers.{index}",
-                f'Set {_METHOD} = "all_gather", or lower the degree.',
-                _METHOD,
-                "parallelism.tensor_parallel_degree",
-            )

@@ -149,7 +149,7 @@ class GraphCompileConfig(CompileConfig):
 
 @dataclass(kw_only=True, slots=True)
 class GraphParallelismConfig(ParallelismConfig):
-    """[parallelism]: torchtitan's, with more ways to reshard and to split a sequence."""
+    """[parallelism]: torchtitan's, with more ways to reshard, and to split or mask a sequence."""
 
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """
@@ -164,6 +164,13 @@ class GraphParallelismConfig(ParallelismConfig):
     How attention sees the whole sequence where context_parallel_degree splits it: "all_gather"
     gathers keys and values beside the queries of this rank, and masks later tokens; "ulysses"
     exchanges parts of the sequence for parts of the heads, which the degree must divide.
+    """
+
+    document_mask: bool = False
+    """
+    Let a token see only the tokens of its own document, which begins where positions are 0.
+    Without it a token sees all tokens before it in its sequence. The mask is a whole matrix, and
+    attention with it computes what it hides as well.
     """
 
 

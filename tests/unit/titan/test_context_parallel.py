@@ -35,22 +35,21 @@ class Attends(nn.Module):
         super().__init__()
         self.inner_attention = ScaledDotProductAttention(ScaledDotProductAttention.Config())
 
-    def forward(self, tokens, q, k, v, attention_masks=None):
-        gqa = q.shape[2] > k.shape[2]
-        masks = {"attention_masks": attention_masks}
-        return self.inner_attention(q, k, v, scale=0.3, enable_gqa=gqa, **masks)
+    def forward(self, q, k, v, *, positions, attention_masks=None):
+        options = {"attention_masks": attention_masks, "scale": 0.3}
+        return self.inner_attention(q, k, v, enable_gqa=q.shape[2] > k.shape[2], **options)
 
 
-def attend(model, tensors):
+def attend(model, tensors, positions):
     """Output and gradients of a model that attends."""
     inputs = [t.clone().requires_grad_() for t in tensors]
-    out = model(torch.zeros(inputs[0].shape[:2]), *inputs)
+    out = model(*inputs, positions=positions)
     weight = torch.arange(out.shape[-1], dtype=out.dtype)
     (out.sin() * weight).sum().backward()
     return [out.detach(), *(t.grad for t in inputs)]
 
 
-def on_ranks(ranks, method, tensors):
+def on_ranks(ranks, method, tensors, positions, **options):
     """Attend on every rank, in a thread each, with collectives among the threads."""
     order = _HeadTailLoadBalancer(SEQUENCE, ranks, "cpu")._generate_indices().flatten()
 
@@ -59,15 +58,15 @@ def on_ranks(ranks, method, tensors):
         dist.all_gather_object(found, tensor.detach(), None)
         return found
 
+    def local(blocks):
+        return blocks.chunk(ranks)[dist.get_rank()]
+
     def run(rank):
         mine = order.chunk(ranks)[rank]
         model = Attends()
         group = SimpleNamespace(size=lambda: ranks, rank=lambda: rank)
-        apply_context_parallel(model, group, method, torch.float64)
-        return attend(model, [t[:, mine] for t in tensors])
-
-    def local(blocks):
-        return blocks.chunk(ranks)[dist.get_rank()]
+        apply_context_parallel(model, group, method, torch.float64, **options)
+        return attend(model, [t[:, mine] for t in tensors], positions[:, mine])
 
     with mock.patch.multiple(
         context_parallel,
@@ -83,20 +82,60 @@ def on_ranks(ranks, method, tensors):
     return [torch.cat(parts, dim=1)[:, order.argsort()] for parts in zip(*found, strict=True)]
 
 
+def some_tensors(heads, key_heads, value_size):
+    torch.manual_seed(0)
+    sizes = ((heads, 6), (key_heads, 6), (key_heads, value_size))
+    return [torch.randn(len(DOCUMENTS), SEQUENCE, *s, dtype=torch.float64) for s in sizes]
+
+
+def each_document(tensors):
+    """Attend within each document alone."""
+    results = [torch.zeros_like(t) for t in (tensors[0][..., : tensors[2].shape[-1]], *tensors)]
+    for row, lengths in enumerate(DOCUMENTS):
+        start = 0
+        for length in lengths:
+            place = slice(row, row + 1), slice(start, start + length)
+            parts = attend(Attends(), [t[place] for t in tensors], None)
+            for result, part in zip(results, parts, strict=True):
+                result[place] = part
+            start += length
+    return results
+
+
+# lengths of the documents of each row; most cross the border of a chunk, of 4 to 16 tokens
+DOCUMENTS = ([32], [5, 11, 15, 1], [1, 2, 27, 2])
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+METHODS = pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("method", ["all_gather", "ulysses"])
+@METHODS
 @pytest.mark.parametrize(
     ("heads", "key_heads", "value_size"), [(4, 4, 6), (8, 4, 6), (4, 4, 5)], ids=str
 )
 def test_ranks_attend_as_one(ranks, method, heads, key_heads, value_size):
     """Multi-head, grouped-query, and the latent attention's smaller values."""
-    torch.manual_seed(0)
-    sizes = ((heads, 6), (key_heads, 6), (key_heads, value_size))
-    tensors = [torch.randn(3, SEQUENCE, *size, dtype=torch.float64) for size in sizes]
-    for found, expected in zip(
-        on_ranks(ranks, method, tensors), attend(Attends(), tensors), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    tensors = some_tensors(heads, key_heads, value_size)
+    found = on_ranks(ranks, method, tensors, POSITIONS)
+    assert_close(found, attend(Attends(), tensors, POSITIONS))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@METHODS
+def test_documents_stay_apart(ranks, method):
+    tensors = some_tensors(8, 4, 6)
+    if ranks == 1:
+        model = Attends()
+        apply_context_parallel(model, None, method, torch.float64, document_mask=True)
+        found = attend(model, tensors, POSITIONS)
+    else:
+        found = on_ranks(ranks, method, tensors, POSITIONS, document_mask=True)
+    assert_close(found, each_document(tensors))
+
+
+def assert_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
 def config_of(*flags, base=(), degree=2):
@@ -188,7 +227,7 @@ def with_predictions(model):
 )
 def test_models_that_cannot_be_split_are_refused(change, said):
     config = config_of(base=["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"])
-    check_config(config, 2)
+    check_config(config, 2)  # the model as it is
     change(config.model_spec.model)
     with pytest.raises(ConfigError, match=said):
         check_config(config, 2)
