@@ -103,8 +103,8 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
                     for backend in BACKENDS.values():
                         if backend.fuses_ops:
                             yield {key: backend.name}
-            case "parallelism.tensor_parallel_degree":
-                degree = parallelism.tensor_parallel_degree * 2
+            case "parallelism.tensor_parallel_degree" | "parallelism.context_parallel_degree":
+                degree = 2 * getattr(parallelism, key.rpartition(".")[2])
                 if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
                     yield {key: str(degree)}
             case "parallelism.data_parallel_shard_degree":

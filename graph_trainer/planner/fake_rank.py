@@ -81,10 +81,10 @@ class FakeRank:
         """Make the arguments of a batch as the data loader and the trainer do, on meta.
 
         Returns:
-            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence];
-            and the keyword arguments of the model.
+            (inputs, labels, number of valid tokens), the first two int64 [local batch, sequence],
+            of the part of a sequence that this rank has; and the keyword arguments of the model.
         """
-        given, labels = batch_of_zeros(self.config.training, "meta")
+        given, labels = batch_of_zeros(self.config.training, "meta", self.parallel_dims.cp)
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (given.pop("input"), labels, valid_tokens), given
 
@@ -109,11 +109,12 @@ class FakeRank:
 
 @contextlib.contextmanager
 def flash_attention_as_on_gpu() -> Iterator[None]:
-    """While entered: `F.scaled_dot_product_attention` in half precision is the flash kernel.
+    """While entered: `F.scaled_dot_product_attention` in half precision is a GPU's kernel.
 
-    CUDA builds of torch choose that kernel (or cuDNN's, which needs the same memory) for float16
-    and bfloat16 without a mask. On meta, torch decomposes attention into matmuls that keep all
-    scores. The op has a meta kernel, a backward and DTensor's sharding rule.
+    CUDA builds of torch choose the flash kernel (or cuDNN's, which needs the same memory) for
+    float16 and bfloat16, and cuDNN's where there is a mask. On meta, torch decomposes attention
+    into matmuls that keep all scores. The ops have a meta kernel, a backward and, flash, DTensor's
+    sharding rule.
     """
     # Not a TorchFunctionMode: while torch.autograd.grad runs under one, the mode is off, and a
     # checkpointed block that is recomputed there would get the other attention.
@@ -128,9 +129,13 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
         is_causal: bool = False,
         **options: Any,
     ) -> torch.Tensor:
-        # The kernel's limits: half precision, no mask, heads of at most 256.
-        half = query.dtype in (torch.float16, torch.bfloat16)
-        if half and attn_mask is None and query.shape[-1] <= 256:
+        # The kernels' limits: half precision, heads of at most 256.
+        half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
+        if half and attn_mask is not None:  # cuDNN's, which computes what the mask hides as well
+            masked = torch.ops.aten._scaled_dot_product_cudnn_attention
+            how = {"scale": options.get("scale")}
+            return masked(query, key, value, attn_mask, True, dropout_p, False, False, **how)[0]
+        if half:
             # The kernel reads fewer keys than queries as they are, so enable_gqa changes nothing.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             scale = options.get("scale")

@@ -21,6 +21,9 @@ from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
+_AXES = ("dp_replicate", "fsdp", "tp")
+"""The axes of parameters, whose shards context parallelism's ranks share."""
+
 MOST_CLASSES = 27
 """Three coordinates (first, last, any other) along each of three axes. First and last have
 classes of their own only up to this number of classes; other local shapes always have."""
@@ -95,9 +98,10 @@ def rank_classes(run: FakeRank) -> RankClasses:
     """
     # Ranks are counted along the last axis first.
     dims = run.parallel_dims
-    axes = {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard * dims.cp, "tp": dims.tp}
+    axes = {"dp_replicate": dims.dp_replicate, "fsdp": dims.dp_shard}
+    axes |= ({"cp": dims.cp} if dims.cp_enabled else {}) | {"tp": dims.tp}
     sizes = tuple(axes.values())
-    layouts = {_layout_of(p, tuple(axes)) for p in run.model.parameters()}
+    layouts = {_layout_of(p) for p in run.model.parameters()}
     known: dict[tuple[Shape, ...], int] = {}
     kinds_at: list[dict[int, list[int]]] = [{} for _ in sizes]
     for place in itertools.product(*map(range, sizes)):
@@ -123,24 +127,29 @@ def _numbered(kinds: list[list[int]], apart: tuple[int, ...]) -> tuple[int, ...]
     return tuple(labels)
 
 
-def _layout_of(parameter: torch.Tensor, axes: tuple[str, ...]) -> _Layout:
+def _layout_of(parameter: torch.Tensor) -> _Layout:
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), ()
     placed: list[tuple[str, Placement]] = list(
         zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
     )
-    shards = [(axes.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
+    shards = [(_AXES.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
     return tuple(parameter.shape), tuple(shards)
 
 
 def _local_shape(layout: _Layout, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
-    """Compute the local shape at a place of a mesh of these sizes.
+    """Compute the local shape at a place of a mesh of these sizes, whose axes are those of _AXES,
+    or have context parallelism's apart, after FSDP's.
 
     The innermost axis splits first, as torch.chunk does: the first ranks get
     ceil(size / ranks) rows, later ranks fewer or none.
     """
     shape, shards = layout
     local = list(shape)
+    if len(sizes) > len(_AXES):
+        replicate, shard, context, tensor = sizes
+        sizes = (replicate, shard * context, tensor)
+        place = (place[0], place[1] * context + place[2], place[3])
     for axis, dim in reversed(shards):
         each = -(-local[dim] // sizes[axis])
         local[dim] = max(0, min(each, local[dim] - place[axis] * each))
@@ -158,7 +167,7 @@ def check_shapes(run: FakeRank, classes: RankClasses) -> None:
         if not isinstance(parameter, DTensor):
             continue
         shape = tuple(parameter.to_local().shape)
-        wanted = _local_shape(_layout_of(parameter, classes.names), classes.sizes, place)
+        wanted = _local_shape(_layout_of(parameter), classes.sizes, place)
         if shape != wanted:
             raise VerificationError(
                 f"parameter '{name}' has {shape} on rank {run.rank} and its placements "

@@ -1,4 +1,4 @@
-"""Tensor parallelism, activation checkpointing and SimpleFSDP on any torchtitan decoder."""
+"""Context and tensor parallelism, checkpointing and SimpleFSDP on any torchtitan decoder."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from graph_trainer.core.sharding.simple_fsdp import (
 )
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import POLICIES
+from graph_trainer.titan.context_parallel import apply_context_parallel
 
 
 def parallelize_decoder(
@@ -35,15 +36,25 @@ def parallelize_decoder(
 ) -> nn.Module:
     """Parallelize a decoder on meta, in place, and return it: a torchtitan `parallelize_fn`.
 
-    Tensor and sequence parallelism follow the sharding configuration of the model; data
-    parallelism is `simple_fsdp` in the mode that the degrees decide. Where the step is captured,
-    the policies of [activation_checkpoint] are left to passes. Gradients are summed, not averaged:
-    torchtitan's loss is divided by the global number of tokens already.
+    Context parallelism wraps the model's attention; tensor and sequence parallelism follow the
+    sharding configuration of the model; data parallelism is `simple_fsdp` in the mode that the
+    degrees decide. Where the step is captured, the policies of [activation_checkpoint] are left to
+    passes. Gradients are summed, not averaged: torchtitan's loss is divided by the global number of
+    tokens already.
 
     Raises:
         ConfigError: a parallelism that a captured step does not support.
     """
     _check_supported(parallel_dims, parallelism, training)
+    ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
+    shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
+    apply_context_parallel(
+        model,
+        shares,
+        ours.context_parallel_method,
+        TORCH_DTYPE_MAP[training.mixed_precision_param],
+        document_mask=ours.document_mask,
+    )
     if parallel_dims.tp_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         _tie_again(model)
@@ -89,7 +100,6 @@ def _check_supported(
     for key, value, supported in (
         ("parallelism.spmd_backend", parallelism.spmd_backend, "partial_dtensor"),
         ("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1),
-        ("parallelism.context_parallel_degree", parallel_dims.cp, 1),
         ("parallelism.expert_parallel_degree", parallel_dims.ep, 1),
         ("training.enable_cpu_offload", training.enable_cpu_offload, False),
     ):
@@ -103,7 +113,7 @@ def _check_supported(
 def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
     if not parallel_dims.dp_replicate_enabled:
         return "fully_shard", parallel_dims.get_mesh("fsdp")
-    if parallel_dims.dp_shard_enabled:
+    if parallel_dims.fsdp_enabled:
         return "hybrid_shard", parallel_dims.get_mesh(["dp_replicate", "fsdp"])
     return "replicate", parallel_dims.get_mesh("dp_replicate")
 

@@ -24,14 +24,15 @@ def attach_loss(loss_fn: Callable[..., Any], model: nn.Module) -> None:
 
 
 def batch_of_zeros(
-    training: TrainingConfig, device: torch.device | str
+    training: TrainingConfig, device: torch.device | str, context_parallel: int = 1
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Make a batch with the shapes and dtypes of the text loaders'.
 
     Returns:
-        ({"input": ..., "positions": ...}, labels), each int64 [local batch, sequence].
+        ({"input": ..., "positions": ...}, labels), each int64 [local batch, sequence], of the part
+        of a sequence that each of `context_parallel` ranks has.
     """
-    shape = (training.local_batch_size, training.seq_len)
+    shape = (training.local_batch_size, training.seq_len // context_parallel)
     inputs, positions, labels = (
         torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(3)
     )

@@ -85,7 +85,8 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        return self.ranks // self.flags.get("parallelism.tensor_parallel_degree", 1)
+        shared = ("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")
+        return self.ranks // math.prod(self.flags.get(key, 1) for key in shared)
 
     @property
     def eager(self) -> Flags:
@@ -132,6 +133,11 @@ def replicate(copies: int) -> Flags:
 
 def tensor(ranks: int) -> Flags:
     return {"parallelism.tensor_parallel_degree": ranks}
+
+
+def context(ranks: int, method: str = "all_gather") -> Flags:
+    key = "parallelism.context_parallel"
+    return {f"{key}_degree": ranks, f"{key}_method": method}
 
 
 def rows(sequences: int) -> Flags:
@@ -190,6 +196,11 @@ TP4 = shard(1) | tensor(4) | rows(8)
 FSDP3_TP2 = shard(3) | tensor(2) | rows(2)  # three shards divide no weight evenly
 FSDP2 = shard(2) | rows(4)
 TP2 = shard(1) | tensor(2) | rows(8)
+CP2 = shard(1) | context(2) | rows(8)  # FSDP and attention communicate over the same two ranks
+CP4_ULYSSES = shard(1) | context(4, "ulysses") | rows(8)
+FSDP2_CP2 = shard(2) | context(2) | rows(4)
+HSDP2_CP2 = replicate(2) | shard(1) | context(2, "ulysses") | rows(4)
+FSDP2_CP2_TP2 = shard(2) | context(2) | tensor(2) | rows(4)
 
 MATRIX = (
     Case("fsdp2_tp2_fp32", 4, FSDP2_TP2 | FP32, EVERY, RESHARDS - {Holds.ONE_RANK}),
@@ -219,6 +230,13 @@ MATRIX = (
     Case(
         "accumulate_partitioned_bf16", 2, FSDP2 | BF16 | PARTITIONED | ACCUMULATE, DEFAULT, TAGGED
     ),
+    Case("cp2_fp32", 2, CP2 | FP32 | VALIDATE, BOTH, RESHARDS | VALIDATES),
+    Case("cp2_full_bf16", 2, CP2 | BF16 | FULL, ALWAYS, TAGGED),
+    Case("cp2_selective_partitioned_fp32", 2, CP2 | FP32 | SELECTIVE | PARTITIONED, ALWAYS, TAGGED),
+    Case("cp4_ulysses_fp32", 4, CP4_ULYSSES | FP32 | VALIDATE, ALWAYS, TRAINS | VALIDATES),
+    Case("hsdp2_cp2_ulysses_full_fp32", 4, HSDP2_CP2 | FP32 | FULL, ALWAYS, TRAINS),
+    Case("fsdp2_cp2_bf16", 4, FSDP2_CP2 | BF16, DEFAULT, TRAINS),
+    Case("fsdp2_cp2_tp2_fp32", 8, FSDP2_CP2_TP2 | FP32 | VALIDATE, BOTH, RESHARDS | VALIDATES),
     Case("fsdp2_inductor_bf16", 2, FSDP2 | BF16 | INDUCTOR, ALWAYS, FUSED),
     Case("tp2_inductor_fp32", 2, TP2 | FP32 | INDUCTOR, DEFAULT, FUSED),
     Case("fsdp2_regional_bf16", 2, FSDP2 | BF16 | REGIONAL, ALWAYS, FUSED),

@@ -82,8 +82,8 @@ class Recorded:
         """Every step's loss of the global batch: the ranks' parts and microbatches added up."""
         total = torch.stack([loss.double().sum() for loss in self.losses])
         dims = self.trainer.parallel_dims
-        if dims.dp_enabled:
-            dist.all_reduce(total, group=dims.get_mesh("batch").get_group())
+        if dims.dp_cp_enabled:
+            dist.all_reduce(total, group=dims.get_mesh("loss").get_group())
         return total.tolist()
 
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The purpose of each collective: one of FSDP's two roles, tensor parallelism, or another."""
+"""The purpose of each collective: one of FSDP's two roles, a parallelism, or another."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role
+from graph_trainer.core.graph.annotations import Role, purpose_of
 
 
 class Traffic(StrEnum):
@@ -16,15 +16,16 @@ class Traffic(StrEnum):
     UNSHARD = "unshard"
     REDUCE_GRAD = "reduce_grad"
     TENSOR_PARALLEL = "tensor_parallel"
+    CONTEXT_PARALLEL = "context_parallel"
     OTHER = "other"
 
 
 def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
-    FSDP's collectives have a role. Of the others, a collective belongs to tensor parallelism if
-    its group shares no two ranks with a data-parallel group: its members then compute on the
-    same batch.
+    FSDP's collectives have a role, and those of context parallelism a purpose. Of the others, a
+    collective belongs to tensor parallelism if its group shares no two ranks with a data-parallel
+    group: its members then compute on the same batch.
     """
     data_parallel = data_parallel_groups(issued)
     known: dict[tuple[int, ...], Traffic] = {}
@@ -32,6 +33,9 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     for c in issued:
         if c.role is not None:
             traffic[c.node] = Traffic(c.role)
+            continue
+        if (purpose := purpose_of(c.node)) is not None:
+            traffic[c.node] = Traffic(purpose)
             continue
         if c.ranks not in known:
             apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)

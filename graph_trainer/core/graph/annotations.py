@@ -5,6 +5,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     phase        forward, loss or backward
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
+    purpose      the parallelism that another collective was issued for
     bucket       the tag of the collectives that may be merged
     loss grad    the gradient of a loss that backward begins with: a tensor of ones
     local slice  the group of which each rank takes its local slice, where DTensor does
@@ -42,11 +43,18 @@ class Role(StrEnum):
     REDUCE_GRAD = "reduce_grad"
 
 
+class Purpose(StrEnum):
+    """The parallelism that a collective without an FSDP role was issued for."""
+
+    CONTEXT_PARALLEL = "context_parallel"
+
+
 _CUSTOM = "custom"  # torch.fx.traceback.annotate writes here, and fx keeps it across retracing
 _PHASE = "phase"
 _MODULE = "module"
 _ROLE = "fsdp_role"
 _PARAMETER = "fsdp_parameter"
+_PURPOSE = "purpose"
 _INPUT_NAME = "input_name"
 _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
@@ -83,6 +91,7 @@ def annotation(
     module: str | None = None,
     role: Role | None = None,
     parameter: str | None = None,
+    purpose: Purpose | None = None,
     local_slice: str | None = None,
     offload: bool | None = None,
     loss_gradient: int | None = None,
@@ -93,6 +102,7 @@ def annotation(
         _MODULE: module,
         _ROLE: role,
         _PARAMETER: parameter,
+        _PURPOSE: purpose,
         _LOCAL_SLICE: local_slice,
         _OFFLOAD: offload,
         _LOSS_GRADIENT: loss_gradient,
@@ -188,6 +198,12 @@ def role_of(node: fx.Node) -> Role | None:
     """Return what a node does for FSDP, if anything."""
     value = _custom(node, _ROLE)
     return None if value is None else Role(value)
+
+
+def purpose_of(node: fx.Node) -> Purpose | None:
+    """Return the parallelism that a collective was issued for, where its maker has said so."""
+    value = _custom(node, _PURPOSE)
+    return None if value is None else Purpose(value)
 
 
 def parameter_of(node: fx.Node) -> str | None:

@@ -31,6 +31,9 @@ what one rank issues on the group and at which places of its whole sequence."""
 
 _PAIRS_SHOWN = 4
 
+_ONE_BATCH = (Traffic.TENSOR_PARALLEL, Traffic.CONTEXT_PARALLEL)
+"""Traffic within groups whose members have the same sequences."""
+
 
 def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = None) -> None:
     """Refuse a graph unless it cannot hang. Every member of the agreement calls it.
@@ -99,8 +102,8 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
     the collectives must be of the same kinds on the same groups in the same order. Their sizes
     must be the same too, unless all members of the group surely got a batch of this shape: that
     holds for groups that share no two ranks with a data-parallel group of the first graph, as
-    in tensor parallelism. Without FSDP nothing tells which ranks share a batch, so every size
-    must stay. Waits may move: they concern this rank alone.
+    in tensor parallelism, and for context parallelism's. Without FSDP nothing tells which ranks
+    share a batch, so every size must stay. Waits may move: they concern this rank alone.
 
     Raises:
         VerificationError: with the first collective that differs.
@@ -109,7 +112,7 @@ def check_same_collectives(first: JointGraph, later: JointGraph) -> None:
     sharded, traffic = bool(data_parallel_groups(before)), traffic_of(before)
     for a, b in zip(before, after, strict=False):
         if _without_sizes(a) != _without_sizes(b) or (
-            a.entry() != b.entry() and not (sharded and traffic[a.node] is Traffic.TENSOR_PARALLEL)
+            a.entry() != b.entry() and not (sharded and traffic[a.node] in _ONE_BATCH)
         ):
             raise VerificationError(
                 "the graph of this batch's shape issues other collectives than the first graph: "

@@ -237,7 +237,7 @@ HELPS = (
         "a larger parallelism.data_parallel_shard_degree, on more ranks",
         (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS),
     ),
-    Help(("parallelism.tensor_parallel_degree",)),
+    Help(("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")),
     Help(("loss.type",)),
     Help(("compile.backend",)),
 )

@@ -1,4 +1,4 @@
-"""The three collectives that sharded data parallelism needs, as traceable ops.
+"""The collectives that sharded data and context parallelism need, as traceable ops.
 
 Each returns a finished tensor: the wait follows its op directly, in eager and in the captured
 graph, and passes move them apart later. Groups of one do nothing.
@@ -48,3 +48,12 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if group.size() == 1:
         return tensor
     return c10d_functional.wait_tensor(c10d_functional.all_reduce(tensor, "sum", group.group_name))
+
+
+def all_to_all(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send block i of the first dimension to rank i; block j of the result comes from rank j."""
+    if group.size() == 1:
+        return blocks
+    rows = [blocks.shape[0] // group.size()] * group.size()
+    received = c10d_functional.all_to_all_single(blocks, rows, rows, group.group_name)
+    return c10d_functional.wait_tensor(received)

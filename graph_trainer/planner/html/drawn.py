@@ -21,6 +21,7 @@ PURPOSES = {
     Traffic.UNSHARD: "gathers parameters",
     Traffic.REDUCE_GRAD: "reduces gradients",
     Traffic.TENSOR_PARALLEL: "tensor parallelism",
+    Traffic.CONTEXT_PARALLEL: "context parallelism",
     Traffic.OTHER: "other communication",
 }
 """The names of the purposes of collectives on the page."""

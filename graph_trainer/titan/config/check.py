@@ -27,6 +27,7 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.config.check_context_parallel import context_parallel_problems
 from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
 from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal
@@ -60,6 +61,7 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     """
     parallelism = config.parallelism
     fixed = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    fixed *= parallelism.context_parallel_degree
     shards = parallelism.data_parallel_shard_degree
     return fixed * (shards if shards > 0 else max(1, 2 // fixed))
 
@@ -164,18 +166,22 @@ def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Itera
     shard = parallelism.data_parallel_shard_degree
     replicate = parallelism.data_parallel_replicate_degree
     tensor = parallelism.tensor_parallel_degree
-    others = "parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"
+    fixed = replicate * tensor * parallelism.context_parallel_degree
     if world_size is not None:
-        product = f"data_parallel_replicate_degree {replicate} x tensor_parallel_degree {tensor}"
+        names = ["data_parallel_replicate_degree", "tensor_parallel_degree"]
+        if parallelism.context_parallel_degree != 1:
+            names.append("context_parallel_degree")
+        product = " x ".join(f"{name} {getattr(parallelism, name)}" for name in names)
         if shard == -1:
             problem = f"{product} does not divide {world_size} ranks"
-            remedy = f"Start a multiple of {replicate * tensor} ranks, or lower one of the two."
+            remedy = f"Start a multiple of {fixed} ranks, or lower one of these."
         else:
-            ranks = replicate * tensor * shard
+            ranks = fixed * shard
             problem = f"times {product} = {ranks} ranks, but {world_size} are started"
             remedy = f"Set -1 for what is left, or start {ranks} ranks."
-        fitting = world_size // (replicate * tensor) if shard == -1 else shard
-        if replicate * tensor * fitting != world_size or fitting == 0:
+        fitting = world_size // fixed if shard == -1 else shard
+        if fixed * fitting != world_size or fitting == 0:
+            others = tuple(f"parallelism.{name}" for name in names)
             yield Problem("parallelism.data_parallel_shard_degree", problem, remedy, others)
             return
         shard = fitting
@@ -228,6 +234,7 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
                 f"does not divide the {name} = {heads} of {model}",
                 f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
             )
+    yield from context_parallel_problems(config, spec.model)
     vocabulary = getattr(spec.model, "vocab_size", None)
     tokens = getattr(config.tokenizer, "vocab_size", None)
     if vocabulary is not None and tokens is not None and tokens > vocabulary:

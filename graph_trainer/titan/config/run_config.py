@@ -32,6 +32,7 @@ from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan import activation_policies
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
+from graph_trainer.titan.context_parallel import Method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.parallelize import parallelize_decoder
@@ -148,7 +149,7 @@ class GraphCompileConfig(CompileConfig):
 
 @dataclass(kw_only=True, slots=True)
 class GraphParallelismConfig(ParallelismConfig):
-    """[parallelism]: torchtitan's, with one more way to reshard."""
+    """[parallelism]: torchtitan's, with more ways to reshard, and to split or mask a sequence."""
 
     fsdp_reshard_after_forward: ReshardAfterForward = "default"
     """
@@ -156,6 +157,20 @@ class GraphParallelismConfig(ParallelismConfig):
     all but the last bucket (final norm and output head), with which backward starts; "auto" those
     that are worth less than their memory under compile.memory_limit_gib. "auto" acts on a captured
     step only.
+    """
+
+    context_parallel_method: Method = "all_gather"
+    """
+    How attention sees the whole sequence where context_parallel_degree splits it: "all_gather"
+    gathers keys and values beside the queries of this rank, and masks later tokens; "ulysses"
+    exchanges parts of the sequence for parts of the heads, which the degree must divide.
+    """
+
+    document_mask: bool = False
+    """
+    Let a token see only the tokens of its own document, which begins where positions are 0.
+    Without it a token sees all tokens before it in its sequence. The mask is a whole matrix, and
+    attention with it computes what it hides as well.
     """
 
 

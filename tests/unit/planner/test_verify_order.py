@@ -67,6 +67,20 @@ def test_ranks_of_a_class_hold_the_same_shapes(degrees):
     assert sum(classes.representatives().values()) == world
 
 
+CONTEXT = ("--parallelism.context_parallel_degree", "2")
+
+
+def test_context_parallelism_is_an_axis_of_its_own():
+    """Its ranks share FSDP's shards: 256 rows over 3 x 2 ranks."""
+    shard = ("--parallelism.data_parallel_shard_degree", "3")
+    config = conftest.config_of(*shard, *CONTEXT, world_size=6)
+    classes = rank_classes(FakeRank(config, 6, 0, "cpu"))
+    assert classes.names == ("dp_replicate", "fsdp", "cp", "tp") and classes.sizes == (1, 3, 2, 1)
+    for rank in range(6):
+        check_shapes(FakeRank(config, 6, rank, "cpu"), classes)
+    assert verify_order(config, 6, device="cpu").ranks == 6
+
+
 def test_uneven_and_empty_shards_are_proved():
     """Over 100 ranks 256 rows are 85 times 3, then 1, then none; 768 and 2,048 end elsewhere."""
     said = []

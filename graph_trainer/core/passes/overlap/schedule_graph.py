@@ -29,7 +29,14 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import Role, is_backward, role_of, tensors_of
+from graph_trainer.core.graph.annotations import (
+    Purpose,
+    Role,
+    is_backward,
+    purpose_of,
+    role_of,
+    tensors_of,
+)
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -121,7 +128,9 @@ class ScheduleGraph:
         self._at = {node: place for place, node in enumerate(self.nodes)}
         self._storages = value_storages(joint.graph)
         self._collective = {c.node: c for c in self.issued}
-        mixed = {c.ranks for c in self.issued if c.role is None}
+        # Context parallelism's groups may have the ranks of FSDP's, but they are other groups.
+        others = [c for c in self.issued if c.role is None]
+        mixed = {c.ranks for c in others if purpose_of(c.node) is not Purpose.CONTEXT_PARALLEL}
         self._fsdp_groups = {c.ranks for c in self.issued} - mixed
         if self._gathers_twice():
             self._fsdp_groups = set()
@@ -193,7 +202,7 @@ class ScheduleGraph:
             return Kind.FIXED
         if node in self._collective:
             c = self._collective[node]
-            if has_effect(node) or c.ranks not in self._fsdp_groups:
+            if has_effect(node) or c.role is None or c.ranks not in self._fsdp_groups:
                 return Kind.OTHER
             if node in self._elements:
                 return Kind.TAIL

@@ -273,6 +273,29 @@ IN_FILES = (
         "Set it to a divisor of 16: 1, 2, 4, 8, 16",
         "[training]\nseq_len = 300\n[parallelism]\ntensor_parallel_degree = 3",
     ),
+    Bad(
+        "training.seq_len = 254",
+        "Set training.seq_len to a multiple of 4 such as 252",
+        "[training]\nseq_len = 254\n[parallelism]\ncontext_parallel_degree = 2",
+    ),
+    Bad(
+        "training.seq_len = 252: not divisible by 8: parallelism.context_parallel_degree = 2 "
+        "splits a sequence into 4 chunks, and sequence parallelism each of them into 2",
+        "multiple of 8 such as 248",
+        "[training]\nseq_len = 252\n"
+        "[parallelism]\ncontext_parallel_degree = 2\ntensor_parallel_degree = 2",
+    ),
+    Bad(
+        "parallelism.context_parallel_degree = 32",
+        'Set parallelism.context_parallel_method = "all_gather", or lower the degree',
+        '[parallelism]\ncontext_parallel_degree = 32\ncontext_parallel_method = "ulysses"',
+    ),
+    Bad(
+        'parallelism.context_parallel_load_balancer = "ptrr"',
+        'Set "headtail"',
+        '[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_load_balancer = "ptrr"',
+    ),
+    Bad("parallelism.context_parallel_degree = 0", "1 or more"),
     Bad("training.seq_len = 200000", "131072 or less"),
     Bad("tokenizer.vocab_size = 4096", "2048 or less"),
     Bad("tokenizer.vocab_size = 100", "258"),

@@ -1,0 +1,77 @@
+"""Check that the attention of a model can be split by context parallelism, or masked."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.sources import Problem
+
+_DEGREE = "parallelism.context_parallel_degree"
+_METHOD = "parallelism.context_parallel_method"
+_DOCUMENTS = "parallelism.document_mask"
+_TENSOR = "parallelism.tensor_parallel_degree"
+
+
+def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterator[Problem]:
+    """Check sequences, heads and attention that are to be split or masked.
+
+    Args:
+        model: the config of the model.
+    """
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if degree == 1 and not parallelism.document_mask:
+        return
+    for index, layer in enumerate(getattr(model, "layers", ())):
+        attention = getattr(layer, "attention", None)
+        inner = getattr(attention, "inner_attention", None)
+        if not isinstance(inner, ScaledDotProductAttention.Config):
+            key, unset = (_DEGREE, "1") if degree > 1 else (_DOCUMENTS, "false")
+            yield Problem(
+                key,
+                f"layers.{index} has no scaled dot product attention, the one kind that is given a "
+                "mask or the whole of a sequence that is split",
+                f"Set {key} = {unset}.",
+            )
+            return
+        for name in ("n_heads", "n_kv_heads"):
+            heads = getattr(attention, name, None)
+            splits_heads = degree > 1 and parallelism.context_parallel_method == "ulysses"
+            if splits_heads and heads is not None and heads % (degree * tensor):
+                yield Problem(
+                    _DEGREE,
+                    f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree '
+                    f"{tensor} does not divide the {name} = {heads} of layers.{index}",
+                    f'Set {_METHOD} = "all_gather", or lower the degree.',
+                    (_METHOD, _TENSOR),
+                )
+                return
+    if degree == 1:
+        return
+    if parallelism.context_parallel_load_balancer != "headtail":
+        yield Problem(
+            "parallelism.context_parallel_load_balancer",
+            "not how graph_trainer splits a sequence",
+            'Set "headtail", or leave it out.',
+            (_DEGREE,),
+        )
+    each = tensor if parallelism.enable_sequence_parallel else 1
+    parts = 2 * degree * each
+    if seq_len % parts:
+        by_tensor = f", and sequence parallelism each of them into {each}" if each > 1 else ""
+        yield Problem(
+            "training.seq_len",
+            f"not divisible by {parts}: {_DEGREE} = {degree} splits a sequence into {2 * degree} "
+            f"chunks{by_tensor}",
+            f"Set training.seq_len to a multiple of {parts} such as "
+            f"{seq_len // parts * parts or parts}.",
+            (_DEGREE, _TENSOR),
+        )
+    if getattr(model, "mtp_layers", None):
+        yield Problem(
+            _DEGREE,
+            "the model predicts several tokens, for which a whole sequence is shifted",
+            f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
+        )

@@ -1,0 +1,119 @@
+"""Context parallelism: attention of a decoder whose batches are split along the sequence."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from graph_trainer.core.sharding.context_parallel import (
+    attention_mask,
+    gather_keys,
+    gather_positions,
+    heads_from_ranks,
+    heads_to_ranks,
+    places,
+)
+
+Method = Literal["all_gather", "ulysses"]
+
+# torchtitan's list has no kernel beside cuDNN's that takes a mask and stores no scores.
+_WITH_MASK = [
+    *(SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION),
+    *(SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+]
+
+
+def apply_context_parallel(
+    model: nn.Module,
+    group: dist.ProcessGroup | None,
+    method: Method,
+    dtype: torch.dtype,
+    *,
+    document_mask: bool = False,
+) -> None:
+    """Let the attention of a decoder see the whole sequence, in place.
+
+    Call it before tensor parallelism, which gives attention the local tensors.
+
+    Args:
+        group: the ranks that share a sequence, split as torchtitan's "headtail" load balancer does;
+            None where each rank has its own.
+        method: "all_gather" for all keys and values beside this rank's queries, "ulysses" for the
+            whole sequence with a part of the heads.
+        dtype: that attention computes in.
+        document_mask: whether a token sees only tokens of its document.
+    """
+    gathers = group is not None and method == "all_gather"
+    for module in model.modules():
+        if isinstance(module, ScaledDotProductAttention):
+            attend = _masked if gathers or document_mask else module.forward
+            if group is not None:
+                attend = partial(_with_all_keys if gathers else _with_some_heads, attend, group)
+            module.forward = attend
+    if not gathers and not document_mask:
+        return
+
+    # One mask for all layers: each keeps what it adds to its scores for backward.
+    def with_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        positions = kwargs["positions"]
+        local, device = positions.shape[1], positions.device
+        if group is not None and document_mask:
+            positions = gather_positions(positions, group)
+        if group is not None and gathers:
+            keys = places(local, group, device)
+            queries = keys.narrow(0, group.rank() * local, local)
+        else:
+            queries = keys = torch.arange(positions.shape[1], device=device)
+        mask = attention_mask(queries, keys, dtype, positions if document_mask else None)
+        return args, kwargs | {"attention_masks": mask}
+
+    model.register_forward_pre_hook(with_mask, with_kwargs=True)
+
+
+# torchtitan's sharding finds attention's arguments by their names.
+
+
+def _masked(
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    *,
+    attention_masks: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    query, key, value = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+    with sdpa_kernel(_WITH_MASK, set_priority=True):
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=attention_masks, **options
+        )
+    return out.transpose(1, 2)
+
+
+def _with_all_keys(
+    attend: Any,
+    group: dist.ProcessGroup,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    **options: Any,
+) -> Any:
+    return attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
+
+
+def _with_some_heads(
+    attend: Any,
+    group: dist.ProcessGroup,
+    q_BLNH: torch.Tensor,
+    k_BLNH: torch.Tensor,
+    v_BLNH: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    whole = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
+    return heads_from_ranks(attend(*whole, **options), group)
