@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
 from graph_trainer.core.capture.eager_formulas import as_in_eager
+from graph_trainer.core.capture.exchanged_counts import trace_counts
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
@@ -68,7 +69,11 @@ def _remedy(error: Exception) -> str:
     """Return what to do about the most common reason, whose class name does not tell."""
     if "dynamo-optimized function" in str(error):
         return " (the graph is of the whole step: leave torch.compile out of the model)"
-    if type(error).__name__ not in ("DataDependentOutputException", "DynamicOutputShapeException"):
+    if type(error).__name__ not in (
+        "DataDependentOutputException",
+        "DynamicOutputShapeException",
+        "GuardOnDataDependentSymNode",
+    ):
         return ""
     return (
         " (the step reads a tensor's value into Python, by .item(), .tolist(), bool(...) or "
@@ -147,6 +152,7 @@ class StepTrace:
         _name_assertions(graph_module)
         _clone_constants_returned(graph_module.graph)
         views_out_of_place(graph_module.graph)
+        trace_counts(graph_module.graph)
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -85,9 +86,7 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
     return (
         isinstance(x, torch.Tensor)
         and isinstance(y, torch.Tensor)
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.storage_offset() == y.storage_offset()
+        and exact_layout(x) == exact_layout(y)
         and x.dtype == y.dtype
     )
 
@@ -95,6 +94,8 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
 def _can_view(source: fx.Node, shape: object) -> bool:
     """Return whether a node's (fake) value can be viewed in another shape without a copy."""
     value = source.meta.get("val")
+    if isinstance(value, torch.Tensor) and has_data_sizes(value):
+        return False
     if not isinstance(value, torch.Tensor) or value.is_contiguous():
         return True
     try:

@@ -24,6 +24,7 @@ from graph_trainer.core.graph.annotations import (
     tensor_of,
 )
 from graph_trainer.core.graph.collective_kinds import Result
+from graph_trainer.core.graph.data_sizes import exact_shape
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.last_writes import LastWrites
 from graph_trainer.core.graph.ops import (
@@ -174,9 +175,9 @@ def _is_residual(node: fx.Node, block: str) -> bool:
     """Return whether a node adds what the block was given to what it made of it."""
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return False
-    shape = tensor_of(node).shape
+    shape = exact_shape(tensor_of(node))
     inputs = node.all_input_nodes
-    return all(tensor_of(n).shape == shape for n in inputs) and any(
+    return all(exact_shape(tensor_of(n)) == shape for n in inputs) and any(
         forward_block_of(_base(n)) != block for n in inputs
     )
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.one_process import (
     REDUCTIONS,
     SIMULATED,
@@ -19,6 +19,7 @@ from graph_trainer.core.analysis.one_process import (
     values_for,
 )
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import OutputKind, with_parts

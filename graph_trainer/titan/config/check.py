@@ -10,6 +10,7 @@ import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -85,7 +86,6 @@ _ONLY: dict[str, tuple[bool | int | str, str]] = {
     "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
     "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
     "parallelism.context_parallel_degree": (1, "graph_trainer has no context parallelism yet"),
-    "parallelism.expert_parallel_degree": (1, "graph_trainer has no expert parallelism yet"),
 }
 
 
@@ -110,12 +110,16 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     """Return how many ranks a config is for on a machine without GPUs.
 
     The product of its degrees of parallelism; where the number of shards is open, the smallest
-    number of shards that makes two ranks or more.
+    number of shards that makes two ranks or more and that expert parallelism divides.
     """
     parallelism = config.parallelism
-    fixed = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
+    tensor, experts = parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    fixed = parallelism.data_parallel_replicate_degree * tensor
     shards = parallelism.data_parallel_shard_degree
-    return fixed * (shards if shards > 0 else max(1, 2 // fixed))
+    if shards < 1:
+        multiple = experts // math.gcd(experts, tensor) if experts > 0 else 1
+        shards = multiple * -(-max(1, 2 // fixed) // multiple)
+    return fixed * shards
 
 
 def check_config(
@@ -138,6 +142,7 @@ def check_config(
     check_optimizer(config.optimizer.param_groups, where)
     check.batch(check.mesh(world_size))
     check.shapes()
+    check.experts(world_size)
     check_passes(config, where)
     check_data(config, where)
 
@@ -320,6 +325,60 @@ class _Checks:
                 f"left), or start {ranks} ranks."
             )
         return replicate * shard
+
+    def experts(self, world_size: int | None) -> None:
+        """Check expert parallelism against the model's experts, its dispatcher and the mesh."""
+        key = "parallelism.expert_parallel_degree"
+        degree, parallelism = self.value(key), self.config.parallelism
+        self.require(degree >= 1, key, "not a positive degree", f"Set {key} to 1 or more.")
+        spec = self.config.model_spec
+        if degree == 1 or spec is None:
+            return
+        model = f"{spec.name} {spec.flavor}"
+        layers = [getattr(layer, "moe", None) for layer in getattr(spec.model, "layers", ())]
+        mixtures = [moe for moe in layers if moe is not None]
+        self.require(
+            bool(mixtures),
+            key,
+            f"{model} has no experts that it could divide",
+            f"Set {key} to 1, or train a mixture of experts.",
+        )
+        for moe in mixtures:
+            self.require(
+                moe.num_experts % degree == 0,
+                key,
+                f"does not divide the {moe.num_experts} experts of {model}",
+                f"Set it to a divisor of {moe.num_experts}.",
+            )
+            dispatcher = moe.routed_experts.token_dispatcher
+            self.require(
+                type(dispatcher) is AllToAllTokenDispatcher.Config,
+                key,
+                f"{model} sends tokens to experts by {type(dispatcher).__qualname__}, whose "
+                "kernels no graph holds",
+                "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
+                f'"standard", or set {key} to 1.',
+            )
+        tensor, shards = parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree
+        if world_size is not None:
+            shards = world_size // (parallelism.data_parallel_replicate_degree * tensor)
+        self.require(
+            shards == -1 or shards * tensor % degree == 0,
+            key,
+            f"does not divide the {shards * tensor} ranks of data_parallel_shard x tensor_parallel",
+            "Set it to a divisor of these, or start more ranks.",
+            "parallelism.data_parallel_shard_degree",
+            "parallelism.tensor_parallel_degree",
+        )
+        seq_len = self.config.training.seq_len
+        self.require(
+            seq_len % tensor == 0,
+            "training.seq_len",
+            f"not divisible by parallelism.tensor_parallel_degree = {tensor}, over which expert "
+            "parallelism splits the tokens",
+            f"Set training.seq_len to a multiple of {tensor}.",
+            key,
+        )
 
     def batch(self, data_degree: int | None) -> None:
         """Check the global batch against the data-parallel degree, where that is known."""

@@ -31,6 +31,7 @@ from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of, tensors_of
 from graph_trainer.core.graph.collective_kinds import Result
+from graph_trainer.core.graph.data_sizes import numel_of
 from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -388,7 +389,7 @@ def _scatters(collective: Collective) -> bool:
 
 
 def _elements(node: fx.Node) -> int:
-    return sum(t.numel() for t in tensors_of(node))
+    return sum(map(numel_of, tensors_of(node)))
 
 
 def _itemsize(node: fx.Node) -> int:
