@@ -22,9 +22,15 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
 # home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException as DataDependentOutputException,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
+
+# Symbols for sizes that only data decide, which a fake mode gives to `.item()`. torch 2.11 to 2.15.
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 
 # Inside, real tensors reach their kernels, whatever modes are active. torch 2.11 to 2.15.
 from torch.utils._mode_utils import no_dispatch as no_dispatch

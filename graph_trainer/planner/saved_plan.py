@@ -13,10 +13,11 @@ from typing import Annotated, Final, Literal
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError

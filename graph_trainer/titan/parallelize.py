@@ -1,14 +1,17 @@
-"""Context and tensor parallelism, checkpointing and SimpleFSDP on any torchtitan decoder."""
+"""All parallelisms, activation checkpointing and SimpleFSDP on any torchtitan decoder."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -16,6 +19,7 @@ from graph_trainer.core.sharding.initialize import SameOnAnyMesh
 from graph_trainer.core.sharding.simple_fsdp import (
     MixedPrecisionPolicy,
     Mode,
+    ShardOver,
     sharded_parameters,
     simple_fsdp,
 )
@@ -55,9 +59,11 @@ def parallelize_decoder(
         TORCH_DTYPE_MAP[training.mixed_precision_param],
         document_mask=ours.document_mask,
     )
-    if parallel_dims.tp_enabled:
+    if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         _tie_again(model)
+    if parallel_dims.ep_enabled:
+        _check_experts(model, parallel_dims.ep)
     if ac_config is not None and not (type(ac_config) in POLICIES and _is_captured(compile_config)):
         ac_config.build(dump_folder=dump_folder).apply(model)
     mode, mesh = _data_parallel_mesh(parallel_dims)
@@ -70,6 +76,7 @@ def parallelize_decoder(
             reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
         ),
         gradient_divide_factor=1.0,
+        shard_over=partial(_expert_sharding, parallel_dims) if parallel_dims.ep_enabled else None,
     )
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
     _initialize_shards(model)
@@ -100,7 +107,6 @@ def _check_supported(
     for key, value, supported in (
         ("parallelism.spmd_backend", parallelism.spmd_backend, "partial_dtensor"),
         ("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1),
-        ("parallelism.expert_parallel_degree", parallel_dims.ep, 1),
         ("training.enable_cpu_offload", training.enable_cpu_offload, False),
     ):
         if value != supported:
@@ -116,6 +122,45 @@ def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
     if parallel_dims.fsdp_enabled:
         return "hybrid_shard", parallel_dims.get_mesh(["dp_replicate", "fsdp"])
     return "replicate", parallel_dims.get_mesh("dp_replicate")
+
+
+def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:
+    """Return the ranks that experts are sharded over: those that have the same ones.
+
+    Experts are the parameters that `Module.parallelize` has put on the expert mesh. They are split
+    along their second dimension where there are fewer of them than ranks, as FSDP2 is told to in
+    torchtitan: rows would be padded.
+    """
+    if not _is_expert(parameter):
+        return None
+    sharded = dims.get_mesh("efsdp").size()
+    dim = 1 if sharded * dims.ep > parameter.shape[0] else 0
+    if dims.dp_replicate_enabled:
+        mesh = dims.get_mesh(["dp_replicate", "efsdp"])
+        return ShardOver(mesh=mesh, mode="hybrid_shard", dim=dim)
+    return ShardOver(mesh=dims.get_mesh("efsdp"), mode="fully_shard", dim=dim)
+
+
+def _is_expert(parameter: nn.Parameter) -> bool:
+    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
+
+
+def _check_experts(model: nn.Module, degree: int) -> None:
+    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
+    key = f"parallelism.expert_parallel_degree is {degree}"
+    if not any(map(_is_expert, model.parameters())):
+        raise ConfigError(
+            f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
+            "mixture of experts"
+        )
+    for name, module in model.named_modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None and type(dispatcher) is not AllToAllTokenDispatcher:
+            raise ConfigError(
+                f"{key}, and '{name}' sends tokens to experts by {type(dispatcher).__name__}, "
+                "whose kernels no graph holds: use torchtitan's standard dispatcher, "
+                "AllToAllTokenDispatcher, or set the degree to 1"
+            )
 
 
 def _tie_again(model: nn.Module) -> None:

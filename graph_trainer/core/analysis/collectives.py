@@ -14,6 +14,7 @@ from graph_trainer.core.graph.annotations import (
     SEPARATOR,
     Phase,
     Role,
+    counts_of,
     module_of,
     parameter_of,
     phase_of,
@@ -21,6 +22,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.collective_kinds import CollectiveKind, kind_named
+from graph_trainer.core.graph.data_sizes import nbytes_of, numel_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,
@@ -71,7 +73,8 @@ class Collective:
     input_bytes: int
     output_bytes: int
     reduction: str | None
-    """The op of a reduction, or the source rank of a broadcast."""
+    """The op of a reduction, the source rank of a broadcast, or the exchange of counts that decides
+    the splits of an all-to-all."""
     role: Role | None
     phase: Phase | None
     module: str | None
@@ -165,9 +168,10 @@ def collective_of(
         )
     ranks = ranks_of_group(str(group))
     agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
-    reduction = next((value for value in agreed if value is not None), None)
-    inputs = tuple((str(t.dtype), t.numel()) for t in sources)
-    if argument(node, "input_split_sizes") is not None:
+    reduction = next((value for value in agreed if value is not None), splits_of(node))
+    if argument(node, "input_split_sizes") is None:
+        inputs = tuple((str(t.dtype), numel_of(t)) for t in sources)
+    else:
         # an all-to-all: members may send and expect other numbers of rows, of one size
         inputs = tuple((str(t.dtype), math.prod(t.shape[1:])) for t in sources)
     return Collective(
@@ -175,8 +179,8 @@ def collective_of(
         kind=collective_name(node),
         ranks=ranks,
         inputs=inputs,
-        input_bytes=sum(t.nbytes for t in sources),
-        output_bytes=sum(t.nbytes for t in tensors_of(node)),
+        input_bytes=sum(map(nbytes_of, sources)),
+        output_bytes=sum(map(nbytes_of, tensors_of(node))),
         reduction=None if reduction is None else str(reduction),
         role=role_of(node),
         phase=phase_of(node),
@@ -184,6 +188,25 @@ def collective_of(
         parameter=parameter_of(node),
         waited_after=waited_after,
     )
+
+
+def splits_of(node: fx.Node) -> str | None:
+    """Return what members of a group must agree on about splits that data decide; else None.
+
+    Raises:
+        VerificationError: nothing shows that members expect what the others send.
+    """
+    splits = argument_nodes([argument(node, f"{side}_split_sizes") for side in ("input", "output")])
+    if not splits:
+        return None
+    counts = counts_of(node)
+    if counts is None:
+        raise VerificationError(
+            f"node '{node.name}' ({node.target}) sends as many rows as data decide, and no "
+            "exchange of counts is known that other ranks have their own from: a pass that makes "
+            "such a node copies the annotations of the one that it replaces"
+        )
+    return f"splits by counts {counts}"
 
 
 def issued(

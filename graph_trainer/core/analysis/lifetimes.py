@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import nbytes_of, storage_bytes
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
@@ -155,17 +156,8 @@ def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[St
             # of another op come from an input, which the op really copies without them.
             keeps_gaps = "strided" in str(node.target)
             span_bytes = storage_bytes(value)
-            size[storages] = span_bytes if keeps_gaps else min(span_bytes, value.nbytes)
+            size[storages] = span_bytes if keeps_gaps else min(span_bytes, nbytes_of(value))
 
     for node in compute_nodes(graph):
         add(node, results[node], value_of(node))
     return size
-
-
-def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that the elements of a (fake) tensor span: fewer than `nbytes` if the
-    tensor repeats elements, more if it skips some."""
-    if tensor.numel() == 0:
-        return 0
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return (1 + sum((count - 1) * step for count, step in steps)) * tensor.dtype.itemsize

@@ -16,8 +16,10 @@ from torch import fx
 
 from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import DataSizes, has_data_sizes
 from graph_trainer.core.graph.writes import Writes
 from graph_trainer.core.torch_private import (
+    DataDependentOutputException,
     FakeTensorMode,
     no_dispatch,
     pytree,
@@ -104,6 +106,8 @@ class _Dispatch:
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
+            self._allow_data_sizes(args[0])
         result = self._fake(func, types, args, kwargs)
         if func not in self._unlike:
             self._unlike[func] = _may_be_unlike(func)
@@ -111,6 +115,10 @@ class _Dispatch:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
+        if self._mode.shape_env is not None and (
+            any(map(has_data_sizes, tensors)) or any(isinstance(g, torch.SymInt) for g in given)
+        ):
+            return result
         if all(t.is_contiguous() for t in tensors) or not all(map(_is_here, tensors)):
             return result
         layouts = (
@@ -132,6 +140,14 @@ class _Dispatch:
                         fake.shape, strides, dtype=dtype, device=fake.device
                     )
         return pytree.tree_unflatten(leaves, tree)
+
+    def _allow_data_sizes(self, tensor: torch.Tensor) -> None:
+        """Let a whole number that is read from a tensor be a symbol. A mode that has no symbols
+        until then treats everything else as ever."""
+        if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
+            raise DataDependentOutputException(aten._local_scalar_dense.default)
+        if self._mode.shape_env is None:
+            self._mode.shape_env = DataSizes()
 
 
 def _may_be_unlike(op: Any) -> bool:

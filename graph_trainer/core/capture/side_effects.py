@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from graph_trainer.core.graph.annotations import module_of, tensors_of, value_of
 from graph_trainer.core.graph.collective_kinds import IN_PLACE_NAMESPACE
+from graph_trainer.core.graph.data_sizes import has_data_sizes
 from graph_trainer.core.graph.ops import (
     OpOverload,
     Storage,
@@ -146,7 +147,7 @@ def refuse_uninitialised(graph: fx.Graph) -> None:
         empty.difference_update(storages[written] for written in written_arguments(node))
         if "empty" in name:
             value = value_of(node)
-            if isinstance(value, torch.Tensor) and value.numel():
+            if isinstance(value, torch.Tensor) and (has_data_sizes(value) or value.numel()):
                 empty.add(storages[node])
         elif storages[node] not in empty and not name.endswith("_like") and "new_" not in name:
             for read in node.all_input_nodes:

@@ -8,6 +8,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     purpose      the parallelism that another collective was issued for
     bucket       the tag of the collectives that may be merged
     loss grad    the gradient of a loss that backward begins with: a tensor of ones
+    counts       of an all-to-all whose splits data decide: the exchange of their counts
     local slice  the group of which each rank takes its local slice, where DTensor does
     recompute    torch's CheckpointPolicy, with an `ac_graph_id`, as PyTorch's partitioner reads
     offload      whether the result is kept for backward in host memory
@@ -61,6 +62,7 @@ _AC_GRAPH_ID = "ac_graph_id"
 _SAVED = "saved_for_backward"
 _LOCAL_SLICE = "local_slice"
 _LOSS_GRADIENT = "loss_gradient"
+_COUNTS = "counts"
 _PARTITION_SAVED = "partition_saved"
 _CARRIED = "partition_recompute"
 _BUCKET = "bucket"
@@ -95,6 +97,7 @@ def annotation(
     local_slice: str | None = None,
     offload: bool | None = None,
     loss_gradient: int | None = None,
+    counts: str | None = None,
 ) -> dict[str, str]:
     """Make the entry for `torch.fx.traceback.annotate` that the accessors below read back."""
     entries = {
@@ -106,6 +109,7 @@ def annotation(
         _LOCAL_SLICE: local_slice,
         _OFFLOAD: offload,
         _LOSS_GRADIENT: loss_gradient,
+        _COUNTS: counts,
     }
     return {key: str(value) for key, value in entries.items() if value is not None}
 
@@ -227,6 +231,12 @@ def loss_gradient_of(node: fx.Node) -> int | None:
     node makes its gradient: ones."""
     place = _custom(node, _LOSS_GRADIENT)
     return None if place is None else int(place)
+
+
+def counts_of(node: fx.Node) -> str | None:
+    """Return which exchange of counts gave an all-to-all its splits, and whether it sends them
+    back: "0", "0 back"; None where no data decide the splits."""
+    return _custom(node, _COUNTS)
 
 
 def is_marked_saved(node: fx.Node) -> bool:

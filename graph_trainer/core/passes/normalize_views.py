@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -61,7 +62,12 @@ def normalize_views(joint: JointGraph, options: NoOptions, context: PassContext)
         elif node.target is aten.view.default:
             source, shape = node.args[:2]
             value = value_of(source)
-            if not isinstance(value, torch.Tensor) or value.is_contiguous():
+            if not isinstance(value, torch.Tensor):
+                continue
+            if has_data_sizes(value):  # whether it can be viewed depends on data
+                node.target = aten.reshape.default
+                continue
+            if value.is_contiguous():
                 continue
             try:
                 value.view(shape)
@@ -81,8 +87,6 @@ def shows_the_same(view: fx.Node, source: fx.Node) -> bool:
     return (
         isinstance(x, torch.Tensor)
         and isinstance(y, torch.Tensor)
-        and x.shape == y.shape
-        and x.stride() == y.stride()
-        and x.storage_offset() == y.storage_offset()
+        and exact_layout(x) == exact_layout(y)
         and x.dtype == y.dtype
     )

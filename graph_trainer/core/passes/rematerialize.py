@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -13,6 +14,7 @@ from graph_trainer.core.graph.annotations import (
     copy_annotations,
     is_backward,
     recompute_policy,
+    value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -104,6 +106,8 @@ def to_be_recomputed(node: fx.Node) -> bool:
     """Tell whether `rematerialize` acts on the tag of a forward node, or of the tuple it is of."""
     if node.op != "call_function" or is_backward(node) or runs_once(node):
         return False
+    if isinstance(value_of(node), torch.SymInt):
+        return False  # a number that data decide is kept: another reading would be another symbol
     policy = recompute_policy(node)
     if is_getitem(node):
         source = node.args[0]

@@ -17,6 +17,7 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
+from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
 from graph_trainer.core.units import MIB
@@ -71,7 +72,7 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
         if is_collective(node):
             phase = phase_of(node)
             counts[(collective_name(node), phase.value if phase else "")] += 1
-            total += sum(t.nbytes for t in collective_inputs(node))
+            total += sum(map(nbytes_of, collective_inputs(node)))
     return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
 
 

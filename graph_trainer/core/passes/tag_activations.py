@@ -24,6 +24,7 @@ from graph_trainer.core.graph.annotations import (
     tensor_of,
 )
 from graph_trainer.core.graph.collective_kinds import Result
+from graph_trainer.core.graph.data_sizes import exact_shape
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
@@ -174,9 +175,9 @@ def _is_residual(node: fx.Node, block: str) -> bool:
     """Return whether a node adds what the block was given to what it made of it."""
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2:
         return False
-    from_outside = False
+    shape, from_outside = exact_shape(tensor_of(node)), False
     for source in node.all_input_nodes:
-        if tensor_of(source).shape != tensor_of(node).shape:
+        if exact_shape(tensor_of(source)) != shape:
             return False
         while (base := aliased_input(source)) is not None:
             source = base

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import lifetimes, storage_bytes
+from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import Input, Output, with_parts

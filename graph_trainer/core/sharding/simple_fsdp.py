@@ -55,6 +55,8 @@ class _Sharding:
     """The group of the all-gather and the reduce-scatter; None where every rank has all rows."""
     reduce_groups: tuple[dist.ProcessGroup, ...]
     """The groups of the all-reduces after the reduce-scatter."""
+    dim: int
+    """The dimension that is sharded; its entries are the rows below."""
     rows: int
     """Rows of the unsharded local tensor."""
     local_rows: int
@@ -81,6 +83,20 @@ class _Sharding:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardOver:
+    """Over which ranks one parameter is sharded, where they are not those of the model."""
+
+    mesh: DeviceMesh
+    """The data-parallel mesh of the parameter: of experts, the ranks with the same ones."""
+
+    mode: Mode
+    """How it is sharded, as `simple_fsdp` takes it."""
+
+    dim: int = 0
+    """The dimension that is split over the mesh's ranks."""
+
+
 class _Unshard(torch.autograd.Function):
     """Cast and all-gather a shard; backward reduces the gradient back to the shard."""
 
@@ -95,9 +111,12 @@ class _Unshard(torch.autograd.Function):
             if sharding.shard_group is not None:
                 # [local rows, ...] -> [rows, ...]. Ranks after the last full one have fewer rows or
                 # none: each sends the same padded number, and all padding comes after the last row.
+                full = full.movedim(sharding.dim, 0) if sharding.dim else full
                 rows, group = sharding.rows, sharding.shard_group
                 full = all_gather(_pad_rows(full.contiguous(), -(-rows // group.size())), group)
                 full = full if full.shape[0] == rows else full.narrow(0, 0, rows)
+                # dense, as the parameter's own layout is, for kernels that read it
+                full = full.movedim(0, sharding.dim).contiguous() if sharding.dim else full
             # autograd needs another tensor than its input where neither op made one
             return full.view_as(full) if full is shard else full
 
@@ -109,11 +128,13 @@ class _Unshard(torch.autograd.Function):
                 grad = grad.to(sharding.policy.reduce_dtype)
             if sharding.shard_group is not None:
                 # [rows, ...] -> [local rows, ...], summed over the group
+                grad = grad.movedim(sharding.dim, 0) if sharding.dim else grad
                 group = sharding.shard_group
                 per_rank = -(-sharding.rows // group.size())
                 grad = reduce_scatter(_pad_rows(grad.contiguous(), per_rank * group.size()), group)
                 if per_rank != sharding.local_rows:
                     grad = grad.narrow(0, 0, sharding.local_rows)
+                grad = grad.movedim(0, sharding.dim).contiguous() if sharding.dim else grad
             for group in sharding.reduce_groups:
                 grad = all_reduce(grad.contiguous(), group)
             if sharding.divisor != 1:
@@ -148,6 +169,7 @@ def simple_fsdp(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     gradient_divide_factor: float | None = None,
+    shard_over: Callable[[str, nn.Parameter], ShardOver | None] | None = None,
 ) -> nn.Module:
     """Shard the parameters of `model` in place, and gather them whenever they are read.
 
@@ -161,6 +183,9 @@ def simple_fsdp(
         mp_policy: dtypes to compute and to reduce in.
         gradient_divide_factor: what summed gradients are divided by. None: the number of
             data-parallel ranks, so that a mean loss on each rank gives the mean gradient.
+        shard_over: `shard_over(fqn, parameter)` -> another mesh and dimension for a parameter, or
+            None for `mesh` and its rows. Experts that are parallel over some ranks (DTensors
+            on a mesh of these) have fewer ranks to be sharded over.
 
     Returns:
         `model` itself. Its parameters are DTensors on `mesh` (before the mesh of tensor
@@ -175,14 +200,7 @@ def simple_fsdp(
         mesh = init_device_mesh("cpu", (8,))
         model = simple_fsdp(model, mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     """
-    if mode not in get_args(Mode):
-        raise ConfigError(f"mode is '{mode}'; it must be one of {', '.join(get_args(Mode))}")
-    wanted = 2 if mode == "hybrid_shard" else 1
-    if mesh.ndim != wanted:
-        raise ConfigError(
-            f"mode '{mode}' needs a mesh of {wanted} dimension{'s' if wanted > 1 else ''}"
-            f"{' (replicate, shard)' if wanted > 1 else ''} and got one of {mesh.ndim}: {mesh}"
-        )
+    _check_mode(mode, mesh)
     for name, module in model.named_modules():
         if isinstance(module, _Sharded):
             raise ConfigError(
@@ -204,7 +222,11 @@ def simple_fsdp(
     divisor = float(mesh.size()) if gradient_divide_factor is None else gradient_divide_factor
     sharded: dict[int, tuple[nn.Parameter, _Sharding]] = {}
     for fqn, parameter in model.named_parameters():
-        sharded[id(parameter)] = _shard(clean_fqn(fqn), parameter, mesh, mode, policy, divisor)
+        fqn = clean_fqn(fqn)
+        over = shard_over(fqn, parameter) if shard_over is not None else None
+        over = over or ShardOver(mesh=mesh, mode=mode)
+        _check_mode(over.mode, over.mesh)
+        sharded[id(parameter)] = _shard(fqn, parameter, over, policy, divisor)
     classes: dict[tuple[type, tuple[str, ...]], type] = {}
     for module in list(model.modules()):
         direct = dict(module.named_parameters(recurse=False, remove_duplicate=False))
@@ -290,16 +312,26 @@ def shard_of(whole: torch.Tensor, parameter: DTensor) -> torch.Tensor:
     return local
 
 
+def _check_mode(mode: str, mesh: DeviceMesh) -> None:
+    if mode not in get_args(Mode):
+        raise ConfigError(f"mode is '{mode}'; it must be one of {', '.join(get_args(Mode))}")
+    wanted = 2 if mode == "hybrid_shard" else 1
+    if mesh.ndim != wanted:
+        raise ConfigError(
+            f"mode '{mode}' needs a mesh of {wanted} dimension{'s' if wanted > 1 else ''}"
+            f"{' (replicate, shard)' if wanted > 1 else ''} and got one of {mesh.ndim}: {mesh}"
+        )
+
+
 def _shard(
     fqn: str,
     parameter: nn.Parameter,
-    mesh: DeviceMesh,
-    mode: Mode,
+    over: ShardOver,
     policy: MixedPrecisionPolicy,
     divisor: float,
 ) -> tuple[nn.Parameter, _Sharding]:
     """One parameter's shard on this rank, as a DTensor parameter, and how to gather it."""
-    data = parameter.detach()
+    data, mesh = parameter.detach(), over.mesh
     tensor_parallel = None
     local, full_mesh = data, mesh
     placements: tuple[Placement, ...] = ()
@@ -311,26 +343,31 @@ def _shard(
         placements = data.placements
         local = data.to_local()
         full_mesh = concatenate_meshes([mesh, data.device_mesh])
-    by_rows = mode != "replicate" and local.ndim > 0
     shard_dim = mesh.ndim - 1
-    rows = local.shape[0] if local.ndim else 0
-    if by_rows:
+    # one rank has all rows, whichever dimension they are of
+    dim = over.dim if mesh.size(shard_dim) > 1 else 0
+    if dim >= max(1, local.ndim):
+        raise ConfigError(f"parameter '{fqn}' of {local.ndim} dimensions has no dimension {dim}")
+    rows = local.shape[dim] if local.ndim else 0
+    if over.mode != "replicate" and local.ndim > 0:
         # a copy, so that the unsharded storage is freed
-        shard = _part_of_rank(local, 0, mesh, shard_dim).contiguous().clone()
-        rows_here = shard.shape[0]
-        split = 1  # the parts into which tensor parallelism has already split the rows
+        shard = _part_of_rank(local, dim, mesh, shard_dim).contiguous().clone()
+        rows_here = shard.shape[dim]
+        split = 1  # the parts into which tensor or expert parallelism has already split the rows
         if isinstance(data, DTensor):
             for size, placement in zip(data.device_mesh.shape, data.placements, strict=True):
-                if isinstance(placement, Shard) and placement.dim == 0:
+                if isinstance(placement, Shard) and placement.dim == dim:
                     split *= size
-        row_placement: Placement = StridedShard(0, split_factor=split) if split > 1 else Shard(0)
+        row_placement: Placement = (
+            StridedShard(dim, split_factor=split) if split > 1 else Shard(dim)
+        )
         group = mesh.get_group(shard_dim)
         others = tuple(mesh.get_group(d) for d in range(shard_dim))
     else:
         shard, rows_here, row_placement, group = local.clone(), rows, Replicate(), None
         others = tuple(mesh.get_group(d) for d in range(mesh.ndim))
     data_parallel = (*(Replicate() for _ in range(shard_dim)), row_placement)
-    sharding = _Sharding(fqn, group, others, rows, rows_here, divisor, policy, tensor_parallel)
+    sharding = _Sharding(fqn, group, others, dim, rows, rows_here, divisor, policy, tensor_parallel)
     dtensor = DTensor.from_local(
         shard, full_mesh, data_parallel + placements, run_check=False, shape=shape, stride=stride
     )

@@ -10,6 +10,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collective_inputs
 from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kind, is_collective
 from graph_trainer.core.simulation.hardware import Hardware
@@ -75,6 +76,6 @@ def scratch_bytes(joint: JointGraph, device: str) -> dict[fx.Node, int]:
     for node in joint.graph.nodes if device == "cpu" else ():
         kind = collective_kind(node)
         if kind is not None and is_collective(node):
-            sent = [t.nbytes for t in collective_inputs(node)]
-            bytes_of[node] = kind.cpu_bytes(sent, [t.nbytes for t in tensors_of(node)])
+            sent = [nbytes_of(t) for t in collective_inputs(node)]
+            bytes_of[node] = kind.cpu_bytes(sent, [nbytes_of(t) for t in tensors_of(node)])
     return {node: scratch for node, scratch in bytes_of.items() if scratch}

@@ -12,6 +12,7 @@ from torch import fx
 from graph_trainer.core.analysis.fusible import has_own_buffer, is_free, is_fusible
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import phase_of, value_of
+from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, storage_roots
 
@@ -128,7 +129,7 @@ def _bytes(storage: Storage) -> int:
     node, index = storage
     value = value_of(node)
     result = value[index] if isinstance(value, (tuple, list)) else value
-    return result.nbytes if isinstance(result, torch.Tensor) else 0
+    return nbytes_of(result) if isinstance(result, torch.Tensor) else 0
 
 
 class _Groups:

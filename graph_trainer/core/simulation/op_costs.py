@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graph_trainer.core.analysis.fusible import is_free
-from graph_trainer.core.analysis.lifetimes import storage_bytes
 from graph_trainer.core.graph.annotations import (
     tensor_of,
     tensors_of,
     value_of,
 )
+from graph_trainer.core.graph.data_sizes import nbytes_of, sized, storage_bytes
 from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -108,7 +108,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
             cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
-            cost[node] = Cost(Kind.HOST_COPY, 0.0, 0, tensor_of(node).nbytes)
+            cost[node] = Cost(Kind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
             continue
         moved, launches = traffic.of(node)
         flops, kind = flops_of(node)
@@ -165,7 +165,7 @@ class _Traffic:
 
 def _size(node: fx.Node) -> int:
     # an expanded dimension counts once
-    return sum(min(t.nbytes, storage_bytes(t)) for t in tensors_of(node))
+    return sum(min(nbytes_of(t), storage_bytes(t)) for t in tensors_of(node))
 
 
 def flops_of(node: fx.Node) -> tuple[int, Kind]:
@@ -178,17 +178,28 @@ def flops_of(node: fx.Node) -> tuple[int, Kind]:
         return 0, Kind.MEMORY
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sized(value_of(n)))
+    if packet is aten._grouped_mm:
+        a, b = cast(tuple[torch.Tensor, torch.Tensor], args[:2])
+        return _grouped_flops(a, b), Kind.MATMUL
     count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if count is None:
         return 0, Kind.MEMORY
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     if packet in _SAME_FLOPS:
         kwargs = {}
         args = args[:4] if "backward" in schema.name else args[:3]
-    flops = int(count(*args, **kwargs, out_val=value_of(node)))
+    flops = int(count(*args, **kwargs, out_val=sized(value_of(node))))
     if "attention" not in schema.name:
         return flops, Kind.MATMUL
     return (flops // 2 if is_causal(node) else flops), Kind.ATTENTION
+
+
+def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Return the FLOPs of products of groups, which torch's counter does not know. Every row of `a`
+    belongs to one group, or every column where the groups are along the summed dimension."""
+    # a product for each group, where only b is grouped by offsets along its columns
+    columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
+    return int(2 * a.numel() * columns)
 
 
 def is_causal(node: fx.Node) -> bool:

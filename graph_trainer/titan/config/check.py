@@ -1,5 +1,6 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -27,7 +28,10 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
-from graph_trainer.titan.config.check_context_parallel import context_parallel_problems
+from graph_trainer.titan.config.check_parallelism import (
+    context_parallel_problems,
+    expert_parallel_problems,
+)
 from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
 from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal
@@ -57,13 +61,17 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
     """Return how many ranks a config is for on a machine without GPUs.
 
     The product of its degrees of parallelism; where the number of shards is open, the smallest
-    number of shards that makes two ranks or more.
+    number of shards that makes two ranks or more and that expert parallelism divides.
     """
     parallelism = config.parallelism
-    fixed = parallelism.data_parallel_replicate_degree * parallelism.tensor_parallel_degree
-    fixed *= parallelism.context_parallel_degree
+    experts = parallelism.expert_parallel_degree
+    each = parallelism.tensor_parallel_degree * parallelism.context_parallel_degree
+    fixed = parallelism.data_parallel_replicate_degree * each
     shards = parallelism.data_parallel_shard_degree
-    return fixed * (shards if shards > 0 else max(1, 2 // fixed))
+    if shards < 1:
+        multiple = experts // math.gcd(experts, each)
+        shards = multiple * -(-max(1, 2 // fixed) // multiple)
+    return fixed * shards
 
 
 def check_config(
@@ -83,6 +91,7 @@ def check_config(
         *_section_problems(config),
         *_batch_problems(config, world_size),
         *_model_problems(config),
+        *expert_parallel_problems(config, world_size),
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer.param_groups),
         *_file_problems(config),

@@ -70,6 +70,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     ),
     "parallelism.tensor_parallel_degree": (1, math.inf, ""),
     "parallelism.context_parallel_degree": (1, math.inf, ""),
+    "parallelism.expert_parallel_degree": (1, math.inf, ""),
     "dataloader.seed": (0, math.inf, ""),
     "tokenizer.vocab_size": (258, math.inf, "Set 258 or more: 256 bytes, begin and end of a text."),
     "metrics.log_freq": (1, math.inf, ""),
@@ -112,7 +113,6 @@ _ONLY: dict[str, tuple[bool | int | str, str]] = {
     "parallelism.spmd_backend": ("partial_dtensor", "not what graph_trainer shards with"),
     "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
     "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
-    "parallelism.expert_parallel_degree": (1, "graph_trainer has no expert parallelism yet"),
 }
 """Key -> the only value that works, and why."""
 

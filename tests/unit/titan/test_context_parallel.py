@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.experimental._attention import _HeadTailLoadBalancer
-from torchtitan.models.common.attention import ScaledDotProductAttention
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
@@ -26,6 +25,8 @@ from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.context_parallel import apply_context_parallel
 from tests.unit.fake_ranks import in_threads
+
+from torchtitan.models.common.attention import ScaledDotProductAttention  # isort: skip
 
 SEQUENCE, LAYERS = 32, 2
 

@@ -21,6 +21,7 @@ from graph_trainer.core.graph.annotations import (
     role_of,
     tensors_of,
 )
+from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.graph.signature import InputKind
@@ -94,7 +95,7 @@ def members_of(joint: JointGraph) -> list[Member]:
             0,
         )
         taken = hops[(parameter, first)] = hops.get((parameter, first), -1) + 1
-        size = max(sum(t.nbytes for t in each) for each in (sent, tensors_of(node)))
+        size = max(sum(map(nbytes_of, each)) for each in (sent, tensors_of(node)))
         route = first._replace(hops=taken)
         members.append(Member(node, parameter, position, shared, size, route))
     return members

@@ -260,8 +260,7 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 
 def _input(collective: fx.Node) -> fx.Node:
-    (source,) = collective.all_input_nodes
-    return source
+    return collective.all_input_nodes[0]  # of an all-to-all the splits are nodes too
 
 
 def _number(node: fx.Node, name: str) -> int:

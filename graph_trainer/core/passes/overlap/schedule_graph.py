@@ -38,6 +38,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
 )
 from graph_trainer.core.graph.collective_kinds import Result
+from graph_trainer.core.graph.data_sizes import numel_of
 from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -396,7 +397,7 @@ def _scatters(collective: Collective) -> bool:
 
 
 def _elements(node: fx.Node) -> int:
-    return sum(t.numel() for t in tensors_of(node))
+    return sum(map(numel_of, tensors_of(node)))
 
 
 def _itemsize(node: fx.Node) -> int:

@@ -15,6 +15,7 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, last_bucket
 from graph_trainer.core.graph.annotations import block_of, tensors_of
+from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import storages_in, value_storages
 from graph_trainer.core.passes.context import PassContext
@@ -88,7 +89,7 @@ def items_of_inputs(joint: JointGraph, blocks: Sequence[Block], context: PassCon
     computed = {block.name: sum(op.nanoseconds for op in block.ops) for block in blocks}
     items = []
     for name, nodes in block_inputs(joint).items():
-        size = sum(tensor.nbytes for node in nodes for tensor in tensors_of(node))
+        size = sum(nbytes_of(tensor) for node in nodes for tensor in tensors_of(node))
         room -= size
         if room < 0 or name not in computed:
             break

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 import graph_trainer as gt
-from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, storage_bytes
+from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.testing import Builder
 from tests.unit.core.analysis.run_and_count import measured, predicted

@@ -1,9 +1,10 @@
-"""Check that the attention of a model can be split by context parallelism, or masked."""
+"""Check that a model can be split as context and expert parallelism ask."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
@@ -12,6 +13,7 @@ _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
 _DOCUMENTS = "parallelism.document_mask"
 _TENSOR = "parallelism.tensor_parallel_degree"
+_EXPERTS = "parallelism.expert_parallel_degree"
 
 
 def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterator[Problem]:
@@ -74,4 +76,63 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             _DEGREE,
             "the model predicts several tokens, for which a whole sequence is shifted",
             f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
+        )
+
+
+def expert_parallel_problems(
+    config: GraphTrainerConfig, world_size: int | None
+) -> Iterator[Problem]:
+    """Check expert parallelism against the model's experts, its dispatcher and the mesh."""
+    key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
+    degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
+    if degree == 1 or spec is None:
+        return
+    model = f"{spec.name} {spec.flavor}"
+    layers = [getattr(layer, "moe", None) for layer in getattr(spec.model, "layers", ())]
+    mixtures = [moe for moe in layers if moe is not None]
+    if not mixtures:
+        yield Problem(
+            key,
+            f"{model} has no experts that it could divide",
+            f"Set {key} to 1, or train a mixture of experts.",
+        )
+        return
+    for moe in mixtures:
+        dispatcher = moe.routed_experts.token_dispatcher
+        if moe.num_experts % degree:
+            yield Problem(
+                key,
+                f"does not divide the {moe.num_experts} experts of {model}",
+                f"Set it to a divisor of {moe.num_experts}.",
+            )
+            return
+        if type(dispatcher) is not AllToAllTokenDispatcher.Config:
+            yield Problem(
+                key,
+                f"{model} sends tokens to experts by {type(dispatcher).__qualname__}, whose "
+                "kernels no graph holds",
+                "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
+                f'"standard", or set {key} to 1.',
+            )
+            return
+    replicate = parallelism.data_parallel_replicate_degree
+    context, shards = parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
+    if world_size is not None:
+        shards = world_size // (replicate * tensor * context)
+    ranks = shards * tensor * context
+    if shards != -1 and ranks % degree:
+        yield Problem(
+            key,
+            f"does not divide the {ranks} ranks of data_parallel_shard x context_parallel x "
+            "tensor_parallel",
+            "Set it to a divisor of these, or start more ranks.",
+            ("parallelism.data_parallel_shard_degree", _TENSOR),
+        )
+    if config.training.seq_len % tensor:
+        yield Problem(
+            "training.seq_len",
+            f"not divisible by {_TENSOR} = {tensor}, over which expert parallelism splits the "
+            "tokens",
+            f"Set training.seq_len to a multiple of {tensor}.",
+            (key,),
         )

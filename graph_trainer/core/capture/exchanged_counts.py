@@ -1,0 +1,165 @@
+"""Where the symbols of a graph come from: counts that ranks exchange before they send so many rows.
+
+Rows go to other ranks by an all-to-all whose splits are numbers that `.tolist()` read. Nobody knows
+them when the step is captured. That all members expect what the others send follows from the graph:
+the rows that a rank receives are sums of the very counts that an all-to-all of equal parts on the
+same group has brought, and the rows that it sends are the sums of what it gave that all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from graph_trainer.core.graph.annotations import (
+    annotate_node,
+    annotation,
+    module_of,
+    tensor_of,
+    value_of,
+)
+from graph_trainer.core.graph.data_sizes import DataSizes, expected
+from graph_trainer.core.graph.ops import (
+    aliased_input,
+    argument,
+    collective_kind,
+    is_getitem,
+    is_wait,
+)
+from graph_trainer.errors import CaptureError
+
+aten = torch.ops.aten
+
+_COPIES = (aten._to_copy.default, aten.clone.default)
+
+
+def trace_counts(graph: fx.Graph) -> None:
+    """Mark each all-to-all of data-dependent splits with the exchange of their counts, and set the
+    size to expect and the bound of every symbol.
+
+    A rank sends as many rows to each of the others, and receives as many from each; at most all
+    of them go to one. Linear in nodes.
+
+    Raises:
+        CaptureError: a number that the step reads from a tensor is no split of an all-to-all, or
+            the two lists of splits do not come from one exchange of counts.
+    """
+    symbols = [n for n in graph.nodes if n.target is aten._local_scalar_dense.default]
+    exchanges: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        sent, received = (argument(node, f"{side}_split_sizes") for side in ("input", "output"))
+        if not _has_symbols(sent) and not _has_symbols(received):
+            continue
+        exchange, backwards = _exchange_of(node, sent, received)
+        number = exchanges.setdefault(exchange, len(exchanges))
+        annotate_node(node, annotation(counts=f"{number} back" if backwards else f"{number}"))
+        rows = argument(node, "input")
+        assert isinstance(rows, fx.Node)
+        for splits in (sent, received):
+            _expect(splits, tensor_of(rows).shape[0])
+    for node in symbols:
+        size = value_of(node)
+        if size.node.expr not in size.node.shape_env.expected:
+            raise CaptureError(
+                f"the step reads a tensor's value into Python (node {node.name} in module "
+                f"'{module_of(node)}'), by .item() or .tolist(), and there are no values while it "
+                "is captured: compute with tensors. Only numbers of rows that ranks exchange and "
+                "then send by an all-to-all may be read"
+            )
+
+
+def _has_symbols(splits: Any) -> bool:
+    return isinstance(splits, (list, tuple)) and any(isinstance(n, fx.Node) for n in splits)
+
+
+def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool]:
+    """Return the all-to-all that brought the counts of another one, and whether that one sends what
+    the counts say is received, as on the way back."""
+    one, two = _summed(sent), _summed(received)
+    if one is not None and two is not None:
+        for backwards, (gave, got) in enumerate(((one, two), (two, one))):
+            exchange = _exchanged(got)
+            if (
+                exchange is not None
+                and argument(exchange, "group_name") == argument(node, "group_name")
+                and _base(argument(exchange, "input")) is _base(gave)
+                and tensor_of(gave).shape == tensor_of(got).shape
+            ):
+                return exchange, bool(backwards)
+    raise CaptureError(
+        f"node {node.name} in module '{module_of(node)}' is an all-to-all whose splits are numbers "
+        "read from tensors, and nothing shows that the other ranks expect as many rows: exchange "
+        "the counts by an all-to-all of equal parts on the same group, and take the sums over each "
+        "rank's part, of what was given and of what came, as splits"
+    )
+
+
+def _summed(splits: Any) -> fx.Node | None:
+    """Return the counts [ranks, ...] of whose rows a list of splits has the sums, in order."""
+    source = None
+    for place, node in enumerate(splits):
+        if not isinstance(node, fx.Node) or node.target is not aten._local_scalar_dense.default:
+            return None
+        item = node.args[0]
+        assert isinstance(item, fx.Node)
+        if not is_getitem(item) or item.args[1] != place:
+            return None
+        if source not in (None, item.args[0]):
+            return None
+        source = item.args[0]
+    if source is None or source.target is not aten.unbind.int:  # type: ignore[union-attr]
+        return None
+    sums = _without_copies(source.args[0])  # type: ignore[union-attr]
+    if sums.target is not aten.sum.dim_IntList or sums.args[1] != [1]:
+        return None
+    counts = sums.args[0]
+    assert isinstance(counts, fx.Node)
+    return counts if tensor_of(counts).shape[0] == len(splits) else None
+
+
+def _exchanged(counts: fx.Node) -> fx.Node | None:
+    """Return the all-to-all of equal parts that brought counts."""
+    base = _base(counts, through_waits=True)
+    kind = collective_kind(base)
+    if kind is None or "all_to_all_single" not in kind.ops:
+        return None
+    splits = argument(base, "input_split_sizes"), argument(base, "output_split_sizes")
+    given = argument(base, "input")
+    assert isinstance(given, fx.Node)
+    ranks = tensor_of(counts).shape[0]
+    equal = [tensor_of(given).shape[0] // ranks] * ranks
+    return base if all(list(each) == equal for each in splits) else None  # type: ignore[call-overload]
+
+
+def _base(node: object, *, through_waits: bool = False) -> fx.Node:
+    """Return what made the numbers of a node, in the same order."""
+    assert isinstance(node, fx.Node)
+    while True:
+        source = node.args[0] if node.target in _COPIES else aliased_input(node)
+        if source is None or (is_wait(node) and not through_waits):
+            return node
+        assert isinstance(source, fx.Node)
+        node = source
+
+
+def _without_copies(node: object) -> fx.Node:
+    assert isinstance(node, fx.Node)
+    while node.target in _COPIES:
+        node = node.args[0]
+        assert isinstance(node, fx.Node)
+    return node
+
+
+def _expect(splits: Any, rows: int | torch.SymInt) -> None:
+    """Set what to expect of splits, whose symbols the first all-to-all of an exchange has: an equal
+    share of the rows that a rank sends, and all of them at most."""
+    sizes = value_of(splits[0]).node.shape_env
+    assert isinstance(sizes, DataSizes)
+    for place, node in enumerate(splits):
+        symbol = value_of(node).node.expr
+        if symbol not in sizes.expected:
+            ranks, number = len(splits), expected(rows)
+            sizes.expected[symbol] = number // ranks + (place < number % ranks)
+            sizes.bounds[symbol] = number

@@ -1,0 +1,100 @@
+"""Sizes that data decide, such as the tokens an expert receives: symbols in the shapes of a graph.
+
+Each has the size to expect, by which analyses count, and the greatest that it may have. The
+functions below take any tensor of a graph, and give numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from graph_trainer.core.torch_private import ShapeEnv
+
+Size = int | torch.SymInt
+
+
+class DataSizes(ShapeEnv):
+    """The symbols of one trace, each with the size to expect and its bound."""
+
+    def __init__(self) -> None:
+        # an op whose result has a size of its own, as nonzero, is refused as without symbols
+        super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
+        self.expected: dict[object, int] = {}
+        self.bounds: dict[object, int] = {}
+
+
+def has_data_sizes(tensor: torch.Tensor) -> bool:
+    """Tell whether data decide a size of a tensor."""
+    return any(type(size) is not int for size in (*tensor.shape, *tensor.stride()))
+
+
+def exact_shape(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a tensor's shape to compare with others: sizes are equal where they surely are."""
+    return tuple(map(_exact, tensor.shape))
+
+
+def exact_layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return shape, strides and offset of a tensor, to compare as `exact_shape`."""
+    layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return (tensor.ndim, *map(_exact, layout))
+
+
+def _exact(size: Size) -> object:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def expected(size: Size) -> int:
+    """Return the size to expect; a number is itself."""
+    return size if isinstance(size, int) else _number(size, size.node.shape_env.expected)
+
+
+def bound(size: Size) -> int:
+    """Return the greatest size that there may be; a number is itself."""
+    return size if isinstance(size, int) else _number(size, size.node.shape_env.bounds)
+
+
+def _number(size: torch.SymInt, numbers: dict[object, int]) -> int:
+    return int(size.node.expr.xreplace(numbers))
+
+
+def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape to expect of a tensor."""
+    return tuple(map(expected, tensor.shape))
+
+
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides to expect of a tensor."""
+    return tuple(map(expected, tensor.stride()))
+
+
+def numel_of(tensor: torch.Tensor) -> int:
+    """Return the number of elements to expect of a tensor."""
+    return math.prod(shape_of(tensor))
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes to expect of a tensor's elements."""
+    return numel_of(tensor) * tensor.dtype.itemsize
+
+
+def storage_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes that the elements of a (fake) tensor span: fewer than `nbytes_of` if the
+    tensor repeats elements, more if it skips some."""
+    shape = shape_of(tensor)
+    if 0 in shape:
+        return 0
+    steps = zip(shape, stride_of(tensor), strict=True)
+    return (1 + sum((count - 1) * step for count, step in steps)) * tensor.dtype.itemsize
+
+
+def sized(value: Any) -> Any:
+    """Replace the tensors and sizes in a nest that data decide by those to expect, on meta."""
+    if isinstance(value, torch.SymInt):
+        return expected(value)
+    if isinstance(value, torch.Tensor) and has_data_sizes(value):
+        shape, stride = shape_of(value), stride_of(value)
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    return value
