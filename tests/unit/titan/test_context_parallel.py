@@ -171,7 +171,10 @@ def test_fsdp_and_attention_overlap_over_the_same_ranks():
     per_layer = [(GATHER, "forward"), (SCATTER, "backward")]
     assert attention_of(found) == [(n, *each) for n in range(LAYERS) for each in per_layer]
     assert {c.ranks for c in found} == {(0, 1)}
-    # The schedule moves FSDP's collectives, and one of backward's reductions of keys and values.
+    # The schedule moves both: the next layer's parameters are gathered ahead of keys and values.
+    traffic = traffic_of(found)
+    order = [(traffic[c.node], layer_of(c.module)) for c in found]
+    assert order.index((Traffic.UNSHARD, 1)) < order.index((Traffic.CONTEXT_PARALLEL, 0))
     (moved,) = [row.remarks[0] for row in report.rows if row.name == "schedule_overlap"]
     assert "unshard: 0 of" not in moved and "context parallel: 0 of" not in moved
     # Every rank has the same graph but for where its queries are in the sequence.
