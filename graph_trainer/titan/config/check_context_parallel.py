@@ -24,25 +24,25 @@ def check_context_parallel(
     """
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
+    if degree == 1 and not parallelism.document_mask:
+        return
+    key, off = (_DEGREE, "1") if degree > 1 else (_DOCUMENTS, "false")
+    by_heads = degree > 1 and parallelism.context_parallel_method == "ulysses"
     for index, layer in enumerate(getattr(model, "layers", ())):
         attention = getattr(layer, "attention", None)
-        inner = getattr(attention, "inner_attention", None)
-        key = _DEGREE if degree > 1 else _DOCUMENTS
         require(
-            isinstance(inner, ScaledDotProductAttention.Config)
-            or not (degree > 1 or parallelism.document_mask),
+            isinstance(
+                getattr(attention, "inner_attention", None), ScaledDotProductAttention.Config
+            ),
             key,
             f"layers.{index} has no scaled dot product attention, the one kind that is given a "
             "mask or the whole of a sequence that is split",
-            f"Set {key} = {'1' if degree > 1 else 'false'}.",
+            f"Set {key} = {off}.",
         )
         for name in ("n_heads", "n_kv_heads"):
             heads = getattr(attention, name, None)
             require(
-                degree == 1
-                or parallelism.context_parallel_method == "all_gather"
-                or heads is None
-                or heads % (degree * tensor) == 0,
+                not by_heads or heads is None or heads % (degree * tensor) == 0,
                 _DEGREE,
                 f'{_METHOD} = "ulysses" splits heads, and {degree} x tensor_parallel_degree '
                 f"{tensor} does not divide the {name} = {heads} of layers.{index}",
@@ -76,4 +76,11 @@ def check_context_parallel(
         _DEGREE,
         "the model predicts several tokens, for which a whole sequence is shifted",
         f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
+    )
+    attentions = sum(1 for _ in model.traverse(ScaledDotProductAttention.Config))
+    require(
+        attentions <= len(model.layers),
+        _DEGREE,
+        "the model has attention beside its layers, as that of images, which is not split",
+        f"Set {_DEGREE} = 1.",
     )

@@ -33,11 +33,12 @@ SEQUENCE, LAYERS = 32, 2
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner_attention = ScaledDotProductAttention(ScaledDotProductAttention.Config())
+        attention = ScaledDotProductAttention(ScaledDotProductAttention.Config())
+        self.layers = nn.ModuleList([attention])
 
     def forward(self, q, k, v, *, positions, attention_masks=None):
         options = {"attention_masks": attention_masks, "scale": 0.3}
-        return self.inner_attention(q, k, v, enable_gqa=q.shape[2] > k.shape[2], **options)
+        return self.layers[0](q, k, v, enable_gqa=q.shape[2] > k.shape[2], **options)
 
 
 def attend(model, tensors, positions):
