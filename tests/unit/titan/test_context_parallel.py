@@ -222,9 +222,14 @@ def with_predictions(model):
     model.mtp_layers = [model.layers[1]]
 
 
+def with_other_attention(model):
+    model.norm = ScaledDotProductAttention.Config()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (with_other_attention, "attention beside its layers"),
         (with_predictions, "predicts several tokens"),
         (without_attention, "layers.1 has no scaled dot product attention"),
     ],
