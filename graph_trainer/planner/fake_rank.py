@@ -112,9 +112,9 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
     """While entered: `F.scaled_dot_product_attention` in half precision is a GPU's kernel.
 
     CUDA builds of torch choose the flash kernel (or cuDNN's, which needs the same memory) for
-    float16 and bfloat16, and cuDNN's where there is a mask. On meta, torch decomposes attention
-    into matmuls that keep all scores. The ops have a meta kernel, a backward and, flash, DTensor's
-    sharding rule.
+    float16 and bfloat16, and cuDNN's for a mask or values of another size. On meta, torch
+    decomposes attention into matmuls that keep all scores. The ops have a meta kernel and a
+    backward, the flash op DTensor's sharding rule too.
     """
     # Not a TorchFunctionMode: while torch.autograd.grad runs under one, the mode is off, and a
     # checkpointed block that is recomputed there would get the other attention.
@@ -131,14 +131,15 @@ def flash_attention_as_on_gpu() -> Iterator[None]:
     ) -> torch.Tensor:
         # The kernels' limits: half precision, heads of at most 256.
         half = query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256
-        if half and attn_mask is not None:  # cuDNN's, which computes what the mask hides as well
-            masked = torch.ops.aten._scaled_dot_product_cudnn_attention
-            how = {"scale": options.get("scale")}
-            return masked(query, key, value, attn_mask, True, dropout_p, False, False, **how)[0]
+        scale = options.get("scale")
+        if half and (attn_mask is not None or value.shape[-1] != query.shape[-1]):
+            # cuDNN's takes a mask, and computes what it hides as well, and values of their own size
+            cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+            given = (query, key, value, attn_mask)
+            return cudnn(*given, True, dropout_p, is_causal, False, scale=scale)[0]
         if half:
             # The kernel reads fewer keys than queries as they are, so enable_gqa changes nothing.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
-            scale = options.get("scale")
             return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return original(query, key, value, attn_mask, dropout_p, is_causal, **options)
 

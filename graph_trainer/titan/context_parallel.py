@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,9 @@ from graph_trainer.core.sharding.context_parallel import (
 )
 
 Method = Literal["all_gather", "ulysses"]
+
+_BLOCKS = ("layers.", "mtp_layers.")
+"""Where a decoder has its blocks. A vision encoder, say, has attention of another kind."""
 
 # torchtitan's list has no kernel beside cuDNN's that takes a mask and stores no scores.
 _WITH_MASK = [
@@ -51,13 +53,12 @@ def apply_context_parallel(
         document_mask: whether a token sees only tokens of its document.
     """
     gathers = group is not None and method == "all_gather"
-    for module in model.modules():
-        if isinstance(module, ScaledDotProductAttention):
-            attend = _masked if gathers or document_mask else module.forward
-            if group is not None:
-                attend = partial(_with_all_keys if gathers else _with_some_heads, attend, group)
-            module.forward = attend
-    if not gathers and not document_mask:
+    masks = gathers or document_mask
+    for name, module in model.named_modules():
+        if isinstance(module, ScaledDotProductAttention) and name.startswith(_BLOCKS):
+            attend = _masked if masks else module.forward
+            module.forward = attend if group is None else _on_ranks(attend, group, gathers)
+    if not masks:
         return
 
     # One mask for all layers: each keeps what it adds to its scores for backward.
@@ -96,24 +97,14 @@ def _masked(
     return out.transpose(1, 2)
 
 
-def _with_all_keys(
-    attend: Any,
-    group: dist.ProcessGroup,
-    q_BLNH: torch.Tensor,
-    k_BLNH: torch.Tensor,
-    v_BLNH: torch.Tensor,
-    **options: Any,
-) -> Any:
-    return attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
+def _on_ranks(attend: Any, group: dist.ProcessGroup, gathers: bool) -> Any:
+    def forward(
+        q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        if gathers:
+            out: torch.Tensor = attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
+            return out
+        whole = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
+        return heads_from_ranks(attend(*whole, **options), group)
 
-
-def _with_some_heads(
-    attend: Any,
-    group: dist.ProcessGroup,
-    q_BLNH: torch.Tensor,
-    k_BLNH: torch.Tensor,
-    v_BLNH: torch.Tensor,
-    **options: Any,
-) -> torch.Tensor:
-    whole = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
-    return heads_from_ranks(attend(*whole, **options), group)
+    return forward

@@ -169,6 +169,7 @@ BY_NAME: Flags = {
     "config": "graph_trainer_llama3_debugmodel",
     "compile.mode": "aot_fx_trace",
 }
+DOCUMENTS: Flags = {"parallelism.document_mask": True}
 CHUNKED: Flags = {"loss.type": "chunked_cross_entropy"}
 
 EVERY = ("always", "never", "default")
@@ -233,6 +234,7 @@ MATRIX = (
     Case("cp2_fp32", 2, CP2 | FP32 | VALIDATE, BOTH, RESHARDS | VALIDATES),
     Case("cp2_full_bf16", 2, CP2 | BF16 | FULL, ALWAYS, TAGGED),
     Case("cp2_selective_partitioned_fp32", 2, CP2 | FP32 | SELECTIVE | PARTITIONED, ALWAYS, TAGGED),
+    Case("cp2_documents_fp32", 2, CP2 | FP32 | DOCUMENTS, ALWAYS, TAGGED),
     Case("cp4_ulysses_fp32", 4, CP4_ULYSSES | FP32 | VALIDATE, ALWAYS, TRAINS | VALIDATES),
     Case("hsdp2_cp2_ulysses_full_fp32", 4, HSDP2_CP2 | FP32 | FULL, ALWAYS, TRAINS),
     Case("fsdp2_cp2_bf16", 4, FSDP2_CP2 | BF16, DEFAULT, TRAINS),

@@ -176,6 +176,8 @@ def cases(ranks: int) -> dict[str, tuple[str, Flags, tuple[str, ...]]]:
         found["budget"] = ("debug", {"training.seq_len": 64} | BUDGET, ("auto",))
         tensor = {"parallelism.tensor_parallel_degree": 2}
         found["tensor_parallel"] = ("wide", WIDE | tensor, ("never",))
+        context = {"parallelism.context_parallel_degree": 2}
+        found["context_parallel"] = ("debug", {"training.seq_len": 128} | context, ("never",))
     return found
 
 

@@ -77,6 +77,12 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             "the model predicts several tokens, for which a whole sequence is shifted",
             f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
         )
+    if sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(model.layers):
+        yield Problem(
+            _DEGREE,
+            "the model has attention beside its layers, as that of images, which is not split",
+            f"Set {_DEGREE} = 1.",
+        )
 
 
 def expert_parallel_problems(

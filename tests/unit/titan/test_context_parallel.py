@@ -34,11 +34,12 @@ SEQUENCE, LAYERS = 32, 2
 class Attends(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner_attention = ScaledDotProductAttention(ScaledDotProductAttention.Config())
+        attention = ScaledDotProductAttention(ScaledDotProductAttention.Config())
+        self.layers = nn.ModuleList([attention])
 
     def forward(self, q, k, v, *, positions, attention_masks=None):
         options = {"attention_masks": attention_masks, "scale": 0.3}
-        return self.inner_attention(q, k, v, enable_gqa=q.shape[2] > k.shape[2], **options)
+        return self.layers[0](q, k, v, enable_gqa=q.shape[2] > k.shape[2], **options)
 
 
 def attend(model, tensors, positions):
@@ -172,7 +173,10 @@ def test_fsdp_and_attention_overlap_over_the_same_ranks():
     per_layer = [(GATHER, "forward"), (SCATTER, "backward")]
     assert attention_of(found) == [(n, *each) for n in range(LAYERS) for each in per_layer]
     assert {c.ranks for c in found} == {(0, 1)}
-    # The schedule moves FSDP's collectives, and one of backward's reductions of keys and values.
+    # The schedule moves both: the next layer's parameters are gathered ahead of keys and values.
+    traffic = traffic_of(found)
+    order = [(traffic[c.node], layer_of(c.module)) for c in found]
+    assert order.index((Traffic.UNSHARD, 1)) < order.index((Traffic.CONTEXT_PARALLEL, 0))
     (moved,) = [row.remarks[0] for row in report.rows if row.name == "schedule_overlap"]
     assert "unshard: 0 of" not in moved and "context parallel: 0 of" not in moved
     # Every rank has the same graph but for where its queries are in the sequence.
@@ -219,9 +223,14 @@ def with_predictions(model):
     model.mtp_layers = [model.layers[1]]
 
 
+def with_other_attention(model):
+    model.norm = ScaledDotProductAttention.Config()
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (with_other_attention, "attention beside its layers"),
         (with_predictions, "predicts several tokens"),
         (without_attention, "layers.1 has no scaled dot product attention"),
     ],
