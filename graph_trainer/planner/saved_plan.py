@@ -26,9 +26,9 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, Strict, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
-from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.sources import show
 
 SCHEMA: Final = "graph_trainer.saved_plan/3"
 """Changes with every change of the format."""
