@@ -15,11 +15,10 @@ from graph_trainer.planner.fingerprint import Fingerprint
 from graph_trainer.planner.plan import versions
 from graph_trainer.planner.saved_plan import SavedPlan, pass_names, read_plan
 from graph_trainer.titan.config.check import world_size_from_environment
-from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.config.sources import read_flags, take_flags
+from graph_trainer.titan.config.sources import read_flags, show, take_flags
 
 FLAG = "--plan"
 _SHOWN = 8

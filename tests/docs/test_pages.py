@@ -106,7 +106,7 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
 
 def test_every_flag_and_key_in_the_text_is_one():
     from graph_trainer.titan.activation_policies import POLICIES
-    from graph_trainer.titan.config.fields import settable_keys
+    from graph_trainer.titan.config.build import settable_keys
     from graph_trainer.titan.config.load import load_config
 
     keys = set(settable_keys(load_config(["--loss.type", "chunked_cross_entropy"])))

@@ -32,9 +32,8 @@ from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
 )
-from graph_trainer.titan.config.fields import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
-from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal
+from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal, show
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer

@@ -13,9 +13,8 @@ from torchtitan.config import ConfigManager
 from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
-from graph_trainer.titan.config.fields import (
+from graph_trainer.titan.config.build import (
     NONE,
-    UNSET,
     Field,
     class_path,
     components,
@@ -29,6 +28,7 @@ from graph_trainer.titan.config.run_config import (
 )
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
+    UNSET,
     known_modules,
     registry_functions,
     registry_module,

@@ -8,13 +8,13 @@ from typing import Any
 import tomli_w
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.fields import (
+from graph_trainer.titan.config.build import (
     NONE,
-    UNSET,
     settable_fields,
     type_of,
 )
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.config.sources import UNSET
 
 _HEADER = """\
 # Every value this run was given. Start the same run again with --config and this file.

@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import importlib.resources
 import inspect
+import json
 import os
 import pkgutil
 import re
@@ -12,14 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.core.toml_file import parse_toml, read_toml
+from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.fields import UNSET, Field, field_of, show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 
 DEFAULT_MODULE = "graph_trainer.llama3"
@@ -28,7 +28,29 @@ DEFAULT_CONFIG = "debugmodel"
 COMMAND_LINE = "command line"
 """What messages call the place that flags come from."""
 
+UNSET = "unset"
+"""The key that lists a table's keys whose value is None, which TOML cannot write."""
+
 GUESS = "Did you mean {}? "
+
+
+def show(value: Any) -> str:
+    """Format `value` as a TOML author would write it, cut after 120 characters."""
+    text = _as_toml(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return UNSET if value is None else str(value)
 
 
 @dataclass
@@ -83,31 +105,6 @@ _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 
 class FlagText(str):
     """The text of a flag's value. How it is read depends on the type of the field."""
-
-    def read(self, field: Field) -> Any:
-        """Read the text as TOML, for a field.
-
-        What is no TOML value is a string, and so is everything where the field takes nothing but
-        strings. None is no value, where the field may have none; a list may be written a,b,c.
-        A flag without a value sets a boolean to true.
-        """
-        if self is NO_VALUE:
-            return True if bool in field.options else self
-        if self == "None" and field.nullable:
-            return None
-        try:
-            table = parse_toml(f"value = {self}", "value")
-            value = with_none(table, COMMAND_LINE)["value"] if len(table) == 1 else str(self)
-        except ConfigError:
-            value = str(self)
-        if not isinstance(value, str):
-            is_text = [each is str or get_origin(each) is Literal for each in field.options]
-            return str(self) if all(is_text) else value
-        lists = [each for each in field.options if get_origin(each) in (list, tuple)]
-        if lists and not self.startswith("["):
-            entry = field_of(get_args(lists[0])[0])
-            return [FlagText(part).read(entry) for part in self.split(",")]
-        return value
 
 
 NO_VALUE = FlagText("")

@@ -114,7 +114,7 @@ def test_help_teaches_by_examples_without_torchtitans_seconds_of_import():
 
 
 def test_the_help_of_train_lists_every_key_with_its_documentation(capsys):
-    from graph_trainer.titan.config.fields import settable_keys
+    from graph_trainer.titan.config.build import settable_keys
     from graph_trainer.titan.config.load import load_config
 
     with pytest.raises(SystemExit) as ended:

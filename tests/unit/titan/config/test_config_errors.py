@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError, GraphTrainerError
+from graph_trainer.titan.config.build import build_config
 from graph_trainer.titan.config.check import check_config
-from graph_trainer.titan.config.load import build_config, load_config, merge, table_of
+from graph_trainer.titan.config.load import load_config, merge, table_of
 from graph_trainer.titan.config.sources import Origins, refusal, with_none
 from tests.examples import examples
 from tests.unit.titan.config.bad_input import IN_FILES, ON_THE_COMMAND_LINE

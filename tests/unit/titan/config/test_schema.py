@@ -10,7 +10,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from graph_trainer.cli import main as cli
-from graph_trainer.titan.config.fields import settable_keys
+from graph_trainer.titan.config.build import settable_keys
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.schema import toml_schema
 from graph_trainer.titan.config.serialize import config_to_toml

@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.build import merge
 from graph_trainer.titan.config.check import check_config
-from graph_trainer.titan.config.load import load_config, merge
+from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
     to_graph_trainer_config,
