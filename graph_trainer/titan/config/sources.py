@@ -301,7 +301,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 if e.name is not None and (candidate + ".").startswith(e.name + "."):
                     continue
                 raise ConfigError(f"{asked}: its import fails: {e}. Install it.") from e
-            except ImportError as e:
+            except Exception as e:  # packages that do not fit each other raise anything
                 raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
@@ -344,7 +344,7 @@ def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfi
     """Make the config of a registry function, a torchtitan config converted, with both names set.
 
     Raises:
-        ConfigError: an unknown module or function.
+        ConfigError: an unknown module or function, or an entry that cannot be made here.
     """
     module = registry_module(module_name)
     functions = registry_functions(module)
@@ -353,9 +353,15 @@ def registry_entry(module_name: str, base: str, where: str) -> GraphTrainerConfi
             f"{where}: base = {show(base)}: {module.__name__} has no such function. "
             f"{did_you_mean(base, functions, GUESS)}Write {' or '.join(map(show, functions))}."
         )
-    config = functions[base]()
-    if not isinstance(config, GraphTrainerConfig):
-        config = to_graph_trainer_config(config)
+    try:
+        config = functions[base]()
+        if not isinstance(config, GraphTrainerConfig):
+            config = to_graph_trainer_config(config)
+    except Exception as error:  # a package or a GPU that the entry needs, or what we refuse
+        reason = str(error).rstrip(".")
+        raise ConfigError(
+            f"{where}: base = {show(base)}: {reason}. Or choose another entry of {module.__name__}."
+        ) from error
     config.module = module.__name__.removesuffix(".config_registry")
     config.base = base
     return config
