@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from graph_trainer.core.graph.annotations import Phase, layer_of, module_of, phase_of
+from graph_trainer.core.graph.annotations import Phase, block_of, module_of, phase_of
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.context import ActivationPolicy
@@ -187,16 +187,21 @@ def peak_and_speed(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float
 
 
 def _memory_by_place(plan: Plan) -> dict[_Place, int]:
-    """Return the bytes alive at every node of the first and last layer and outside the layers."""
+    """Return the bytes alive at every node of each list's first and last layer and outside them."""
     simulation = plan.simulation
     nodes = list(simulation.joint.graph.nodes)
-    layers = [layer for node in nodes if (layer := layer_of(module_of(node))) is not None]
-    names = {min(layers): "first", max(layers): "last"} if layers else {}
+    blocks = {block for node in nodes if (block := block_of(module_of(node))) is not None}
+    lists: dict[str, list[str]] = {}
+    for block in sorted(blocks, key=lambda block: int(block.rpartition(".")[2])):
+        lists.setdefault(block.rpartition(".")[0], []).append(block)
+    names: dict[str, str] = {}
+    for layers in lists.values():
+        names |= {layers[0]: "first", layers[-1]: "last"}
     seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
     memory = {}
     for node, num in zip(nodes, simulation.memory.total, strict=True):
         module = module_of(node) or ""
-        layer = layer_of(module)
+        layer = block_of(module)
         if layer is not None and layer not in names:
             continue
         which = "" if layer is None else names[layer]

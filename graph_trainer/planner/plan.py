@@ -12,7 +12,7 @@ from importlib import metadata
 
 import torch
 
-from graph_trainer.core.graph.annotations import layer_of
+from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
@@ -184,9 +184,9 @@ def make_plan(
     passes = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
     if runtime is TORCHTITAN:
         # FSDP2 gathers the next layer's parameters while one layer computes.
-        layers = Counter(layer_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
-        layers.pop(None, None)  # parameters outside the layers
-        options = OverlapFsdpOptions(in_flight=max(layers.values(), default=1))
+        blocks = Counter(block_of(spec.name) for spec, _ in joint.inputs_of(InputKind.PARAMETER))
+        blocks.pop(None, None)  # parameters outside the blocks
+        options = OverlapFsdpOptions(in_flight=max(blocks.values(), default=1))
         passes = with_policy(
             passes,
             "none",

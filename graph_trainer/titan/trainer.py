@@ -35,6 +35,7 @@ from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, of_captured_steps
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
@@ -71,6 +72,13 @@ class GraphTrainer(Trainer):
         super().__init__(checked)
         (model,) = self.model_parts
         attach_loss(self.loss_fn, model)
+        chunked = isinstance(self.loss_fn, ChunkedCrossEntropyLoss)
+        if config.replaces_chunked_loss and not chunked and dist.get_rank() == 0:
+            logger.info(
+                f"{type(self.loss_fn).__name__} of the whole sequence replaces torchtitan's loss "
+                "in chunks, which calls backward in forward and is lost in a graph. With "
+                'loss.type = "chunked_cross_entropy" the logits are in chunks here too'
+            )
         self._losses = LossGuard()
         self._microbatches = 0
         self.captured_step: StepFunction | None = None

@@ -44,7 +44,8 @@ class CapturedValidator(BaseValidator):
         def loss(
             model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **extra: Any
         ) -> torch.Tensor:
-            value, _ = loss_fn(model(inputs, **extra), labels)
+            positions = {"positions": extra["positions"]} if "positions" in extra else {}
+            value, _ = loss_fn(model(inputs, **extra), labels, **positions)
             return value
 
         self.step = make_step(loss)

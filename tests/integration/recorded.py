@@ -17,7 +17,8 @@ from graph_trainer.core.names import clean_fqn
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.trainer import GraphTrainer
 from tests.integration.issued import Issued, count_issued
-from tests.integration.matrix import COMMON, STEPS, Flags, arguments, with_few_layers
+from tests.integration.matrix import COMMON, STEPS, Flags, arguments
+from tests.layers import with_few_layers
 
 EAGER: Flags = {"compile.mode": "eager"}
 # CUDA's attention adds up its gradient in the order in which blocks happen to finish, and NCCL a

@@ -34,6 +34,7 @@ def test_the_default_run_learns(tmp_path: Path) -> None:
     # what a step is refused for is said before anything is loaded or trains, and captured once
     assert output.index("Capturing the train step") < output.index("Training starts at step 1")
     assert "Captured again" not in output
+    assert output.count("replaces torchtitan's loss in chunks") == 1
     assert (tmp_path / "outputs" / "config.toml").exists()
     # two minutes on two idle cores; the tests' machine may be busy with other things
     assert seconds < 240

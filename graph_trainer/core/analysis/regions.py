@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.fusible import is_fusible
-from graph_trainer.core.graph.annotations import layer_of, module_of, phase_of, tensor_of, value_of
+from graph_trainer.core.graph.annotations import block_of, module_of, phase_of, tensor_of, value_of
 from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.graph.ops import (
@@ -71,7 +71,7 @@ def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[l
         if view and not run:
             continue  # equal regions may have the views that they begin with before a collective
         fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
-        here = (phase_of(node), layer_of(module_of(node)))
+        here = (phase_of(node), block_of(module_of(node)))
         if fits and (view or here == place):
             run.append(node)
             inside.add(node)

@@ -10,8 +10,8 @@ from torch import fx
 from graph_trainer.core.analysis.parameter_flow import computed_from_one_parameter
 from graph_trainer.core.graph.annotations import (
     Role,
+    block_of,
     is_backward,
-    layer_of,
     module_of,
     role_of,
 )
@@ -107,7 +107,7 @@ def last_bucket(joint: JointGraph, chains: list[UnshardChain]) -> set[str]:
         (
             position[node]
             for chain in chains
-            if layer_of(chain.parameter) is not None
+            if block_of(chain.parameter) is not None
             for node in chain.forward_readers
         ),
         default=-1,

@@ -84,7 +84,6 @@ SEPARATOR = ", "
 """Between the FQNs of the parameters that share a bucket."""
 
 _BLOCK = re.compile(r"^(?:.*?\.)??\d+(?=\.|$)")
-_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 def annotation(
@@ -186,14 +185,11 @@ def module_of(node: fx.Node) -> str | None:
     return _custom(node, _MODULE)
 
 
-def layer_of(fqn: str | None) -> int | None:
-    """Return the layer index in an FQN: 3 for 'layers.3.attention.wo', else None."""
-    match = _LAYER.search(fqn or "")
-    return int(match.group(1)) if match else None
-
-
 def block_of(fqn: str | None) -> str | None:
-    """Return the repeated block of an FQN: 'layers.3' for 'layers.3.attention.wo.weight'."""
+    """Return the repeated block of an FQN: 'layers.3' for 'layers.3.attention.wo.weight'.
+
+    An index is that of its own list: layers.0 and mtp_layers.0 are two blocks.
+    """
     match = _BLOCK.match(fqn or "")
     return match.group() if match else None
 

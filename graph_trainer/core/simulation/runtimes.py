@@ -12,9 +12,9 @@ from graph_trainer.core.analysis.memory import LiveStorage
 from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
+    block_of,
     is_backward,
     is_saved_for_backward,
-    layer_of,
     module_of,
     phase_of,
     set_saved_for_backward,
@@ -71,15 +71,15 @@ class Runtime:
         if not self.keeps_saved:
             return {}
         roots = storage_roots(joint.graph)
-        last_of_layer: dict[int | None, int] = {}
+        last_of_block: dict[str | None, int] = {}
         for place, node in enumerate(joint.graph.nodes):
             if is_backward(node):
-                last_of_layer[layer_of(module_of(node))] = place
+                last_of_block[block_of(module_of(node))] = place
         until: dict[Storage, int] = {}
         for node in joint.graph.nodes:
-            layer = layer_of(module_of(node))
-            if is_saved_for_backward(node) and layer is not None and layer in last_of_layer:
-                until[roots[node]] = last_of_layer[layer]
+            block = block_of(module_of(node))
+            if is_saved_for_backward(node) and block is not None and block in last_of_block:
+                until[roots[node]] = last_of_block[block]
         return until
 
 
@@ -95,7 +95,7 @@ GRAPH_TRAINER = Runtime(
 
 TORCHTITAN = Runtime(
     name="torchtitan",
-    compiled=lambda node: layer_of(module_of(node)) is not None,
+    compiled=lambda node: block_of(module_of(node)) is not None,
     pool_of=pool_per_stream,
     keeps_saved=True,
     runs_backend=False,

@@ -1,5 +1,6 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
+import copy
 import math
 import os
 import re
@@ -8,8 +9,10 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.hf_datasets import text_datasets
+from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -28,6 +31,8 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
+from graph_trainer.titan.config.build import type_of
 from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
@@ -37,6 +42,9 @@ from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal,
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+
+_OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
+"""Losses that take the one prediction of a model."""
 
 
 def world_size_from_environment() -> int | None:
@@ -95,7 +103,7 @@ def check_config(
         *_optimizer_problems(config.optimizer.param_groups),
         *_file_problems(config),
     ]
-    if problems:
+    if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
             if each.value is ...:
                 problems[i] = each._replace(value=_of(config, each.key))
@@ -231,6 +239,34 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"longer than the {longest} positions of {model}",
             f"Set training.seq_len to {longest} or less.",
         )
+    attentions = [getattr(layer, "attention", None) for layer in getattr(spec.model, "layers", ())]
+    windows = [getattr(attention, "sliding_window_size", None) for attention in attentions]
+    window = min((each for each in windows if each is not None), default=seq_len)
+    if window < seq_len:
+        yield Problem(
+            "training.seq_len",
+            f"longer than the sliding window of {window} tokens of {model}, which scaled dot "
+            "product attention, the only one that is captured, does not have",
+            f"Set training.seq_len to {window} or less: there the window hides nothing.",
+        )
+    several = bool(getattr(spec.model, "mtp_layers", None))
+    if isinstance(config.loss, _OF_ONE_PREDICTION if several else MTPLoss.Config):
+        yield Problem(
+            "loss.type",
+            f"{model} makes {'several predictions' if several else 'one prediction'} for each "
+            "token, and this loss takes another number",
+            "Leave [loss] out: the registry entry that `base` names has the model's own.",
+            ("base",),
+            type_of(config.loss, [BaseLoss.Config]),
+        )
+    if several and config.validator.enable and config.compile.mode == "eager":
+        yield Problem(
+            "validator.enable",
+            f'{model} makes several predictions, and in compile.mode = "eager" torchtitan\'s '
+            "validation gives their loss no positions",
+            "Leave it out, or set compile.mode to another one.",
+            ("compile.mode",),
+        )
     tensor = config.parallelism.tensor_parallel_degree
     attention = getattr(spec.model, "first_attention", None)
     for name in ("n_heads", "n_kv_heads"):
@@ -251,6 +287,17 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"larger than the model's vocabulary of {vocabulary}",
             f"Set tokenizer.vocab_size to {vocabulary} or less.",
         )
+
+
+def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Let torchtitan's model look at the config, as it does on every rank."""
+    spec = config.model_spec
+    assert spec is not None
+    try:
+        copy.deepcopy(spec.model).update_from_config(config=config)
+    except Exception as error:  # whatever a model raises is about this config
+        problem = f"{spec.name} {spec.flavor} refuses the config: {str(error).rstrip('.')}"
+        yield Problem("base", problem, "Change that, or choose another base.")
 
 
 _KEYS = {

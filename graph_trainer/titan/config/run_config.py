@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
+import torch
 import tyro
-from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import (
@@ -16,6 +17,7 @@ from torchtitan.models.common.attention import (
     ScaledDotProductAttention,
     VarlenAttention,
 )
+from torchtitan.models.common.decoder import Decoder
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
@@ -192,15 +194,19 @@ class GraphTrainerConfig(Trainer.Config):
     base: Annotated[str, tyro.conf.Suppress] = ""
     """The registry entry that this config began as."""
 
+    replaces_chunked_loss: Annotated[bool, tyro.conf.Suppress] = False
+    """Whether torchtitan's entry has a loss in chunks, in whose place this config began with the
+    same loss of the whole sequence."""
+
 
 def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrainerConfig:
     """Make a graph_trainer config of the same model and run as a torchtitan trainer config.
 
     The model is sharded by graph_trainer's `parallelize_decoder`, its attention is scaled dot
-    product attention, the loss is the plain cross-entropy, the text is the standard library's
-    with its tokenizer, and [compile] is graph_trainer's with its defaults. CUDA graphs around the
-    step and SPMD back ends other than partial DTensors, which exclude a captured step, are
-    switched off. Everything else stays.
+    product attention, the text is the standard library's with its tokenizer, and [compile] is
+    graph_trainer's with its defaults. A loss in chunks, which calls backward in forward, becomes
+    the same loss of the whole sequence. CUDA graphs around the step and SPMD back ends other than
+    partial DTensors, which exclude a captured step, are switched off. Everything else stays.
 
     Args:
         config: the result of a function in a torchtitan `config_registry`; it is not changed.
@@ -208,6 +214,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
 
     Raises:
         ValueError: the config has no model.
+        ConfigError: the model's attention computes what scaled dot product attention does not.
 
     Example::
 
@@ -216,6 +223,17 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     """
     if config.model_spec is None:
         raise ValueError("the trainer config has no model_spec, so there is no model to convert")
+    if unknown := set(_names(config)) - set(_names(GraphTrainerConfig)):
+        raise ConfigError(
+            f"{type(config).__qualname__} has {', '.join(sorted(unknown))}, which a trainer of its "
+            "own reads and graph_trainer's does not. Train this model with torchtitan alone."
+        )
+    loss = config.loss
+    if isinstance(loss, ChunkedLossWrapper.Config):
+        loss = loss.loss_fn
+    elif type(loss) is BaseLoss.Config:  # the default of a config, of which no loss can be made
+        vocabulary = getattr(config.model_spec.model, "vocab_size", None)
+        loss = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
     values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
     del values["compile"]
     values |= {
@@ -232,9 +250,8 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
             config.validator,
             dataloader=TextDataLoader.Config(split="validation", infinite=False),
         ),
-        "loss": CrossEntropyLoss.Config(
-            global_vocab_size=getattr(config.model_spec.model, "vocab_size", None)
-        ),
+        "loss": copy.copy(loss),
+        "replaces_chunked_loss": loss is not config.loss,
     }
     return GraphTrainerConfig(**(values | changes))
 
@@ -252,6 +269,18 @@ def _model_spec(spec: ModelSpec) -> ModelSpec:
                 parent[attribute] = ScaledDotProductAttention.Config()
             elif isinstance(attribute, str):
                 setattr(parent, attribute, ScaledDotProductAttention.Config())
+    attention = model.first_attention if isinstance(model, Decoder.Config) else None
+    if attention is not None:
+        # Projections and norms are modules of their own. A parameter beside them, such as attention
+        # sinks, is an input of the other attentions, and this one takes no notice of it.
+        with torch.device("meta"):
+            unused = [name for name, _ in attention.build().named_parameters(recurse=False)]
+        if unused:
+            raise ConfigError(
+                f"{spec.name} {spec.flavor}: its attention has the parameters {', '.join(unused)}, "
+                "which scaled dot product attention, the only one that is captured, leaves out. "
+                "Train another model, or this one with torchtitan alone."
+            )
     return replace(spec, model=model, parallelize_fn=parallelize_decoder)
 
 

@@ -266,9 +266,16 @@ def read_source(module: str | None, name: str | None) -> Source:
             f"{where}: base = {show(base)}: no function of {registry.__name__}, so there is no "
             f"model to train. {guess}Write {' or '.join(map(show, functions))}."
         )
-    entry = functions[base]()
-    if not isinstance(entry, GraphTrainerConfig):
-        entry = to_graph_trainer_config(entry)
+    try:
+        entry = functions[base]()
+        if not isinstance(entry, GraphTrainerConfig):
+            entry = to_graph_trainer_config(entry)
+    except Exception as error:  # a package or a GPU that the entry needs, or what we refuse
+        reason = str(error).rstrip(".")
+        raise ConfigError(
+            f"{where}: base = {show(base)}: {reason}. Or choose another entry of "
+            f"{registry.__name__}."
+        ) from error
     entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
     return Source(where, entry, table)
 
@@ -294,7 +301,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 if e.name is not None and (candidate + ".").startswith(e.name + "."):
                     continue
                 raise ConfigError(f"{asked}: its import fails: {e}. Install it.") from e
-            except ImportError as e:
+            except Exception as e:  # packages that do not fit each other raise anything
                 raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module

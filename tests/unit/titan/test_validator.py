@@ -38,6 +38,16 @@ def test_torchtitans_own_is_captured_and_keeps_its_schedule() -> None:
     assert [step for step in range(1, 8) if found.should_validate(step)] == [1, 3, 6]
 
 
+def test_the_loss_gets_positions_as_in_training() -> None:
+    """A loss of several predictions needs them; torchtitan's validator gives it none."""
+    validator, seen = made(Validator), []
+    validator.loss_fn = lambda prediction, labels, **given: (seen.append(given), {})
+    loss = with_captured_forward(validator, lambda loss: loss, within=contextlib.nullcontext).step
+    loss(lambda inputs, **extra: inputs, 1, 2, positions=3, attention_masks=None)
+    loss(lambda inputs, **extra: inputs, 1, 2)
+    assert seen == [{"positions": 3}, {}]
+
+
 def test_another_one_stays_and_the_log_says_so(caplog: pytest.LogCaptureFixture) -> None:
     mine = made(Mine)
     loss_fn = mine.loss_fn

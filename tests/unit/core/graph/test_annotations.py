@@ -55,19 +55,22 @@ def test_copied_annotations_carry_no_tag_and_may_change_phase():
 
 
 @pytest.mark.parametrize(
-    "fqn, layer",
+    "fqn, block",
     [
-        ("layers.3.attention.wo", 3),
-        ("model.layers.12", 12),
-        ("0.weight", 0),
-        ("layers.1.experts.7.w1", 1),
+        ("layers.3.attention.wo", "layers.3"),
+        ("mtp_layers.3.attention.wo", "mtp_layers.3"),
+        ("model.layers.12", "model.layers.12"),
+        ("0.weight", "0"),
+        ("layers.1.experts.7.w1", "layers.1"),
+        ("encoder.layers.11.mlp.weight", "encoder.layers.11"),
         ("norm", None),
+        ("layer3.weight", None),
         ("conv1d.weight", None),
         (None, None),
     ],
 )
-def test_layer_of(fqn, layer):
-    assert annotations.layer_of(fqn) == layer
+def test_block_of(fqn, block):
+    assert annotations.block_of(fqn) == block
 
 
 def test_tensors_of_takes_only_tensors():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from graph_trainer.core.graph.annotations import layer_of, module_of
+from graph_trainer.core.graph.annotations import block_of, module_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, mark_saved
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate
@@ -18,7 +18,7 @@ def test_only_nodes_of_layers_are_compiled():
     ours = GRAPH_TRAINER.fusion(joint, compiles=True).group
     theirs = TORCHTITAN.fusion(joint, compiles=True).group
     assert set(theirs) < set(ours)
-    assert all(layer_of(module_of(node)) is not None for node in theirs)
+    assert all(block_of(module_of(node)) is not None for node in theirs)
     assert not GRAPH_TRAINER.fusion(joint, compiles=False).group
 
 
@@ -40,6 +40,24 @@ def test_a_saved_tensor_is_alive_until_the_backward_of_its_layer_ends():
     ours, theirs = (simulate(joint, H100, runtime=r).memory for r in (GRAPH_TRAINER, TORCHTITAN))
     place = list(joint.graph.nodes).index(other)
     assert theirs.total[place] - ours.total[place] == 8 * 8 * 4
+
+
+def test_layers_with_one_index_in_two_lists_are_two():
+    builder = Builder()
+    x = builder.input("x", 8, 8)
+    backward = {}
+    weights = {each: builder.parameter(f"{each}.w", 8, 8) for each in ("layers.0", "mtp_layers.0")}
+    for layer, w in weights.items():
+        x = builder.call(aten.mm.default, x, w, module=layer)
+        builder.call(aten.detach.default, x, module=layer)
+    loss = builder.call(aten.sum.default, x)
+    for layer in ("mtp_layers.0", "layers.0"):
+        backward[layer] = builder.call(aten.neg.default, x, phase=BACKWARD, module=layer)
+    gradients = {f"{layer.replace('.', '__')}__w": node for layer, node in backward.items()}
+    joint = builder.joint(loss, **gradients)
+    mark_saved(joint)
+    ends = [list(joint.graph.nodes).index(node) for node in backward.values()]
+    assert sorted(TORCHTITAN.kept_until(joint).values()) == ends
 
 
 def test_copies_take_time_on_both_streams_and_only_in_torchtitan():

@@ -272,3 +272,63 @@ def test_whatever_bytes_a_file_has_it_is_read_or_refused(content):
             assert isinstance(read_toml(path, "--config"), dict)
         except ConfigError as e:
             assert str(path) in str(e)
+
+
+_MTP = "--module torchtitan.models.deepseek_v3 --config deepseek_v3_debugmodel_mtp"
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "remedy"),
+    [
+        (
+            "--module torchtitan.models.muse_glimmer --config muse_glimmer_debugmodel "
+            "--training.seq_len 129",
+            "training.seq_len = 129: longer than the sliding window of 128 tokens",
+            "Set training.seq_len to 128 or less",
+        ),
+        (
+            "--module torchtitan.models.gpt_oss --config gpt_oss_20b",
+            'base = "gpt_oss_20b": gpt_oss 20b: its attention has the parameters sinks',
+            "Train another model",
+        ),
+        (
+            "--module torchtitan.models.flux --config flux_debugmodel",
+            'base = "flux_debugmodel": FluxTrainer.Config has encoder',
+            "with torchtitan alone",
+        ),
+        (
+            "--module torchtitan.models.qwen3 --config qwen3_moe_deepep "
+            "--parallelism.expert_parallel_degree 1",
+            'base = "qwen3_moe_deepep": qwen3 debugmodel_moe refuses the config: DeepEP',
+            "choose another base",
+        ),
+        (
+            f"{_MTP} --loss.type chunked_cross_entropy",
+            'loss.type = "chunked_cross_entropy": deepseek_v3 debugmodel makes several predictions',
+            "Leave [loss] out",
+        ),
+        (
+            "--module graph_trainer.deepseek_v3 "
+            "--loss.type torchtitan.models.deepseek_v3.mtp:MTPLoss.Config",
+            'loss.type = "torchtitan.models.deepseek_v3.mtp:MTPLoss.Config": deepseek_v3 '
+            "debugmodel makes one prediction",
+            "Leave [loss] out",
+        ),
+        (
+            f"{_MTP} --compile.mode eager --validator.enable",
+            "validator.enable = true: deepseek_v3 debugmodel makes several predictions",
+            "set compile.mode",
+        ),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_with_key_value_and_remedy(words, said, remedy):
+    message = refused(words.split())
+    assert said in message and remedy in message, message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_module_whose_packages_do_not_fit_each_other_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "broken_registry.py").write_text("raise RuntimeError('operator x does not exist')")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = refused(["--module", "broken_registry"])
+    assert "--module broken_registry: its import fails: operator x does not exist. Mend" in message

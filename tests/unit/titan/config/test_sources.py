@@ -255,6 +255,19 @@ def test_conversion_leaves_its_argument_alone():
     assert original.parallelism.spmd_backend == "spmd_types"
 
 
+def test_the_loss_is_the_models_own_unless_it_works_in_chunks(tmp_path):
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.models.deepseek_v3.mtp import MTPLoss
+
+    words = ["--module", "torchtitan.models.deepseek_v3", "--config"]
+    chunked = load_config([*words, "deepseek_v3_debugmodel"])
+    assert type(chunked.loss) is CrossEntropyLoss.Config and chunked.replaces_chunked_loss
+    several = load_config([*words, "deepseek_v3_debugmodel_mtp", "--loss.mtp_scale", "0.5"])
+    assert type(several.loss) is MTPLoss.Config and not several.replaces_chunked_loss
+    assert several.loss.mtp_scale == 0.5 and several.loss.global_vocab_size == 2048
+    assert without_model(reload(several, tmp_path)) == without_model(several)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_the_resolved_config_gives_the_config_back(size, tmp_path):
     config = load_config(["--config", size, "--training.steps", "7"])

@@ -12,7 +12,6 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.graph.annotations import (
     Role,
-    block_of,
     bucket_tag,
     parameters_of,
     role_of,
@@ -118,21 +117,6 @@ def test_experts_have_a_bucket_of_their_own():
     bucket(joint, strategy="transformer_block")
     found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
     assert sorted(found) == sorted([(names[0], names[3]), (names[1], names[2])])
-
-
-@pytest.mark.parametrize(
-    ("fqn", "block"),
-    [
-        ("layers.3.attention.wo.weight", "layers.3"),
-        ("encoder.layers.11.mlp.weight", "encoder.layers.11"),
-        ("layers.3.experts.7.w1", "layers.3"),
-        ("0.weight", "0"),
-        ("norm.weight", None),
-        ("layer3.weight", None),
-    ],
-)
-def test_blocks_by_name(fqn, block):
-    assert block_of(fqn) == block
 
 
 def sizes(joint, role, backward):
