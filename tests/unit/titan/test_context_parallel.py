@@ -16,7 +16,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.memory import Category, memory_of
-from graph_trainer.core.graph.annotations import layer_of
+from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.sharding import context_parallel
 from graph_trainer.errors import ConfigError
@@ -159,10 +159,14 @@ def captured(*flags, rank=0, **how):
 
 
 def attention_of(found):
-    """Layer, kind and phase of the collectives of context parallelism."""
+    """Block, kind and phase of the collectives of context parallelism."""
     traffic = traffic_of(found)
     ours = [c for c in found if traffic[c.node] is Traffic.CONTEXT_PARALLEL]
-    return sorted((layer_of(c.module), c.kind, c.phase.value) for c in ours)
+    return sorted((block_of(c.module), c.kind, c.phase.value) for c in ours)
+
+
+def by_layer(per_layer):
+    return [(f"layers.{n}", *each) for n in range(LAYERS) for each in per_layer]
 
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
@@ -171,12 +175,16 @@ GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 def test_fsdp_and_attention_overlap_over_the_same_ranks():
     joint, found, report = captured()
     per_layer = [(GATHER, "forward"), (SCATTER, "backward")]
-    assert attention_of(found) == [(n, *each) for n in range(LAYERS) for each in per_layer]
+    assert attention_of(found) == [
+        (f"layers.{n}", *each) for n in range(LAYERS) for each in per_layer
+    ]
     assert {c.ranks for c in found} == {(0, 1)}
     # The schedule moves both: the next layer's parameters are gathered ahead of keys and values.
     traffic = traffic_of(found)
-    order = [(traffic[c.node], layer_of(c.module)) for c in found]
-    assert order.index((Traffic.UNSHARD, 1)) < order.index((Traffic.CONTEXT_PARALLEL, 0))
+    order = [(traffic[c.node], block_of(c.module)) for c in found]
+    assert order.index((Traffic.UNSHARD, "layers.1")) < order.index(
+        (Traffic.CONTEXT_PARALLEL, "layers.0")
+    )
     (moved,) = [row.remarks[0] for row in report.rows if row.name == "schedule_overlap"]
     assert "unshard: 0 of" not in moved and "context parallel: 0 of" not in moved
     # Every rank has the same graph but for where its queries are in the sequence.
@@ -188,14 +196,16 @@ def test_fsdp_and_attention_overlap_over_the_same_ranks():
 def test_what_is_recomputed_gathers_again():
     _, found, _ = captured("--activation_checkpoint.type", "full")
     per_layer = [(GATHER, "backward"), (GATHER, "forward"), (SCATTER, "backward")]
-    assert attention_of(found) == [(n, *each) for n in range(LAYERS) for each in per_layer]
+    assert attention_of(found) == [
+        (f"layers.{n}", *each) for n in range(LAYERS) for each in per_layer
+    ]
 
 
 def test_ulysses_exchanges_heads():
     _, found, _ = captured("--parallelism.context_parallel_method", "ulysses")
     kinds = [("all_to_all_single", phase) for phase in ("backward", "backward")]
     kinds += [("all_to_all_single", phase) for phase in ("forward", "forward")]
-    assert attention_of(found) == [(n, *each) for n in range(LAYERS) for each in kinds]
+    assert attention_of(found) == by_layer(kinds)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
