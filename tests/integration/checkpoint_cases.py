@@ -12,15 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
 from graph_trainer.titan.checkpoint_files import ManifestWriter
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
-from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, Flags
+from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, MODELS, Flags
 from tests.integration.matrix import rows as rows_of
-from tests.integration.recorded import Recorded, differing
+from tests.integration.recorded import EAGER, Recorded, differing
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -85,6 +86,44 @@ def resumed_from_plain_torchtitan(folder: Path, _: str) -> list[float]:
     losses = recorded.global_losses()
     recorded.close()
     return losses
+
+
+def through_hugging_face(folder: Path, which: str) -> dict[str, Any]:
+    """Export a model of fsdp 4 to Hugging Face's layout, and load that on fsdp 2 x tp 2.
+
+    Args:
+        which: the place of the model in MODELS.
+    """
+    model, home = MODELS[int(which)], folder / f"hugging_face_{which}"
+    flags: Flags = model.flags | FP32 | EAGER | {"checkpoint.enable": True}
+    export = {
+        "checkpoint.last_save_model_only": True,
+        "checkpoint.last_save_in_hf": True,
+        "checkpoint.export_dtype": "float32",
+    }
+    saving = Recorded(flags | FSDP4 | export, home / "saved")
+    saving.trainer.checkpointer.save(1, last_step=True)
+    exported = home / "saved" / "checkpoint" / "step-1"
+    given = {
+        "checkpoint.initial_load_path": exported,
+        "checkpoint.initial_load_in_hf": True,
+        "debug.seed": 43,
+    }
+    loading = Recorded(flags | FSDP2_TP2 | given, home / "loaded")
+    before = {name: parameter.full_tensor() for name, parameter in loading.parameters()}
+    loading.trainer.checkpointer.load()
+    result: dict[str, Any] = {"unchanged": [], "differing": []}
+    for (name, saved), (_, loaded) in zip(saving.parameters(), loading.parameters(), strict=True):
+        whole = loaded.full_tensor()
+        if not torch.equal(saved.full_tensor(), whole):
+            result["differing"].append(name)
+        if torch.equal(before[name], whole):
+            result["unchanged"].append(name)
+    with safe_open(next(exported.glob("*.safetensors")), "pt") as file:
+        result["names"] = sorted(file.keys())
+    saving.close()
+    loading.close()
+    return result
 
 
 class Tied(nn.Module):

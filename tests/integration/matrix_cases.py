@@ -18,7 +18,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.training.step_cache import TrainStep
 from tests.integration.issued import expected_events
-from tests.integration.matrix import MATRIX, Case, Flags, Holds, rows
+from tests.integration.matrix import MATRIX, MODELS, Case, Flags, Holds, rows
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
 
 Result = dict[str, Any]
@@ -32,7 +32,8 @@ def case_of(name: str) -> Case:
 def reference_file(case: Case, folder: Path) -> Path:
     """Where one rank leaves its losses and gradients for the cases that share its flags."""
     dtype = case.flags["training.mixed_precision_param"]
-    return folder / f"reference_{dtype}_{case.global_rows}.pt"
+    model = MODELS.index(case.model)
+    return folder / f"reference_{model}_{dtype}_{case.global_rows}.pt"
 
 
 def make_reference(folder: Path, name: str) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.launches import Job, Launches
-from tests.integration.matrix import TOLERANCE
+from tests.integration.matrix import DEEPSEEK_V3, MODELS, QWEN3, QWEN3_MOE, TOLERANCE, Model
 
 PLAIN = "plain_torchtitan_worker.py"
 SAVED = Job(4, "checkpoint_cases:saved:")
@@ -17,9 +17,23 @@ FROM_PLAIN = Job(4, "checkpoint_cases:resumed_from_plain_torchtitan:", after=(PL
 TIED = Job(4, "checkpoint_cases:tied_across_meshes:")
 PLAIN_LOADS = Job(1, "load", after=(SAVED,), phase=2, script=PLAIN)
 
+# what Hugging Face calls some weights of the model
+NAMES = {
+    "qwen3": (QWEN3, "self_attn.q_norm mlp.gate_proj input_layernorm"),
+    "qwen3_moe": (QWEN3_MOE, "self_attn.k_proj mlp.gate mlp.experts.63.down_proj"),
+    "deepseek_v3": (
+        DEEPSEEK_V3,
+        "self_attn.kv_a_proj_with_mqa mlp.experts.7.up_proj mlp.shared_experts.up_proj",
+    ),
+}
+
+
+def exported(model: Model) -> Job:
+    return Job(4, f"checkpoint_cases:through_hugging_face:{MODELS.index(model)}")
+
 
 def jobs(params: dict[str, Any]) -> list[Job]:
-    return [params["job"]]
+    return [params["job"] if "job" in params else exported(NAMES[params["family"]][0])]
 
 
 def near(losses: list[float]) -> Any:
@@ -70,3 +84,14 @@ def test_tied_weights_go_on_on_another_mesh(launches: Launches, job: Job) -> Non
     for rank in launches(job):
         assert rank["other"] == near(rank["after"])
         assert rank["after"][0] < rank["before"][0]
+
+
+@pytest.mark.parametrize("family", NAMES)
+def test_a_model_goes_to_hugging_face_and_comes_back(launches: Launches, family: str) -> None:
+    model, names = NAMES[family]
+    for rank in launches(exported(model)):
+        assert rank["differing"] == []
+        # norms begin as ones under any seed
+        assert [name for name in rank["unchanged"] if "norm" not in name] == []
+        assert {f"model.layers.1.{name}.weight" for name in names.split()} <= {*rank["names"]}
+        assert "model.embed_tokens.weight" in rank["names"]
