@@ -89,9 +89,9 @@ def _masked(
     attention_masks: torch.Tensor,
     **options: Any,
 ) -> torch.Tensor:
-    heads_first = [t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH)]
+    query, key, value = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
     with sdpa_kernel(_WITH_MASK, set_priority=True):
-        out = F.scaled_dot_product_attention(*heads_first, attn_mask=attention_masks, **options)
+        out = F.scaled_dot_product_attention(query, key, value, attention_masks, **options)
     return out.transpose(1, 2)
 
 
