@@ -91,9 +91,7 @@ def _masked(
 ) -> torch.Tensor:
     query, key, value = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
     with sdpa_kernel(_WITH_MASK, set_priority=True):
-        out = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=attention_masks, **options
-        )
+        out = F.scaled_dot_product_attention(query, key, value, attention_masks, **options)
     return out.transpose(1, 2)
 
 

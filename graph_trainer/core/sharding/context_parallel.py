@@ -86,7 +86,8 @@ def heads_to_ranks(
 def heads_from_ranks(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Undo `heads_to_ranks` for one tensor: a part of the sequence with all heads again."""
     blocks = _by_rank(whole, group.size()).movedim(1, 0)
-    return _Exchange.apply(blocks, group).movedim(0, 2).flatten(2, 3)
+    exchanged: torch.Tensor = _Exchange.apply(blocks, group)
+    return exchanged.movedim(0, 2).flatten(2, 3)
 
 
 def places(local: int, group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
