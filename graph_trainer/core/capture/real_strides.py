@@ -115,7 +115,9 @@ class _Dispatch:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
-        if self._mode.shape_env is not None and any(map(has_data_sizes, tensors)):
+        if self._mode.shape_env is not None and (
+            any(map(has_data_sizes, tensors)) or any(isinstance(v, torch.SymInt) for v in given)
+        ):
             return result
         if all(t.is_contiguous() for t in tensors) or not all(map(_is_here, tensors)):
             return result

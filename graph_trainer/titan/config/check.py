@@ -10,7 +10,6 @@ import torch
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -28,6 +27,7 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.config.check_experts import expert_problems
 from graph_trainer.titan.config.fields import type_of
 from graph_trainer.titan.config.run_config import (
     GraphTrainerConfig,
@@ -142,7 +142,8 @@ def check_config(
     check_optimizer(config.optimizer.param_groups, where)
     check.batch(check.mesh(world_size))
     check.shapes()
-    check.experts(world_size)
+    for key, problem, remedy, others in expert_problems(config, world_size):
+        raise check.refused(key, problem, remedy, *others)
     check_passes(config, where)
     check_data(config, where)
 
@@ -325,60 +326,6 @@ class _Checks:
                 f"left), or start {ranks} ranks."
             )
         return replicate * shard
-
-    def experts(self, world_size: int | None) -> None:
-        """Check expert parallelism against the model's experts, its dispatcher and the mesh."""
-        key = "parallelism.expert_parallel_degree"
-        degree, parallelism = self.value(key), self.config.parallelism
-        self.require(degree >= 1, key, "not a positive degree", f"Set {key} to 1 or more.")
-        spec = self.config.model_spec
-        if degree == 1 or spec is None:
-            return
-        model = f"{spec.name} {spec.flavor}"
-        layers = [getattr(layer, "moe", None) for layer in getattr(spec.model, "layers", ())]
-        mixtures = [moe for moe in layers if moe is not None]
-        self.require(
-            bool(mixtures),
-            key,
-            f"{model} has no experts that it could divide",
-            f"Set {key} to 1, or train a mixture of experts.",
-        )
-        for moe in mixtures:
-            self.require(
-                moe.num_experts % degree == 0,
-                key,
-                f"does not divide the {moe.num_experts} experts of {model}",
-                f"Set it to a divisor of {moe.num_experts}.",
-            )
-            dispatcher = moe.routed_experts.token_dispatcher
-            self.require(
-                type(dispatcher) is AllToAllTokenDispatcher.Config,
-                key,
-                f"{model} sends tokens to experts by {type(dispatcher).__qualname__}, whose "
-                "kernels no graph holds",
-                "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
-                f'"standard", or set {key} to 1.',
-            )
-        tensor, shards = parallelism.tensor_parallel_degree, parallelism.data_parallel_shard_degree
-        if world_size is not None:
-            shards = world_size // (parallelism.data_parallel_replicate_degree * tensor)
-        self.require(
-            shards == -1 or shards * tensor % degree == 0,
-            key,
-            f"does not divide the {shards * tensor} ranks of data_parallel_shard x tensor_parallel",
-            "Set it to a divisor of these, or start more ranks.",
-            "parallelism.data_parallel_shard_degree",
-            "parallelism.tensor_parallel_degree",
-        )
-        seq_len = self.config.training.seq_len
-        self.require(
-            seq_len % tensor == 0,
-            "training.seq_len",
-            f"not divisible by parallelism.tensor_parallel_degree = {tensor}, over which expert "
-            "parallelism splits the tokens",
-            f"Set training.seq_len to a multiple of {tensor}.",
-            key,
-        )
 
     def batch(self, data_degree: int | None) -> None:
         """Check the global batch against the data-parallel degree, where that is known."""
