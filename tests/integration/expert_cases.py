@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.integration.checkpoint_cases import resumed
 from tests.integration.matrix import (
     FP32,
     LAYERS,
@@ -125,6 +126,43 @@ def different_buffers(a: Recorded, b: Recorded) -> list[str]:
 def _buffers(recorded: Recorded) -> dict[str, torch.Tensor]:
     buffers = recorded.trainer.model_parts[0].named_buffers()
     return {name: getattr(b, "_local_tensor", b).clone() for name, b in buffers}
+
+
+_SAVES: Flags = {
+    "checkpoint.enable": True,
+    "checkpoint.interval": 2,
+    "checkpoint.keep_latest_k": 0,
+    "training.steps": 4,
+}
+
+
+def saved(folder: Path, _: str) -> dict[str, Any]:
+    """Four steps at ep 2; the last two of them again, at ep 4, from a checkpoint of the second."""
+    whole = Recorded(case_of("deepseek_ep2_full").flags | _SAVES, folder / "experts")
+    for number in range(4):
+        whole.step()
+        if number == 1:
+            whole.trainer.checkpointer.save(whole.trainer.step)
+            at_save = {name: p.full_tensor().clone() for name, p in whole.parameters()}
+    other = resumed(case_of("deepseek_ep4").flags | _SAVES, folder / "experts")
+    loaded = {name: p.full_tensor() for name, p in other.parameters()}
+    differ = [name for name, value in at_save.items() if not torch.equal(value, loaded[name])]
+    for _ in range(2):
+        other.step()
+    result = {"differ": differ, "losses": whole.global_losses()[2:], "ep4": other.global_losses()}
+    other.close()
+    whole.close()
+    return result
+
+
+def resumed_on_one_rank(folder: Path, _: str) -> list[float]:
+    """Losses of the two steps after the checkpoint that four ranks left."""
+    one = resumed(DEEPSEEK | FP32 | rows(ROWS) | _SAVES, folder / "experts")
+    for _ in range(2):
+        one.step()
+    losses = one.global_losses()
+    one.close()
+    return losses
 
 
 def route(recorded: Recorded, favoured: list[int]) -> None:

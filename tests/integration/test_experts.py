@@ -11,6 +11,8 @@ from tests.integration.launches import Job, Launches
 
 ROUTINGS = Job(4, "expert_cases:other_routing:deepseek_ep4")
 MANY = Job(4, "expert_cases:many_routings:2000")
+SAVED = Job(4, "expert_cases:saved:")
+ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)
 TOKENS = ROWS // 4 * 16
 """Of one rank, each of which chooses three experts."""
 
@@ -62,6 +64,17 @@ def test_one_graph_serves_every_routing(launches: Launches, other: Job) -> None:
         # ranks 2 and 3 have experts 4 to 7, and get nothing in the second step
         assert first == [TOKENS] * 3 + [0.0] * 5 and last == [0.0] * 5 + [TOKENS] * 3
         assert rank["tokens"][0] not in (first, last)
+
+
+@pytest.mark.parametrize("other", [ON_ONE_RANK], ids=["ep2"])
+def test_a_checkpoint_is_resumed_with_other_experts_on_a_rank(
+    launches: Launches, other: Job
+) -> None:
+    (one,) = launches(other)
+    for rank in launches(SAVED):
+        assert rank["differ"] == []
+        for losses in (rank["ep4"], one):
+            assert losses == pytest.approx(rank["losses"], rel=TOLERANCE)
 
 
 @pytest.mark.full
