@@ -97,7 +97,7 @@ class FakeRank:
         args, kwargs = self.batch()
         on_cpu = self.device == "cpu"
         spmd = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
-        with spmd(), contextlib.nullcontext() if on_cpu else flash_attention_as_on_gpu():
+        with spmd(), contextlib.nullcontext() if on_cpu else _as_on_gpu():
             return capture(
                 self.model,
                 loss_of_batch(self.loss_fn),
@@ -105,6 +105,33 @@ class FakeRank:
                 kwargs,
                 meta_as="cpu" if on_cpu else "meta",
             )
+
+
+@contextlib.contextmanager
+def _as_on_gpu() -> Iterator[None]:
+    with flash_attention_as_on_gpu(), autocast_as_on_gpu():
+        yield
+
+
+@contextlib.contextmanager
+def autocast_as_on_gpu() -> Iterator[None]:
+    """While entered: `torch.autocast` on meta casts what linear layers compute with, as on a GPU.
+
+    Routers of experts compute so in float32. No other op casts: models autocast nothing else.
+    """
+    original, linear = torch.autocast, F.linear
+
+    def autocast(device_type: str, dtype: torch.dtype | None = None, **options: Any) -> Any:
+        if device_type != "meta" or dtype is None or not options.get("enabled", True):
+            return original(device_type if device_type != "meta" else "cpu", dtype, **options)
+
+        def cast(*tensors: torch.Tensor | None) -> torch.Tensor:
+            return linear(*(t if t is None else t.to(dtype) for t in tensors))  # type: ignore[arg-type]
+
+        return patch.object(F, "linear", cast)
+
+    with patch.object(torch, "autocast", autocast):
+        yield
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ def trace_counts(graph: fx.Graph) -> None:
         assert isinstance(rows, fx.Node)
         for splits in (sent, received):
             _expect(splits, tensor_of(rows).shape[0])
+        for read in received if not backwards else sent:  # type: ignore[attr-defined]
+            value_of(read).node.shape_env.received.add(value_of(read).node.expr)
     for node in symbols:
         size = value_of(node)
         if size.node.expr not in size.node.shape_env.expected:

@@ -116,7 +116,7 @@ class _Dispatch:
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
         if self._mode.shape_env is not None and (
-            any(map(has_data_sizes, tensors)) or any(isinstance(g, torch.SymInt) for g in given)
+            any(map(has_data_sizes, tensors)) or any(isinstance(v, torch.SymInt) for v in given)
         ):
             return result
         if all(t.is_contiguous() for t in tensors) or not all(map(_is_here, tensors)):

@@ -6,7 +6,9 @@ functions below take any tensor of a graph, and give numbers.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +26,29 @@ class DataSizes(ShapeEnv):
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
         self.expected: dict[object, int] = {}
         self.bounds: dict[object, int] = {}
+        self.received: set[object] = set()
+        """The symbols of what other ranks send to this one."""
+
+    @contextlib.contextmanager
+    def assuming(self, imbalance: float) -> Iterator[None]:
+        """Inside, expect this rank to receive `imbalance` times its share, at most all there is.
+
+        Analyses that were made of the graph before do not change.
+        """
+        before = dict(self.expected)
+        for symbol in self.received:
+            more = math.ceil(before[symbol] * imbalance)
+            self.expected[symbol] = min(more, self.bounds[symbol])
+        try:
+            yield
+        finally:
+            self.expected = before
+
+
+def data_sizes_of(tensor: torch.Tensor) -> DataSizes | None:
+    """Return the symbols of the trace that a (fake) tensor is of; None where it has none."""
+    sizes = getattr(getattr(tensor, "fake_mode", None), "shape_env", None)
+    return sizes if isinstance(sizes, DataSizes) else None
 
 
 def has_data_sizes(tensor: torch.Tensor) -> bool:

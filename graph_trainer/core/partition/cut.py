@@ -211,6 +211,13 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 continue
             if value not in readable or node in seeds:
                 continue
+            if isinstance(value_of(value), torch.SymInt):
+                raise PassError(
+                    f"backward's node '{node.name}' ({node.target}) reads '{value.name}', a number "
+                    "that data decide in forward, such as the tokens that an expert receives; a "
+                    "graph of its own takes tensors only: run forward and backward as one graph, "
+                    'with gt.compile or compile.mode = "aot_fx_trace"'
+                )
             if not isinstance(value_of(value), torch.Tensor):
                 raise PassError(
                     f"backward's node '{node.name}' ({node.target}) reads '{value.name}' "

@@ -194,10 +194,10 @@ def flops_of(node: fx.Node) -> tuple[int, Kind]:
     return (flops // 2 if is_causal(node) else flops), Kind.ATTENTION
 
 
-def _grouped_flops(a: torch.Tensor, b: torch.Tensor) -> int:
+def _grouped_flops(a: Any, b: Any) -> int:
     """Return the FLOPs of products of groups, which torch's counter does not know. Every row of `a`
     belongs to one group, or every column where the groups are along the summed dimension."""
-    # a product for each group, where only b is grouped by offsets along its columns
+    # each group of `a` has its own columns of `b`, where those are what offsets divide
     columns = b.shape[-1] if a.ndim == 2 or b.ndim == 3 else b.shape[-1] / a.shape[0]
     return int(2 * a.numel() * columns)
 

@@ -88,14 +88,21 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
 def expert_parallel_problems(
     config: GraphTrainerConfig, world_size: int | None
 ) -> Iterator[Problem]:
-    """Check expert parallelism against the model's experts, its dispatcher and the mesh."""
+    """Check expert parallelism: experts, ranks, tokens, dispatcher, and what runs the graph.
+
+    Args:
+        world_size: the number of ranks; None if unknown.
+    """
     key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     if degree == 1 or spec is None:
         return
     model = f"{spec.name} {spec.flavor}"
-    layers = [getattr(layer, "moe", None) for layer in getattr(spec.model, "layers", ())]
-    mixtures = [moe for moe in layers if moe is not None]
+    layers = [
+        *getattr(spec.model, "layers", ()),
+        *(getattr(spec.model, "mtp_layers", None) or ()),
+    ]
+    mixtures = [moe for moe in (getattr(layer, "moe", None) for layer in layers) if moe is not None]
     if not mixtures:
         yield Problem(
             key,
@@ -115,8 +122,9 @@ def expert_parallel_problems(
         if type(dispatcher) is not AllToAllTokenDispatcher.Config:
             yield Problem(
                 key,
-                f"{model} sends tokens to experts by {type(dispatcher).__qualname__}, whose "
-                "kernels no graph holds",
+                f"{model} sends tokens to experts by "
+                f"{type(dispatcher).__qualname__.removesuffix('.Config')}, whose kernels no graph "
+                "holds",
                 "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
                 f'"standard", or set {key} to 1.',
             )
@@ -140,5 +148,13 @@ def expert_parallel_problems(
             f"not divisible by {_TENSOR} = {tensor}, over which expert parallelism splits the "
             "tokens",
             f"Set training.seq_len to a multiple of {tensor}.",
+            (key,),
+        )
+    if config.compile.mode == "partitioned":
+        yield Problem(
+            "compile.mode",
+            "its backward graph takes tensors only, and needs the numbers of tokens that experts "
+            f"receive with {key} = {degree}",
+            f'Set compile.mode = "aot_fx_trace", or {key} = 1.',
             (key,),
         )

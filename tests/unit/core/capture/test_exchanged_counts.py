@@ -9,6 +9,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import counts_of, tensors_of, value_of
 from graph_trainer.core.graph.data_sizes import (
     bound,
+    data_sizes_of,
     exact_shape,
     expected,
     has_data_sizes,
@@ -19,7 +20,6 @@ from graph_trainer.core.graph.data_sizes import (
 )
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
-from graph_trainer.core.torch_private import detect_fake_mode
 from tests.unit.core.capture.exchanging import RANKS, ROWS, exchanging
 
 aten = torch.ops.aten
@@ -51,6 +51,22 @@ def test_every_analysis_counts_the_expected_sizes():
     assert all(type(size) is int for size in lifetimes(joint).size.values())
 
 
+def test_more_may_be_expected_than_an_equal_share():
+    joint = exchanging()
+    sizes = data_sizes_of(value_of(joint.placeholders()[0]))
+    peak = lifetimes(joint).peak_bytes
+    with sizes.assuming(2):
+        sent, received = (
+            [expected(value_of(n)) for n in symbols(joint)[i : i + 4]] for i in (0, 4)
+        )
+        assert (sent, received) == ([3, 3, 2, 2], [6, 6, 4, 4])
+        twice = lifetimes(joint).peak_bytes
+    with sizes.assuming(100):
+        assert [expected(value_of(n)) for n in symbols(joint)[4:]] == [ROWS] * RANKS
+        everything = lifetimes(joint).peak_bytes
+    assert peak < twice < everything and lifetimes(joint).peak_bytes == peak
+
+
 def test_a_sized_tensor_stands_for_one_of_the_expected_size():
     joint = exchanging()
     (first, *_) = [t for n in joint.graph.nodes for t in tensors_of(n) if has_data_sizes(t)]
@@ -63,13 +79,14 @@ def test_a_sized_tensor_stands_for_one_of_the_expected_size():
 def test_a_step_that_reads_no_number_has_no_symbols():
     model = torch.nn.Linear(4, 4)
     joint = gt.capture(model, lambda m, x: m(x).sum(), (torch.ones(2, 4),))
-    assert detect_fake_mode([value_of(n) for n in joint.placeholders()]).shape_env is None
+    assert data_sizes_of(value_of(joint.placeholders()[0])) is None
 
 
 def test_all_to_alls_name_the_exchange_that_decides_their_splits():
     joint = exchanging(layers=2)
     named = [counts_of(c.node) for c in collectives(joint) if c.kind == "all_to_all_single"]
     forward = [None, "0", "0 back", None, "1", "1 back"]
+    # the batch needs no gradient, so that nothing returns to it
     assert named == [*forward, "1", "1 back", "0"]
 
 

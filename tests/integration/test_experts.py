@@ -1,0 +1,84 @@
+"""Mixtures of experts with expert parallelism on real ranks: numbers, routing, placements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.integration.expert_cases import CASES, ROWS, TOLERANCE, ExpertCase
+from tests.integration.launches import Job, Launches
+
+ROUTINGS = Job(4, "expert_cases:other_routing:deepseek_ep4")
+MANY = Job(4, "expert_cases:many_routings:2000")
+SAVED = Job(4, "expert_cases:saved:")
+ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)
+TOKENS = ROWS // 4 * 16
+"""Of one rank, each of which chooses three experts."""
+
+
+def job(case: ExpertCase) -> Job:
+    first = next(c for c in CASES if c.model == case.model)
+    reference = Job(1, f"expert_cases:make_reference:{first.name}", phase=0)
+    return Job(case.ranks, f"expert_cases:run:{case.name}", (reference,))
+
+
+def jobs(params: dict[str, Any]) -> list[Job]:
+    return [job(params["case"])] if "case" in params else [params["other"]]
+
+
+every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+
+
+@every_case
+def test_three_steps_are_bitwise_equal_to_eager(launches: Launches, case: ExpertCase) -> None:
+    ranks = launches(job(case))
+    assert len(ranks) == case.ranks
+    for rank in ranks:
+        assert rank["differing"] == []
+
+
+@every_case
+def test_equal_to_one_rank_with_all_experts(launches: Launches, case: ExpertCase) -> None:
+    for rank in launches(job(case)):
+        assert rank["losses"] == pytest.approx(rank["one_rank"], rel=TOLERANCE)
+        assert len(rank["errors"]) > 30
+        for name, error in rank["errors"].items():
+            assert error <= TOLERANCE, name
+
+
+@every_case
+def test_experts_are_on_the_mesh_of_their_own(launches: Launches, case: ExpertCase) -> None:
+    rank = launches(job(case))[0]
+    replicated = ("dp_replicate",) if "hsdp" in case.name else ()
+    assert rank["meshes"] == {(*replicated, "efsdp", "ep")}
+    assert all("S(0)" in each or "Shard(dim=0)" in each for each in rank["placements"])
+
+
+@pytest.mark.parametrize("other", [ROUTINGS], ids=["deepseek_ep4"])
+def test_one_graph_serves_every_routing(launches: Launches, other: Job) -> None:
+    ranks = launches(other)
+    for rank in ranks:
+        assert rank["differing"] == [] and rank["graphs"] == 1
+        first, last = rank["tokens"][1], rank["tokens"][2]
+        # ranks 2 and 3 have experts 4 to 7, and get nothing in the second step
+        assert first == [TOKENS] * 3 + [0.0] * 5 and last == [0.0] * 5 + [TOKENS] * 3
+        assert rank["tokens"][0] not in (first, last)
+
+
+@pytest.mark.parametrize("other", [ON_ONE_RANK], ids=["ep2"])
+def test_a_checkpoint_is_resumed_with_other_experts_on_a_rank(
+    launches: Launches, other: Job
+) -> None:
+    (one,) = launches(other)
+    for rank in launches(SAVED):
+        assert rank["differ"] == []
+        for losses in (rank["ep4"], one):
+            assert losses == pytest.approx(rank["losses"], rel=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("other", [MANY], ids=["2000"])
+def test_two_thousand_routings_through_one_graph(launches: Launches, other: Job) -> None:
+    for rank in launches(other):
+        assert rank == {"finite": 2000, "graphs": 1}

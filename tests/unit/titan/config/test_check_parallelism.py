@@ -1,0 +1,68 @@
+"""Degrees, dispatchers and modes that expert parallelism refuses before any rank starts."""
+
+import copy
+
+import pytest
+from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
+
+import graph_trainer as gt
+from graph_trainer.titan.config.check import check_config, wanted_ranks
+from graph_trainer.titan.config.load import load_config
+
+QWEN3 = ["--module", "graph_trainer.qwen3", "--config", "debugmodel_moe"]
+LLAMA3 = ["--module", "graph_trainer.llama3", "--config", "debugmodel"]
+DEGREE = "parallelism.expert_parallel_degree"
+
+
+def flags(degree, **others):
+    words = [f"--{DEGREE}", str(degree)]
+    for key, value in others.items():
+        words += [f"--{key.replace('__', '.')}", str(value)]
+    return words
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "ranks", "said"),
+    [
+        (QWEN3, flags(0), 4, f"{DEGREE} = 0: out of bounds"),
+        (LLAMA3, flags(2), 4, f"{DEGREE} = 2: llama3 debugmodel has no experts"),
+        (QWEN3, flags(3), 3, f"{DEGREE} = 3: does not divide the 64 experts of qwen3"),
+        (QWEN3, flags(4), 2, f"{DEGREE} = 4: does not divide the 2 ranks of"),
+        (QWEN3, flags(4, parallelism__data_parallel_shard_degree=2), None, "divide the 2 ranks of"),
+        (
+            QWEN3,
+            flags(2, parallelism__tensor_parallel_degree=2, training__seq_len=15)
+            + ["--parallelism.no-enable_sequence_parallel"],
+            4,
+            "training.seq_len = 15: not divisible by",
+        ),
+        (QWEN3, flags(2, compile__mode="partitioned"), 4, 'compile.mode = "partitioned": its'),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_key_value_and_remedy(model, given, ranks, said):
+    with pytest.raises(gt.ConfigError) as raised:
+        load_config([*model, *given], world_size=ranks)
+    message = str(raised.value)
+    assert said in message and ". Set " in message
+
+
+def test_other_dispatchers_than_the_standard_one_are_refused():
+    config = load_config([*QWEN3, *flags(2)], world_size=4)
+    config = copy.deepcopy(config)
+    for layer in config.model_spec.model.layers:
+        experts = layer.moe.routed_experts
+        experts.token_dispatcher = HybridEPTokenDispatcher.Config(
+            num_experts=64, top_k=8, hidden_dim=256, num_max_tokens_per_rank=64
+        )
+    with pytest.raises(
+        gt.ConfigError, match=r"by HybridEPTokenDispatcher, whose kernels.*standard"
+    ):
+        check_config(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("degree", "others", "ranks"),
+    [(1, {}, 2), (2, {}, 2), (4, {}, 4), (4, {"parallelism__tensor_parallel_degree": 2}, 4)],
+)
+def test_open_shards_are_as_many_as_experts_need(degree, others, ranks):
+    assert wanted_ranks(load_config([*QWEN3, *flags(degree, **others)])) == ranks
