@@ -95,8 +95,8 @@ def compile_with_inductor(
 @contextlib.contextmanager
 def waits_for_copies_in_place() -> Iterator[None]:
     """Let Inductor know that the result of `wait_copy` is its first input, as it knows of the waits
-    for collectives: it would otherwise give the input's memory to another value. What a custom op
-    shares with its inputs is said by a lowering alone. torch 2.13 to 2.15.
+    for collectives: it would otherwise give the input's memory to another value. Only a
+    lowering can declare what a custom op shares with its inputs. torch 2.13 to 2.15.
     """
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.lowering import lowerings, register_lowering
@@ -116,11 +116,11 @@ def waits_for_copies_in_place() -> Iterator[None]:
 def compile_part_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor]
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Inductor on a part of a step that writes none of its inputs and returns no view of them.
+    """Compile a part of a step by Inductor; it writes no input and returns no view of one.
 
     Such a part needs none of what AOTAutograd wraps around Inductor's program: the function that
     is returned is the program itself, which empties the list that it is given and frees each
-    input after its last reader. torch._inductor.compile hands the program to nobody; the
+    input after its last reader. torch._inductor.compile does not return the program; the
     `inner_compile` of compile_fx does. AOTAutograd's own cache would skip it; FxGraphCache, which
     is below, stays in use. torch 2.13 to 2.15.
     """
@@ -171,7 +171,7 @@ def inductor_cache_folder() -> str:
 
 
 def inductor_has_cache() -> bool:
-    """Return whether Inductor keeps what it compiles: somebody may have switched that off.
+    """Return whether Inductor keeps what it compiles: a user may have switched that off.
     torch 2.13 to 2.15."""
     import torch._inductor.config as inductor_config
 

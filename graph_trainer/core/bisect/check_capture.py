@@ -136,7 +136,7 @@ _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(N
 
 
 class _Ops(TorchDispatchMode):
-    """Digest what ops compute, and find the first op whose result is none of the `known` ones.
+    """Digest what ops compute, and find the first op whose result is not one of `known`.
 
     Args:
         known: digests; None to collect them.

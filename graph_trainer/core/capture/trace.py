@@ -273,7 +273,7 @@ class StepTrace:
                 raise CaptureError(
                     f"forward assigns or removes parameter '{name}'; a step must leave the model "
                     "with the parameters it had: write in place under torch.no_grad(), or "
-                    "compute with a tensor that is no parameter"
+                    "compute with a tensor that is not a parameter"
                 )
 
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:

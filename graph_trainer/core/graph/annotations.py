@@ -205,7 +205,7 @@ def role_of(node: fx.Node) -> Role | None:
 
 
 def purpose_of(node: fx.Node) -> Purpose | None:
-    """Return the parallelism that a collective was issued for, where its maker has said so."""
+    """Return the parallelism that a collective was issued for, where its maker has annotated it."""
     value = _custom(node, _PURPOSE)
     return None if value is None else Purpose(value)
 

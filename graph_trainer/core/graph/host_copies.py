@@ -25,7 +25,7 @@ _EVENT = "copy_event"  # of a tensor that a copy on a GPU writes: torch keeps at
 _library = torch.library.Library(_NAMESPACE, "DEF")
 _library.define("offload(Tensor tensor) -> Tensor")
 _library.define("reload(Tensor stored, Device device) -> Tensor")
-# The result is `copy` itself. A schema that said so would be refused where torch functionalizes
+# The result is `copy` itself. A schema that declared it would be refused where torch functionalizes
 # a graph; collectives' wait_tensor keeps it to itself for the same reason.
 _library.define("wait_copy(Tensor copy, Tensor source) -> Tensor")
 # What a compiler that follows writes in place calls instead: it completes `copy`.

@@ -396,8 +396,10 @@ def storages_in(storages: ValueStorages) -> Iterator[Storage]:
 
 
 def _new_storages(node: fx.Node) -> ValueStorages:
-    """Number a storage for each result of a node. A result that is no tensor, such as a gradient
-    that was not asked for, is counted too."""
+    """Number a storage for each result of a node.
+
+    Results that are not tensors, such as gradients that are not needed, are counted too.
+    """
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:

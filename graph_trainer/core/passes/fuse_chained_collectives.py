@@ -50,7 +50,7 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
     order it is made, by all ranks of the world at once: run the pass on all of them.
 
     Not changed: a first gather or a view of it that another node reads; gathers with anything
-    between them but views that show their input unchanged; groups that are no axes of a mesh
+    between them but views that show their input unchanged; groups that are not axes of a mesh
     with all ranks of the world; and parameters of which not every rank stores equally much, since
     their gathers are padded on some ranks and all ranks must do the same.
 
@@ -195,7 +195,7 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
     """Return the parameters of which every rank stores equally much.
 
     Then no rank pads what it sends or cuts what it receives, and all have the same chains. Nothing
-    is known of a parameter that is no DTensor.
+    is known of a parameter that is not a DTensor.
     """
     even = set()
     for spec, nodes in joint.inputs_of(InputKind.PARAMETER):

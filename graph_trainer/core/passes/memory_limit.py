@@ -260,6 +260,6 @@ def what_would_help(
             freed[each.text] = sum(at_peak[category] for category in each.frees)
     lines = ["what would help, with what it frees here at most:"]
     for text, size in sorted(freed.items(), key=lambda entry: -entry[1]):
-        if size > sum(at_peak.values()) / 1000:  # what frees less is no help
+        if size > sum(at_peak.values()) / 1000:  # freeing less would not help
             lines.append(f"  {text} ({gib(size)} GiB)")
     return "\n".join(lines)

@@ -230,7 +230,7 @@ def components(members: Sequence[type]) -> dict[str, type]:
 def type_of(config: Any, members: Sequence[type]) -> str | None:
     """Return the `type` to write for `config` in a section declared as `members`.
 
-    None where the declared class already tells it.
+    None where the declared class already implies it.
     """
     for name, component in components(members).items():
         if component is type(config):

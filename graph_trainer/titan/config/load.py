@@ -148,7 +148,7 @@ def merge(
 def build_config(
     entry: GraphTrainerConfig, table: Mapping[str, Any], origins: Origins
 ) -> tuple[GraphTrainerConfig | None, list[Problem]]:
-    """Build a config of the merged table; None if anything in it is wrong, which is returned too.
+    """Build a config of the merged table; if it has problems, return None and list them.
 
     Args:
         entry: the registry entry, whose keys are suggested for misspelt ones.

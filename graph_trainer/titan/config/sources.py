@@ -87,8 +87,8 @@ class FlagText(str):
     def read(self, field: Field) -> Any:
         """Read the text as TOML, for a field.
 
-        What is no TOML value is a string, and so is everything where the field takes nothing but
-        strings. None is no value, where the field may have none; a list may be written a,b,c.
+        Text that is not a TOML value is a string; where the field takes only strings, all text is.
+        None means no value, where the field may have none; a list may be written a,b,c.
         A flag without a value sets a boolean to true.
         """
         if self is NO_VALUE:
@@ -207,7 +207,7 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
     """Return parsed TOML with None for the keys that a table's `unset = ["key", ...]` lists.
 
     Raises:
-        ConfigError: `unset` is no list of names, or one of them is set as well.
+        ConfigError: `unset` is not a list of names, or one of them is set as well.
     """
     if isinstance(value, list):
         return [with_none(each, where, path) for each in value]

@@ -157,7 +157,7 @@ class _Bucket:
         return self._views_of(self._communicated(bucket), sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
-        """The complete result of the members' collective on the bucket.
+        """Return the complete result of the members' collective on the bucket.
 
         All members have its op and its arguments but for the input: they share a `Route`."""
         schema = schema_of(self.first)

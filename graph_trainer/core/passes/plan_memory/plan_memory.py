@@ -159,8 +159,8 @@ class _Planner:
         plan = [(place, c.bytes, c.nanoseconds, sorted(c.saved)) for place, c in self._steps]
         if not context.agreement.same(plan):
             raise PassError(
-                "the ranks' solvers found unlike plans of memory: install the same scipy on every "
-                'host, or use an activation_checkpoint.type such as "selective" or "full"'
+                "the ranks' solvers found different plans of memory: install the same scipy on "
+                'every host, or use an activation_checkpoint.type such as "selective" or "full"'
             )
         self._hardware = context.hardware_for(joint)
         self._leasts: dict[int, int] = {}

@@ -82,7 +82,7 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:
-    # an address is no name: a result may get that of an input which the program has freed
+    # not the address: a result may get that of an input which the program has freed
     return StorageWeakRef(tensor.untyped_storage())
 
 
