@@ -252,11 +252,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
-    """Return what a step runs beside the classes' own forwards, in order: hooks of all modules, of
-    a model's modules and parameters, and forwards that are attributes of a module.
+    """Return what a step runs beside the forwards of the classes, in order.
 
-    torch.nn has no public list of them. Read in every step, so that each empty dict costs one
-    look-up. torch 2.11 to 2.15.
+    These are hooks of all modules, of a model's modules and parameters, and forwards that are
+    attributes of a module. torch.nn has no public list of them. Read in every step, so that each
+    empty dict costs one look-up. torch 2.11 to 2.15.
     """
     hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
     hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
@@ -276,8 +276,11 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
 
 
 def clear_saved_tensors(ctx: Any) -> None:
-    """Let go of what an autograd function saved, unless its graph is retained: else all of it stays
-    until its backward has ended. Undocumented, used by AOTAutograd. torch 2.11 to 2.15."""
+    """Free what an autograd function saved, unless its graph is retained.
+
+    Otherwise all of it stays alive until its backward has ended. Undocumented, used by AOTAutograd.
+    torch 2.11 to 2.15.
+    """
     ctx.maybe_clear_saved_tensors()
 
 
@@ -292,16 +295,20 @@ def clear_sharding_cache() -> None:
 
 
 def fsspec_reader() -> type[FileSystemReader]:
-    """Return the reader that dcp.load takes for remote storage, which can be made only by dcp.load
-    itself under public names. torch 2.11 to 2.15."""
+    """Return the reader that dcp.load takes for remote storage.
+
+    By public names only dcp.load itself can make it. torch 2.11 to 2.15.
+    """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
 
 
 def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized: equal lists where nothing has
-    seeded it in between. torch 2.11 to 2.15."""
+    """Return the calls that are to seed CUDA once it is initialized. torch 2.11 to 2.15.
+
+    Two lists are equal where nothing has seeded it in between.
+    """
     from torch.cuda import _lazy_seed_tracker
 
     return list(_lazy_seed_tracker.get_calls())

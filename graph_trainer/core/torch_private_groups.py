@@ -112,6 +112,8 @@ def take_timeout(group: Any, other: Any) -> None:
 
 
 def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the timeout of a process group: the later torch.distributed.set_timeout. torch 2.11 to
-    2.15."""
+    """Set the timeout of a process group, as torch.distributed.set_timeout of later torch does.
+
+    torch 2.11 to 2.15.
+    """
     _set_pg_timeout(timeout, group)

@@ -102,7 +102,9 @@ class SavedPlan(Strict):
         # Counted first: a few bytes of axes may stand for more classes than there is memory.
         number = math.prod(len(set(labels)) for labels in known.labels)
         if number != len(self.classes) or {*self.classes} != {*known.representatives()}:
-            raise PydanticCustomError("classes", "classes: not one for each class of the axes")
+            raise PydanticCustomError(
+                "classes", "classes: they must be one for each class of the axes"
+            )
         return self
 
     @property

@@ -113,8 +113,10 @@ def available_on_cpu() -> tuple[int, str]:
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes that each limit above this process leaves; files that programs have read, and
-    what the kernel remembers of them, count as free: it drops them first."""
+    """Yield the bytes that each limit above this process leaves.
+
+    The page cache and reclaimable kernel memory count as free: the kernel drops them first.
+    """
     try:
         entries = [line.split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
     except OSError:  # not Linux

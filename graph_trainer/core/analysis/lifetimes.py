@@ -120,8 +120,10 @@ def lifetimes(
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
-    """Return the bytes of the storages that the values of `nodes` keep, each storage once, without
-    inputs of the graph and copies in host memory. Linear in nodes."""
+    """Return the bytes of the storages that the values of `nodes` keep. Linear in nodes.
+
+    Each storage counts once, without inputs of the graph and copies in host memory.
+    """
     results = value_storages(graph)
     size = _sizes(graph, results)
     kept = {storage for node in nodes for storage in storages_in(results[node])}

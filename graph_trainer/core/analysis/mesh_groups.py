@@ -146,9 +146,11 @@ class RankClasses:
         return tuple(map(int, torch.unravel_index(torch.tensor(rank), self.sizes)))
 
     def axes_of_group(self, ranks: Ranks, rank: int) -> Axes | None:
-        """Return the axes of more than one rank along which a group through `rank` lies, the one
-        along which it counts first at the end; None for any other set of ranks, or another
-        order."""
+        """Return the axes of more than one rank along which a group through `rank` lies.
+
+        The last axis is the one along which the group counts its ranks first. None for any other
+        set of ranks, or another order.
+        """
         return _axes_of(self._mesh, ranks) if rank in ranks else None
 
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:

@@ -178,8 +178,10 @@ def _digests(values: Any) -> set[str]:
 
 
 def _is_complete(func: Any) -> bool:
-    """Tell whether an op makes values that are all there when it returns: no view, no memory that
-    nothing has written yet, no collective that is not waited for yet."""
+    """Tell whether an op makes values that are complete when it returns.
+
+    Not a view, memory that is not written yet, or a collective that is not waited for yet.
+    """
     if not isinstance(func, OpOverload):
         return True
     kind = kind_of_op(func._schema.name)

@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 OpOverload = type(aten.add.Tensor)  # has no public name
 
-# These write running statistics, which their schemas do not say. With an argument that says
-# whether they train, they write where it is true; without one, always.
+# These write running statistics, which their schemas do not declare. An op with an argument for
+# training writes where it is true; an op without one always writes.
 _HIDDEN_WRITES = {
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",

@@ -63,8 +63,10 @@ class CompileBackend:
         self._warned = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile a graph of torch.compile's. At each run the steps in it check their model, which
-        torch.compile's guards do not see."""
+        """Compile a graph of torch.compile's.
+
+        At each run the steps in it check their model, which torch.compile's guards do not see.
+        """
         steps = []
         for node in module.graph.nodes:
             step: PartitionedStep | None = getattr(node.target, "partitioned_step", None)
@@ -116,8 +118,8 @@ def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> l
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     specs = step.halves.forward.signature.inputs
     batch = [n for n, s in zip(call.args, specs, strict=True) if s.kind is InputKind.BATCH]
-    # The model's own first: of two inputs in one memory, which later calls need not be, what is
-    # computed is rather a view of the other.
+    # The model's inputs first, so that others override them: where two inputs share memory in this
+    # call, as they need not in the next, a computed tensor is rather a view of the other input.
     state = set(call.args).difference(batch)
     given: dict[int, int] = {}
     for node in sorted(places, key=lambda n: n not in state):

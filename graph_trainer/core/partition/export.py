@@ -132,8 +132,7 @@ class ExportedStep:
         return self.joint.graph_module
 
     def rewrite(self, function: Callable[[JointGraph], None]) -> None:
-        """Let a function, or a pass, change the structure of the graph. May be called several
-        times."""
+        """Let a function, or a pass, change the structure of the graph, once or several times."""
         self._enter(ExportStage.REWRITE)
         function(self.joint)
 
@@ -356,8 +355,9 @@ def _layout(node: Any) -> Layout:
 
 
 def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
-    """Return one of the two graphs that a partitioner makes as a JointGraph, which analyses and
-    backends take. Its inputs have no names.
+    """Make a JointGraph, which analyses and backends take, of a partitioner's forward or backward.
+
+    Its inputs have no names.
 
     Args:
         kind: what it returns: SAVED for forward, GRADIENT for backward.

@@ -248,8 +248,10 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:
-    """Let backward read copies of the results of forward that are not saved, and of what was traced
-    in forward for backward alone."""
+    """Let backward read copies of the nodes of forward whose results are not saved.
+
+    Nodes that were traced in forward for backward alone are copied too.
+    """
     graph = joint.graph
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -144,7 +144,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
             )
         seen.add(each.name)
     if "default" in passes:
-        # of one stage: built-in passes as the catalogue has them, others where they were put
+        # in a stage, built-in passes are in the order of the catalogue, others where they were put
         built_in = iter([p for p in known.values() if p in selected])
         selected = [next(built_in) if known.get(p.name) == p else p for p in selected]
         selected.sort(key=lambda p: p.stage)

@@ -31,8 +31,10 @@ OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 
 
 def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
-    """Declare a field, of a run's settings or of a pass's options, that has an effect only where
-    others have certain values; elsewhere another value than its default is refused.
+    """Declare a field that has an effect only where other fields have certain values.
+
+    Elsewhere another value than its default is refused. The field is one of a run's settings or of
+    a pass's options.
 
     Args:
         default: the field's default.

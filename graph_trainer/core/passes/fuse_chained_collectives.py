@@ -170,9 +170,11 @@ def _joined_pairs(
 
 
 def _before(node: fx.Node) -> fx.Node | None:
-    """Return the collective of the same kind and reduction that a collective reads unchanged; None
-    where another node reads it or what lies between (views and the wait), or where a view changes
-    what it shows."""
+    """Return the collective of the same kind and reduction that a collective reads unchanged.
+
+    Between them are views and the wait. None where another node reads one of these or the first
+    collective, or where a view changes what it shows.
+    """
     sent = read = argument(node, "input")
     while isinstance(read, fx.Node) and not is_wait(read):
         if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:

@@ -87,8 +87,10 @@ class Budget:
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
 
     def needed(self, joint: JointGraph) -> int:
-        """Return the bytes that the rank that needs most needs of its device. The result is kept
-        until `changed` is called. n log n in storages."""
+        """Return the most bytes that any rank needs of its device. n log n in storages.
+
+        The result is kept until `changed` is called.
+        """
         if self._latest is None:
             hardware = self._context.hardware_for(joint)
             need = need_of(self.memory(joint, hardware), hardware)
@@ -167,8 +169,7 @@ class Budget:
             )
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
-        """Return the bytes that are missing on the rank where most are. A rank whose memory is not
-        known takes part too."""
+        """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
 

@@ -233,8 +233,11 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
 
 
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
-    """Return `config` with another policy for activations, and at their defaults the settings and
-    options that have no effect beside it. `more` are other fields to replace."""
+    """Return `config` with another policy for activations.
+
+    Settings and options that have no effect beside it get their defaults. `more` are other fields
+    to replace.
+    """
     config = replace(config, activation_policy=policy, **more)
     options = dict(config.options)
     for of, name, *_ in list(idle_fields(_settings(config), options)):

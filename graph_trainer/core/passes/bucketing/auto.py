@@ -77,8 +77,11 @@ class _Tried:
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:
-    """Return the smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over
-    this group has nine tenths of the bandwidth that an endless one has."""
+    """Return the least MiB at which a collective of this kind saturates the links of its group.
+
+    A power of two, up to 4 GiB, at which the collective has nine tenths of the bandwidth of an
+    endless one.
+    """
 
     def bytes_per_second(size: int) -> float:
         sized = replace(collective, input_bytes=size, output_bytes=size)

@@ -115,9 +115,10 @@ def schedule_overlap(
 def _remarks_on(
     graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
 ) -> list[str]:
-    """Say in one line what moved, and in one more for every collective how long compute waits for
-    it now, where that has changed. `order` has the places of the old order, in the new one.
-    Linear in nodes.
+    """Describe what moved, in one line, and the collectives whose waits changed, a line each.
+
+    A collective's line has how long compute waits for it now. `order` has the places of the old
+    order, in the new one. Linear in nodes.
     """
     traffic = traffic_of(graph.issued)
     old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)
