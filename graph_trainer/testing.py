@@ -64,7 +64,7 @@ def fake_mesh(sizes: int | tuple[int, ...] = 4, rank: int = 0) -> DeviceMesh:
 
 
 def mean_square(model: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """A loss for any model: the mean of its squared outputs."""
+    """Return the mean of the squared outputs, a loss for any model."""
     return model(*args).square().mean()
 
 

@@ -116,10 +116,10 @@ def _cells(prefix: Prefix, compared: int) -> list[str]:
     if not prefix.ranks:
         return [prefix.name, f"{prefix.nodes:,}", "0", f"none of {compared}", "", "", ""]
     first = prefix.differences[prefix.ranks[0]][0]
-    what = f"{first.name} ({first.note})" if first.note else first.name
+    result = f"{first.name} ({first.note})" if first.note else first.name
     number = max(map(len, prefix.differences))
     amounts = [f"{first.max_abs:.3g}", f"{first.max_rel:.3g}"]
-    return [prefix.name, f"{prefix.nodes:,}", f"{number}", what, *amounts, _ranks(prefix.ranks)]
+    return [prefix.name, f"{prefix.nodes:,}", f"{number}", result, *amounts, _ranks(prefix.ranks)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -32,8 +32,8 @@ class Difference:
 def digest(value: Any) -> str:
     """Digest a value: equal for two values exactly when bits, shapes and dtypes are equal.
 
-    NaNs are compared as bits, and 0.0 differs from -0.0. A value that is no tensor counts by
-    its text.
+    NaNs are compared as bits, and 0.0 differs from -0.0. A value that is not a tensor is
+    compared by its text.
     """
     if isinstance(value, torch.Tensor):
         data = _contiguous(value)

@@ -57,7 +57,7 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
             inside: list[Any] = []
             for value in level:
                 if isinstance(value, int):
-                    # as a message would: a hexadecimal number is read at any length, not written
+                    # fails for a hexadecimal number of too many digits to be shown in a message
                     str(value)
                 elif isinstance(value, dict):
                     inside += value.values()

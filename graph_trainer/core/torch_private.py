@@ -77,12 +77,12 @@ def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
 
 
 def current_sequence_number() -> int:
-    """The number that the next autograd node of this thread will get. torch 2.11 to 2.15."""
+    """Return the number that the next autograd node of this thread will get. torch 2.11 to 2.15."""
     return torch.autograd._get_sequence_nr()
 
 
 def autograd_sequence_number(grad_fn: Any) -> int:
-    """The number an autograd node got when forward made it. torch 2.11 to 2.15."""
+    """Return the number an autograd node got when forward made it. torch 2.11 to 2.15."""
     return grad_fn._sequence_nr()
 
 
@@ -114,7 +114,7 @@ def selective_checkpoint_as_in_eager() -> Iterator[None]:
     torch.utils.checkpoint sees make_fx at work and takes it for torch.compile: it then keeps
     every result, recomputes nothing, only tags, and takes in-place meta functions for mutations
     of what it keeps ("Tensor cached during selective activation checkpoint has been mutated").
-    This context says that somebody traces what eager would do. torch 2.13; a torch without
+    In this context checkpoint takes the trace for an eager run. torch 2.13; a torch without
     the context raises what it raises.
     """
     context = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
@@ -159,10 +159,10 @@ def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
 
 
 def has_registered_effect(target: Any) -> bool:
-    """Tell whether somebody has declared that calls of this op have an effect.
+    """Tell whether an op is declared to have an effect when it is called.
 
-    Declared by an operator's register_effect, of which `_higher_order_ops.effects` keeps the
-    registry, or by fx.node.has_side_effect; there is no public question. torch 2.11 to 2.15.
+    An operator's register_effect (which `_higher_order_ops.effects` records) and
+    fx.node.has_side_effect declare it; torch has no public way to read either. torch 2.11 to 2.15.
     """
     from torch._higher_order_ops import effects
 
@@ -238,10 +238,10 @@ def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
-    """A tensor's hooks on its gradient, and those that run once it is in `.grad`.
+    """Return a tensor's hooks on its gradient, and those that run once it is in `.grad`.
 
-    Tensor.register_hook and register_post_accumulate_grad_hook keep them here; there is no
-    public way to ask for them. torch 2.11 to 2.15.
+    Tensor.register_hook and register_post_accumulate_grad_hook keep them here; torch has no
+    public way to read them. torch 2.11 to 2.15.
     """
     on_gradient = getattr(tensor, "_backward_hooks", None) or {}
     after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
@@ -252,11 +252,11 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 
 def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
-    """Return what a step runs beside the classes' own forwards, in order: hooks of all modules, of
-    a model's modules and parameters, and forwards that are attributes of a module.
+    """Return what a step runs beside the forwards of the classes, in order.
 
-    torch.nn has no public list of them. Read in every step, so that each empty dict costs one
-    look-up. torch 2.11 to 2.15.
+    These are hooks of all modules, of a model's modules and parameters, and forwards that are
+    attributes of a module. torch.nn has no public list of them. Read in every step, so that each
+    empty dict costs one look-up. torch 2.11 to 2.15.
     """
     hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
     hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
@@ -276,8 +276,11 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
 
 
 def clear_saved_tensors(ctx: Any) -> None:
-    """Let go of what an autograd function saved, unless its graph is retained: else all of it stays
-    until its backward has ended. Undocumented, used by AOTAutograd. torch 2.11 to 2.15."""
+    """Free what an autograd function saved, unless its graph is retained.
+
+    Otherwise all of it stays alive until its backward has ended. Undocumented, used by AOTAutograd.
+    torch 2.11 to 2.15.
+    """
     ctx.maybe_clear_saved_tensors()
 
 
@@ -292,16 +295,20 @@ def clear_sharding_cache() -> None:
 
 
 def fsspec_reader() -> type[FileSystemReader]:
-    """Return the reader that dcp.load takes for remote storage, which can be made only by dcp.load
-    itself under public names. torch 2.11 to 2.15."""
+    """Return the reader that dcp.load takes for remote storage.
+
+    By public names only dcp.load itself can make it. torch 2.11 to 2.15.
+    """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
     return FsspecReader
 
 
 def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized: equal lists where nothing has
-    seeded it in between. torch 2.11 to 2.15."""
+    """Return the calls that are to seed CUDA once it is initialized. torch 2.11 to 2.15.
+
+    Two lists are equal where nothing has seeded it in between.
+    """
     from torch.cuda import _lazy_seed_tracker
 
     return list(_lazy_seed_tracker.get_calls())

@@ -21,7 +21,7 @@ Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 def standard_partition(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The min-cut partitioner, which is Inductor's own."""
+    """Partition as Inductor does, by min-cut."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, inputs, **rest)
@@ -30,9 +30,11 @@ def standard_partition(
 def min_cut_of_tags(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The min-cut partitioner without its merging of equal nodes, which would make one gather of a
-    parameter's gather in forward and its repetition in backward. For a budget, the meshes of
-    DTensors have no size."""
+    """Partition by min-cut, without merging equal nodes.
+
+    Merging would make one gather of a parameter's gather in forward and its repetition in backward.
+    For a budget, the meshes of DTensors have no size.
+    """
     import torch._functorch.config
 
     settings = {"cse": False, "unsafe_treat_script_objects_as_zero_size": True}
@@ -41,7 +43,7 @@ def min_cut_of_tags(
 
 
 def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
-    """What forward and backward of AOTAutograd's joint graph return."""
+    """Return what forward and backward of AOTAutograd's joint graph return."""
     from torch._functorch.partitioners import _extract_fwd_bwd_outputs
 
     forward, backward, *_ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
@@ -49,7 +51,7 @@ def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any]
 
 
 def written_inputs(joint: fx.Graph) -> list[fx.Node]:
-    """The placeholders of AOTAutograd's joint graph to which it writes what forward returns."""
+    """Return the placeholders of AOTAutograd's joint graph to which forward writes."""
     from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
     described = joint.output_node().meta["desc"]
@@ -58,28 +60,28 @@ def written_inputs(joint: fx.Graph) -> list[fx.Node]:
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is the gradient of an output."""
+    """Tell whether a placeholder is the gradient of an output."""
     from torch._functorch.partitioners import _is_tangent
 
     return node.op == "placeholder" and _is_tangent(node)
 
 
 def must_be_in_forward(node: fx.Node) -> bool:
-    """Whether AOTAutograd has placed a node in forward, as the write of an input's new value."""
+    """Tell whether AOTAutograd has placed a node in forward, as a write into an input."""
     from torch._functorch.partitioners import _must_be_in_forward
 
     return _must_be_in_forward(node)
 
 
 def must_be_in_backward(node: fx.Node) -> bool:
-    """Whether AOTAutograd has placed a node in backward."""
+    """Tell whether AOTAutograd has placed a node in backward."""
     from torch._functorch.partitioners import _must_be_in_backward
 
     return _must_be_in_backward(node)
 
 
 def traced_in_forward(node: fx.Node) -> bool:
-    """Whether AOTAutograd traced a node while forward ran."""
+    """Tell whether AOTAutograd traced a node while forward ran."""
     return node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
 
 
@@ -89,14 +91,14 @@ def place_in(node: fx.Node, side: str) -> None:
 
 
 def is_symbolic(node: fx.Node) -> bool:
-    """Whether a node's result is a size, or another number that is known only in a run."""
+    """Tell whether a node's result is a size, or another number that is known only in a run."""
     from torch.fx.experimental.proxy_tensor import is_sym_node
 
     return is_sym_node(node)
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether a node's result is an object that AOTAutograd passes on as it is."""
+    """Tell whether a node's result is an object that AOTAutograd passes on as it is."""
     from torch._functorch._aot_autograd.graph_compile import is_opaque_node
 
     return is_opaque_node(node)
@@ -133,8 +135,7 @@ _OF_THE_PARTITIONER = (
 
 
 def settings_of(compiler: str) -> tuple[set[str], set[str], set[str]]:
-    """The settings of Inductor, of AOTAutograd, and those of AOTAutograd's that only PyTorch's
-    partitioner reads."""
+    """Return the settings of Inductor, of AOTAutograd, and of PyTorch's partitioner alone."""
     import torch._functorch.config
 
     of_inductor = set(torch._inductor.list_options()) if compiler == "inductor" else set()
@@ -265,12 +266,12 @@ def export_joint(
 
 
 def descriptor_of(node: fx.Node) -> Any:
-    """What AOTAutograd says that an input is; None where it says nothing."""
+    """Return AOTAutograd's descriptor of an input; None where it has none."""
     return node.meta.get("desc")
 
 
 def argument_of(node: fx.Node) -> int | None:
-    """Which of the function's arguments an input is, or is a part of; None for another input."""
+    """Return the argument that an input is, or is a part of, by number; None for other inputs."""
     from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 
     descriptor = _whole(descriptor_of(node))
@@ -278,7 +279,7 @@ def argument_of(node: fx.Node) -> int | None:
 
 
 def gradient_of(descriptor: Any) -> int | None:
-    """Of which of the function's arguments an output is the gradient; None for another output."""
+    """Return the argument that an output is the gradient of, by number; None for other outputs."""
     argument = getattr(_whole(descriptor), "grad_of", None)
     return getattr(argument, "idx", None)
 

@@ -33,7 +33,7 @@ def group_backend(group_name: str) -> str:
 
 
 def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
-    """The process groups that this rank is in, with their global ranks in group order.
+    """Return the process groups that this rank is in, with their global ranks in group order.
 
     torch keeps them by name and by group and has no public list. torch 2.11 to 2.15.
     """
@@ -43,7 +43,7 @@ def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
 def new_group_in_order(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
     """Make a process group with the ranks in the listed order; every rank of the world calls it.
 
-    dist.new_group sorts them unless it is told not to, which it can be from torch 2.13 on.
+    dist.new_group sorts them, unless sort_ranks is False, which torch has from 2.13 on.
     """
     in_order = list(ranks)
     if in_order == sorted(in_order):
@@ -80,7 +80,7 @@ def init_fake_process_group(rank: int, ranks: int) -> None:
 
 
 def mesh_slices(mesh: Any) -> torch.Tensor:
-    """The ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
+    """Return the ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
 
     `DeviceMesh.mesh` is this rank's slice alone where the mesh is part of a larger one. Its
     layout and the ranks that are laid out are private. torch 2.11 to 2.15.
@@ -89,12 +89,12 @@ def mesh_slices(mesh: Any) -> torch.Tensor:
 
 
 def default_store() -> dist.Store:
-    """The key-value store of the default process group; any rank may use it at any time."""
+    """Return the store of the default process group; any rank may use it at any time."""
     return _get_default_store()
 
 
 def concatenate_meshes(meshes: list[Any]) -> Any:
-    """One mesh with the dimensions of `meshes`, all slices of one root mesh.
+    """Make one mesh with the dimensions of `meshes`, all slices of one root mesh.
 
     DeviceMesh._concatenate is what FSDP2 itself calls to put its own dimensions before those
     of tensor parallelism; there is no public spelling. torch 2.11 to 2.15.
@@ -103,15 +103,17 @@ def concatenate_meshes(meshes: list[Any]) -> Any:
 
 
 def take_timeout(group: Any, other: Any) -> None:
-    """Let collectives of a gloo group time out as those of another do from now on.
+    """Set the timeout of a gloo backend to that of another one.
 
-    What sets the timeout of a group reaches the first of its backends alone, and a backend says it
-    in its private options only. torch 2.13 to 2.15.
+    torch's setter changes only the first backend of a process group, and a backend has its
+    timeout in private options only. torch 2.13 to 2.15.
     """
     group._set_default_timeout(other.options._timeout)
 
 
 def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the timeout of a process group: the later torch.distributed.set_timeout. torch 2.11 to
-    2.15."""
+    """Set the timeout of a process group, as torch.distributed.set_timeout of later torch does.
+
+    torch 2.11 to 2.15.
+    """
     _set_pg_timeout(timeout, group)

@@ -16,8 +16,10 @@ from graph_trainer.errors import ConfigError
 
 
 def settings_in_order() -> dict[str, Any]:
-    """Settings under which Inductor keeps the graph's order of collectives, waits and kernels that
-    it does not write itself (matrix products, attention): passes that all ranks share decided it.
+    """Return settings under which Inductor keeps the graph's order.
+
+    It is the order of collectives, waits and kernels that Inductor does not write itself (matrix
+    products, attention), which passes that all ranks share have decided.
 
     Collectives are neither merged nor moved by Inductor's passes. Fusion alone moves a wait: a
     kernel that needs it moves up when it is fused with an earlier one. So in a graph with
@@ -36,7 +38,7 @@ def settings_in_order() -> dict[str, Any]:
             for before, node in itertools.pairwise(calls):
                 result = next(iter(before.get_buffer_names()))
                 node.add_fake_dep(WeakDep(result, node.get_name(), is_fake=True))
-            if calls:  # by which fusion finds cycles
+            if calls:  # fusion finds cycles by the ancestors
                 calls[0].scheduler.compute_ancestors()
             return nodes
 
@@ -60,8 +62,9 @@ def settings_in_order() -> dict[str, Any]:
 def compile_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor], half: str = ""
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Inductor on a graph that has its backward already, or is "forward" or "backward", as a
-    function of a boxed list.
+    """Compile a graph by Inductor; return a function of a boxed list.
+
+    The graph has its backward already, or is "forward" or "backward".
 
     torch._inductor.compile is the documented way in for an FX graph; the settings are private
     names of its configuration. AOTAutograd would act on recompute tags once more, which
@@ -73,7 +76,7 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
     def inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:
-        # to Inductor a graph that is given alone is one without gradients
+        # Inductor takes a graph that it gets alone for one without gradients
         how |= {"is_inference": False, "is_backward": half == "backward"}
         return compile_fx_inner(graph_module, inputs, **how)
 
@@ -94,9 +97,11 @@ def compile_with_inductor(
 
 @contextlib.contextmanager
 def waits_for_copies_in_place() -> Iterator[None]:
-    """Let Inductor know that the result of `wait_copy` is its first input, as it knows of the waits
-    for collectives: it would otherwise give the input's memory to another value. What a custom op
-    shares with its inputs is said by a lowering alone. torch 2.13 to 2.15.
+    """Register with Inductor that the result of `wait_copy` is its first input.
+
+    Inductor would otherwise give the input's memory to another value; it knows this of the waits
+    for collectives. Only a lowering can declare what a custom op shares with its inputs.
+    torch 2.13 to 2.15.
     """
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.lowering import lowerings, register_lowering
@@ -116,11 +121,11 @@ def waits_for_copies_in_place() -> Iterator[None]:
 def compile_part_with_inductor(
     module: fx.GraphModule, examples: list[torch.Tensor]
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """Inductor on a part of a step that writes none of its inputs and returns no view of them.
+    """Compile a part of a step by Inductor; it writes no input and returns no view of one.
 
     Such a part needs none of what AOTAutograd wraps around Inductor's program: the function that
     is returned is the program itself, which empties the list that it is given and frees each
-    input after its last reader. torch._inductor.compile hands the program to nobody; the
+    input after its last reader. torch._inductor.compile does not return the program; the
     `inner_compile` of compile_fx does. AOTAutograd's own cache would skip it; FxGraphCache, which
     is below, stays in use. torch 2.13 to 2.15.
     """
@@ -148,9 +153,10 @@ def compile_part_with_inductor(
 
 
 def _vector_width() -> contextlib.AbstractContextManager[Any]:
-    """Name the vector width that Inductor finds by itself, so that it is part of the cache's key:
-    code for wider vectors than a CPU has would be taken from the cache otherwise, and not compile.
-    torch 2.13 to 2.15.
+    """Name the vector width that Inductor detects, so that it is part of the cache's key.
+
+    Otherwise the cache would return code for wider vectors than the CPU has, which does not
+    compile. torch 2.13 to 2.15.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -171,7 +177,7 @@ def inductor_cache_folder() -> str:
 
 
 def inductor_has_cache() -> bool:
-    """Return whether Inductor keeps what it compiles: somebody may have switched that off.
+    """Return whether Inductor keeps what it compiles: a user may have switched that off.
     torch 2.13 to 2.15."""
     import torch._inductor.config as inductor_config
 

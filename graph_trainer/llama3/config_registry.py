@@ -35,8 +35,8 @@ def llama3_70b() -> GraphTrainer.Config:
 
 def llama3_405b() -> GraphTrainer.Config:
     """Llama 3.1 405B, in bfloat16."""
-    # torchtitan's own entry asks for float8 linear layers, which need torchao already to
-    # be named. This is the 70B entry with the 405B model and its training values.
+    # torchtitan's own entry has float8 linear layers: even to name them needs torchao. This is
+    # the 70B entry with the 405B model and its training values.
     config = torchtitan_registry.llama3_70b()
     config.model_spec = model_registry("405B")
     config.hf_assets_path = "./assets/hf/Llama-3.1-405B"

@@ -31,7 +31,7 @@ def plain_table(title: str, title_style: str = "bold") -> Table:
 
 
 def print_table(table: RenderableType, *, stderr: bool = False) -> None:
-    """Print a table: 100 columns wide where the output is no terminal, at most 100 on one."""
+    """Print a table: 100 columns wide where the output is not a terminal, at most 100 on one."""
     terminal = Console(stderr=stderr)
     width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
     Console(stderr=stderr, width=width, highlight=False).print(table)

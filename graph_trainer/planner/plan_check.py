@@ -47,7 +47,7 @@ class PlanCheck:
         """
         planned = parse_toml(plan.config, f"{FLAG} {path}: config")
         if config.compile.hardware is None and "hardware" in planned.get("compile", {}):
-            # what the run simulates; in the plan it is what --hardware said
+            # what the run simulates; in the plan it is the value of --hardware
             named = detect_hardware().hardware.name
             config = replace(config, compile=replace(config.compile, hardware=named))
         now = parse_toml(config_to_toml(config), "config") | {"versions": versions()}

@@ -102,7 +102,9 @@ class SavedPlan(Strict):
         # Counted first: a few bytes of axes may stand for more classes than there is memory.
         number = math.prod(len(set(labels)) for labels in known.labels)
         if number != len(self.classes) or {*self.classes} != {*known.representatives()}:
-            raise PydanticCustomError("classes", "classes: not one for each class of the axes")
+            raise PydanticCustomError(
+                "classes", "classes: they must be one for each class of the axes"
+            )
         return self
 
     @property
@@ -123,7 +125,7 @@ def read_plan(path: Path) -> SavedPlan:
     """Read and check a plan.
 
     Raises:
-        ConfigError: the file cannot be read, is no plan, is of another version, or contradicts
+        ConfigError: the file cannot be read, is not a plan, is of another version, or contradicts
             itself.
     """
     try:
@@ -171,7 +173,7 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
 
 
 def pass_names(config: GraphTrainerConfig) -> tuple[str, ...]:
-    """Return the names of the passes that a config asks for, in order."""
+    """Return the names of the passes that a config selects, in order."""
     passes = resolve_passes(config.compile.passes, config.compile.disable_passes)
     return tuple(each.name for each in passes)
 

@@ -93,7 +93,7 @@ def rank_classes(run: FakeRank) -> RankClasses:
 
     Two coordinates along an axis are of one class when, at any other coordinates, their ranks
     have the same local shape of every parameter. The first and the last coordinate along each
-    axis have classes of their own, because models ask for these ranks, while there are at most
+    axis have classes of their own, because model code often tests for them, while there are at most
     MOST_CLASSES classes.
     """
     # Ranks are counted along the last axis first.

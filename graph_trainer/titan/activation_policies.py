@@ -46,7 +46,7 @@ class BudgetAC(ActivationCheckpointing):
 
 
 class FileAC(ActivationCheckpointing):
-    """Keep what a table says, such as "budget" writes. Captured steps only."""
+    """Keep what a table lists, such as "budget" writes. Captured steps only."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):
@@ -55,7 +55,7 @@ class FileAC(ActivationCheckpointing):
 
 
 class UserAC(ActivationCheckpointing):
-    """Recompute what torch.utils.checkpoint in the model asks for, and nothing else."""
+    """Recompute what torch.utils.checkpoint in the model marks, and nothing else."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):

@@ -128,7 +128,7 @@ class _HashingFile(io.BufferedWriter):
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Whether a checkpoint has the file that is written last, here and by torchtitan's exports."""
+    """Tell whether a checkpoint has the file that we, and torchtitan's exports, write last."""
     return (checkpoint / METADATA).is_file() or (checkpoint / HF_INDEX).is_file()
 
 
@@ -166,7 +166,7 @@ def sums_of(folder: Path) -> Sums:
         elif digest := _DIGEST.fullmatch(line):
             sums[digest[2]] = digest[1], sizes.get(digest[2])
         elif not line.startswith("#"):
-            raise ValueError("it has a line that is no digest")
+            raise ValueError("it has a line that is not a digest")
     if METADATA not in sums or (sizes and sizes.keys() != sums.keys()):
         raise ValueError(f"it has not a digest and a size for {METADATA} and each other file")
     return sums

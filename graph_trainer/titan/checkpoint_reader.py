@@ -1,6 +1,6 @@
 """Read a checkpoint as data: no code runs that its files name.
 
-torch pickles a checkpoint's `.metadata` and every value that is no tensor, and unpickles both
+torch pickles a checkpoint's `.metadata` and every value that is not a tensor, and unpickles both
 without limits, which runs the functions that a file names. Here both may name what a checkpoint
 needs, and anything else is an error.
 """
@@ -66,7 +66,7 @@ class DataReader(FileSystemReader):
         """Read what a checkpoint holds, and in which files.
 
         Raises:
-            CheckpointError: the file names something that is no part of a checkpoint.
+            CheckpointError: the file names something that is not part of a checkpoint.
         """
         with self.fs.create_stream(self.fs.concat_path(self.path, METADATA), "rb") as file:
             metadata = _Unpickler(io.BytesIO(file.read()), METADATA).load()
@@ -79,7 +79,7 @@ class DataReader(FileSystemReader):
 
 
 class DataLoadPlanner(DefaultLoadPlanner):
-    """torch's planner, but loading a value that is no tensor runs no code."""
+    """torch's planner, but loading a value that is not a tensor runs no code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state that is loaded.
@@ -155,7 +155,7 @@ def _refused(what: str) -> CheckpointError:
 
 
 def _load_archive(file: io.BytesIO, name: str) -> Any:
-    """Load what torch.save wrote, if it is data; torch allows the other builders by itself."""
+    """Load what torch.save wrote, if it is data: tensors, which torch allows, and `_TYPES`."""
     try:
         with torch.serialization.safe_globals([*_TYPES]):
             return torch.load(file, weights_only=True)
@@ -167,7 +167,7 @@ def _load_archive(file: io.BytesIO, name: str) -> Any:
 
 
 def _check_bytes(value: Any, name: str) -> None:
-    """Refuse bytes, at any depth of a value and of the pickles in it, that are no pickle of data.
+    """Refuse bytes that are not a pickle of data, at any depth of a value and the pickles in it.
 
     They stay as they are: a program that unpickles them builds what was built here.
     """
@@ -185,9 +185,9 @@ def _check_bytes(value: Any, name: str) -> None:
             except CheckpointError:
                 raise
             except Exception as error:  # unpickling other bytes raises anything
-                raise _refused(f"{name} holds bytes that are no pickle of data") from error
+                raise _refused(f"{name} holds bytes that are not a pickle of data") from error
             if pickled.read(1):
-                raise _refused(f"{name} holds bytes that are no pickle of data alone")
+                raise _refused(f"{name} holds bytes that are not a pickle of data alone")
         elif isinstance(each, Mapping):
             pending += [*each.keys(), *each.values()]
         elif isinstance(each, list | tuple | set | frozenset):

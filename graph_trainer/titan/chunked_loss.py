@@ -138,7 +138,7 @@ class ChunkedCrossEntropyLoss(BaseLoss):
         Raises:
             ConfigError: no model was attached, or a sharding that this loss does not know.
             ValueError: hidden states and labels of different shapes.
-            RuntimeError: a label that is no row of the head, as in torch's cross_entropy (on
+            RuntimeError: a label that is not a row of the head, as in torch's cross_entropy (on
                 CUDA an assertion of the device).
         """
         del kwargs
@@ -317,7 +317,7 @@ class _Softmax:
     def _find_targets(self, targets: torch.Tensor, shard: _VocabularyShard, rows: int) -> None:
         """Find for each label whether its row is on this rank, and the local index.
 
-        A label that is no row of the head keeps an index that is out of bounds on every rank:
+        A label that is not a row of the head keeps an index that is out of bounds on every rank:
         all ranks raise, and none waits for another in a collective.
         """
         index = targets - shard.start

@@ -24,11 +24,11 @@ _RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")
 
 
 class MemoryOfRun:
-    """Tells how many bytes the steps of a run may need on this rank.
+    """Measures how many bytes the steps of a run may need on this rank.
 
-    Asked for the first graph and then answered the same: the rank's share of what is free before
-    the first step, and what the rank has allocated of the memory that is predicted. Later, other
-    ranks are within a step of theirs, and allocators keep what they have had.
+    Measured at the first graph, and the same for all later ones: the rank's share of the memory
+    that is free before the first step, and what it has allocated of the memory that is predicted.
+    Later, other ranks are within a step, and allocators keep what they have had.
 
     Args:
         device: what the steps run on.
@@ -45,24 +45,26 @@ class MemoryOfRun:
         self._device = device
         self._parameters = list(parameters)
         self._optimizers = optimizers
-        self._found: list[DeviceMemory | None] = []
-        self._found_on_host: list[DeviceMemory | None] = []
+        self._measured: list[DeviceMemory | None] = []
+        self._measured_on_host: list[DeviceMemory | None] = []
 
     def __call__(self, joint: JointGraph) -> DeviceMemory | None:
-        """Return the bytes; None, with a warning in the log, where the device tells nothing."""
-        if not self._found:
-            self._found.append(self._find(joint))
-        return self._found[0]
+        """Return the bytes; None, with a warning in the log, where they are unknown."""
+        if not self._measured:
+            self._measured.append(self._find(joint))
+        return self._measured[0]
 
     def on_host(self, joint: JointGraph) -> DeviceMemory | None:
-        """Return the bytes of host memory that the rank may take for copies of activations, as they
-        were when this was first asked: later, the copies are there. None where that is unknown."""
-        if not self._found_on_host:
+        """Return the bytes of host memory that the rank may take for copies of activations.
+
+        Measured at the first call, before there are copies. None where they are unknown.
+        """
+        if not self._measured_on_host:
             try:
-                self._found_on_host.append(_share_of_host())
+                self._measured_on_host.append(_share_of_host())
             except (OSError, psutil.Error):
-                self._found_on_host.append(None)
-        return self._found_on_host[0]
+                self._measured_on_host.append(None)
+        return self._measured_on_host[0]
 
     def _find(self, joint: JointGraph) -> DeviceMemory | None:
         try:
@@ -88,7 +90,7 @@ class MemoryOfRun:
             free -= torch.cuda.memory_allocated(self._device)
             return free, f"{gib(free)} GiB free on the GPU"
         if self._device.type != "cpu":
-            raise RuntimeError(f"devices of type '{self._device.type}' are not asked")
+            raise RuntimeError(f"not measured on devices of type '{self._device.type}'")
         return _share_of_host()
 
 
@@ -100,16 +102,21 @@ def _share_of_host() -> DeviceMemory:
 
 
 def available_on_cpu() -> tuple[int, str]:
-    """Return the bytes that programs may still take, and of what: the machine, or the control
-    group of this process (a container) where that leaves less."""
+    """Return the bytes that programs may still take, and which limit that is.
+
+    The limit is the memory of the machine, or that of the control group of this process (a
+    container) where less is left.
+    """
     limits = [(psutil.virtual_memory().available, "on this machine")]
     limits += [(free, "in this container") for free in _left_in_cgroups()]
     return min(limits)
 
 
 def _left_in_cgroups() -> Iterator[int]:
-    """Yield the bytes that each limit above this process leaves; files that programs have read, and
-    what the kernel remembers of them, count as free: it drops them first."""
+    """Yield the bytes that each limit above this process leaves.
+
+    The page cache and reclaimable kernel memory count as free: the kernel drops them first.
+    """
     try:
         entries = [line.split(":", 2) for line in _OF_PROCESS.read_text().splitlines()]
     except OSError:  # not Linux

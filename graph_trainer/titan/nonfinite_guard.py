@@ -54,9 +54,9 @@ class LossGuard:
         local = torch.cat([self._first, good.to(self._first)[None]])
         by_rank = [torch.empty_like(local) for _ in range(dist.get_world_size())]
         dist.all_gather(by_rank, local)
-        told = torch.stack(by_rank).tolist()
-        refuse([first for *first, _ in told])
-        refuse_gradients(step, [rank for rank, (*_, good) in enumerate(told) if not good])
+        rows = torch.stack(by_rank).tolist()
+        refuse([first for *first, _ in rows])
+        refuse_gradients(step, [rank for rank, (*_, good) in enumerate(rows) if not good])
 
 
 def refuse(firsts: list[list[float]]) -> None:

@@ -128,7 +128,7 @@ def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> S
     """Return the ranks that experts are sharded over: those that have the same ones.
 
     Experts are the parameters that `Module.parallelize` has put on the expert mesh. They are split
-    along their second dimension where there are fewer of them than ranks, as FSDP2 is told to in
+    along their second dimension where there are fewer of them than ranks, as FSDP2 splits them in
     torchtitan: rows would be padded.
     """
     if not _is_expert(parameter):

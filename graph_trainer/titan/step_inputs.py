@@ -68,7 +68,7 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 def passes_of(
     config: GraphTrainerConfig, parallel_dims: ParallelDims, **of_machine: Any
 ) -> PassConfig:
-    """Return the passes that the config asks for, with their options.
+    """Return the passes that the config selects, with their options.
 
     Args:
         of_machine: fields of `PassConfig` that no config decides: what the device and the host

@@ -141,7 +141,7 @@ class GraphTrainer(Trainer):
         self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:
-        """Make what tells how much memory a step may need; warn where nothing is refused."""
+        """Make what measures how much memory a step may need; warn where nothing is refused."""
         if self.config.compile.memory_limit_gib == 0:
             logger.warning(
                 f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "
@@ -216,7 +216,7 @@ class GraphTrainer(Trainer):
             failed = error if isinstance(error, CollectiveError) else failed_collective(error, None)
             if failed is None:
                 raise
-            # Log first, because the launcher may end this rank while it still asks the others.
+            # Log first, because the launcher may end this rank while it still waits for the others.
             logger.error(f"step {self.step}, rank {dist.get_rank()}: {failed}")
             others = published_failure() or describe_missing_ranks(
                 failed.place, default_store(), dist.get_rank(), dist.get_world_size()

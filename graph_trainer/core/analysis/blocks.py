@@ -69,8 +69,10 @@ def is_read_elsewhere(node: fx.Node, block: str) -> bool:
 
 
 def may_run_again(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a second run of the node gives the same result: it has no effect, draws no
-    random numbers, and no op writes its inputs or its result later."""
+    """Tell whether a second run of the node gives the same result.
+
+    It has no effect, draws no random numbers, and no op writes its inputs or its result later.
+    """
     if has_effect(node) or not tensors_of(node):
         return False
     read = (node, *(n for n in node.all_input_nodes if n.op != "get_attr"))

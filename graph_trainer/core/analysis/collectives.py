@@ -215,7 +215,7 @@ def issued(
     """List the nodes of all collectives in the order in which they are issued.
 
     Args:
-        counts: which nodes to list; one that is no collective is complete when it returns.
+        counts: which nodes to list; one that is not a collective is complete when it returns.
 
     Returns:
         Each node with the number of collectives issued before its first wait.

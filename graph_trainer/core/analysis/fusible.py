@@ -70,8 +70,10 @@ def is_free(node: fx.Node) -> bool:
 
 
 def has_own_buffer(node: fx.Node) -> bool:
-    """Return whether a compiler keeps a fusible node's result in memory although only kernels that
-    it could fuse with read it: a concatenation on CPU, and elsewhere of many tensors."""
+    """Tell whether a fusible node's result is in memory even if all its readers could fuse with it.
+
+    On CPU that is a concatenation; elsewhere, one of many tensors.
+    """
     # torch._inductor.lowering.cat makes a ConcatKernel of these, torch 2.13 to 2.15
     if node.target is not torch.ops.aten.cat.default:
         return False

@@ -120,8 +120,10 @@ def lifetimes(
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
-    """Return the bytes of the storages that the values of `nodes` keep, each storage once, without
-    inputs of the graph and copies in host memory. Linear in nodes."""
+    """Return the bytes of the storages that the values of `nodes` keep. Linear in nodes.
+
+    Each storage counts once, without inputs of the graph and copies in host memory.
+    """
     results = value_storages(graph)
     size = _sizes(graph, results)
     kept = {storage for node in nodes for storage in storages_in(results[node])}
@@ -152,8 +154,8 @@ def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[St
                 for part, entry in zip(storages, value, strict=True):
                     add(node, part, entry)
         elif storages[0] is node and isinstance(value, torch.Tensor):
-            # Only an op that asks for strides makes a result with gaps. Gaps in the fake tensor
-            # of another op come from an input, which the op really copies without them.
+            # Only an op with strides as an argument makes a result with gaps. A real kernel of
+            # any other op makes none, even if its fake kernel repeats those of an input.
             keeps_gaps = "strided" in str(node.target)
             span_bytes = storage_bytes(value)
             size[storages] = span_bytes if keeps_gaps else min(span_bytes, nbytes_of(value))

@@ -86,8 +86,7 @@ class Memory:
         return {category: live[self.peak_position] for category, live in self.by_category.items()}
 
     def live_at(self, position: int) -> list[LiveStorage]:
-        """Return the storages that the graph has made and still needs at a node, the largest
-        first."""
+        """Return the storages that the graph has made and still needs at a node, largest first."""
         live = [s for s in self.storages if s.born <= position <= s.last and s.bytes]
         return sorted(live, key=lambda s: (-s.bytes, s.born))
 

@@ -30,15 +30,17 @@ Axes = tuple[int, ...]
 
 
 def _groups(mesh: torch.Tensor, axes: Axes) -> list[list[int]]:
-    """The groups along `axes`: each has the ranks whose other coordinates are equal."""
+    """Return the groups along `axes`: each has the ranks whose other coordinates are equal."""
     others = [axis for axis in range(mesh.ndim) if axis not in axes]
     members = math.prod(mesh.shape[axis] for axis in axes)
     return mesh.permute(*others, *axes).reshape(-1, members).tolist()
 
 
 def _axes_of(mesh: torch.Tensor, ranks: Ranks) -> Axes | None:
-    """The axes of more than one coordinate along which the ranks lie in their order; None for
-    any other set of ranks, or another order."""
+    """Return the mesh axes along which the ranks are one group, in the order of the ranks.
+
+    Axes with one coordinate are left out. None if the ranks, in this order, are no such group.
+    """
     first, last = ((mesh == rank).nonzero()[0].tolist() for rank in (ranks[0], ranks[-1]))
     axes = [axis for axis in range(mesh.ndim) if first[axis] != last[axis]]
     if math.prod(mesh.shape[axis] for axis in axes) != len(ranks):
@@ -83,7 +85,7 @@ def joined(inner: Partition, outer: Partition) -> Partition | None:
     """Return the partition over which one gather equals a gather over `inner`, then `outer`.
 
     Member q of an outer group contributes what all members of q's inner group have, in its
-    order. None if the result is no partition: a rank occurs twice, as after two gathers over one
+    order. None if the result is not a partition: a rank occurs twice, as after two gathers over one
     axis, or ranks would not end with the same tensor. Two reduce-scatters in a row leave their
     parts in the order of `joined(second, first)`. Linear in the ranks of the world.
     """
@@ -144,9 +146,11 @@ class RankClasses:
         return tuple(map(int, torch.unravel_index(torch.tensor(rank), self.sizes)))
 
     def axes_of_group(self, ranks: Ranks, rank: int) -> Axes | None:
-        """Return the axes of more than one rank along which a group through `rank` lies, the one
-        along which it counts first at the end; None for any other set of ranks, or another
-        order."""
+        """Return the axes of more than one rank along which a group through `rank` lies.
+
+        The last axis is the one along which the group counts its ranks first. None for any other
+        set of ranks, or another order.
+        """
         return _axes_of(self._mesh, ranks) if rank in ranks else None
 
     def classes_in_group(self, rank: int, axes: Axes) -> Ranks:

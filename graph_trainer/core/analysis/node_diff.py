@@ -105,7 +105,7 @@ def first_differing_node(
     known = {was[name] for name in was if name not in unstable}
 
     def same(node: fx.Node) -> bool | None:
-        """Whether a value is the same as before; None where that is unknown."""
+        """Tell whether a value is the same as before; None where that is unknown."""
         partner = partners.get(node)
         if node.name in unstable or (partner is not None and partner.name in unstable):
             return None

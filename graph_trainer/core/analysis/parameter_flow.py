@@ -14,8 +14,10 @@ Through = Callable[[fx.Node], bool]
 
 
 def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
-    """Return the FQN of the parameter of every node that is computed from one parameter and nothing
-    else, by ops for which `through` is true; placeholders included. Linear in nodes."""
+    """Map every node that is computed from one parameter and nothing else to the parameter's FQN.
+
+    By ops for which `through` is true; placeholders included. Linear in nodes.
+    """
     source = {
         node: spec.name for spec, nodes in joint.inputs_of(InputKind.PARAMETER) for node in nodes
     }
@@ -30,8 +32,10 @@ def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.
 
 
 def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node, str]:
-    """Return the FQN of the parameter of every node whose result goes into the gradient of one
-    parameter and nothing else, by ops for which `through` is true. Linear in nodes."""
+    """Map every node that goes into the gradient of one parameter and nothing else to its FQN.
+
+    By ops for which `through` is true. Linear in nodes.
+    """
     output = joint.output_node()
     returned: dict[fx.Node, set[str]] = {}
     for parameter, node in joint.gradients():

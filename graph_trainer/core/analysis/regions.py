@@ -35,7 +35,7 @@ class Region:
     outputs: tuple[fx.Node, ...]
     """Those of its nodes that are read outside; each is one tensor with a storage of its own."""
     after: tuple[fx.Node, ...]
-    """What runs behind it, from its outputs: views of them that are read outside, and assertions.
+    """Views of its outputs that are read outside, and assertions on them; these run after it.
     Views that are read inside as well are in `nodes` too, and so is every write: outside, the
     result of a write is the value that it wrote."""
 
@@ -63,27 +63,29 @@ def find_regions(graph: fx.Graph) -> list[Region]:
 
 
 def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[list[fx.Node]]:
+    """Yield runs of nodes that each fit one region, in the order of the graph."""
     run: list[fx.Node] = []
     inside: set[fx.Node] = set()
-    place: object = None
+    run_part: object = None
     for node in compute_nodes(graph):
         view = _is_view(node, storages[node])
         if view and not run:
-            continue  # equal regions may have the views that they begin with before a collective
+            # no region begins with views: of equal layers one may have them before a collective
+            continue
         fits = node.args[0] in inside if is_getitem(node) else _fits(node, storages, inside)
-        here = (phase_of(node), block_of(module_of(node)))
-        if fits and (view or here == place):
+        part = (phase_of(node), block_of(module_of(node)))
+        if fits and (view or part == run_part):
             run.append(node)
             inside.add(node)
             continue
         if view and not fits and inside.isdisjoint(node.all_input_nodes):
-            continue  # a view of what was made before separates nothing
+            continue  # a view of a value from before the run does not end the run
         yield run
-        # what only looks at the nodes before, or writes them, cannot begin a region
+        # a node that fits only because the run made what it views or writes cannot begin a region
         fits = fits and _fits(node, storages, set())
         run = [node] if fits else []
         inside = set(run)
-        place = here
+        run_part = part
     yield run
 
 
@@ -111,12 +113,13 @@ def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.
         return node.target.namespace == "aten"  # type: ignore[union-attr]
     if runs_once(node):
         return False
-    own = {s[0] is node for s in storages_in(storages[node])}
-    return len(own) == 1  # a list of new tensors and views is neither
+    # either all of its results are new tensors or all are views: a list of both fits no region
+    is_new = {s[0] is node for s in storages_in(storages[node])}
+    return len(is_new) == 1
 
 
 def _is_view(node: fx.Node, storages: ValueStorages) -> bool:
-    """Tell whether a node only looks at what others made: a view, a list of views, a getitem."""
+    """Tell whether a node makes no storage: a view, a list of views, a getitem."""
     if is_getitem(node):
         return True
     if written_arguments(node) or collective_kind(node) is not None or is_host_copy(node):

@@ -136,7 +136,7 @@ _COMPARED = (torch.Tensor, bool, int, float, str, list, tuple, dict, set, type(N
 
 
 class _Ops(TorchDispatchMode):
-    """Digest what ops compute, and find the first op whose result is none of the `known` ones.
+    """Digest what ops compute, and find the first op whose result is not one of `known`.
 
     Args:
         known: digests; None to collect them.
@@ -178,8 +178,10 @@ def _digests(values: Any) -> set[str]:
 
 
 def _is_complete(func: Any) -> bool:
-    """Tell whether an op makes values that are all there when it returns: no view, no memory that
-    nothing has written yet, no collective that is not waited for yet."""
+    """Tell whether an op makes values that are complete when it returns.
+
+    Not a view, memory that is not written yet, or a collective that is not waited for yet.
+    """
     if not isinstance(func, OpOverload):
         return True
     kind = kind_of_op(func._schema.name)

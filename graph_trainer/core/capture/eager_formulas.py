@@ -63,7 +63,7 @@ def as_in_eager(graph: fx.Graph) -> list[str]:
                 and value_of(mask).device.type == "cpu"
             ):
                 node.target, node.args = aten.where.ScalarOther, (mask, each, 0)
-        # the sum of class weights over the targets, told from any other masked_fill_
+        # the sum of class weights over the targets, distinct from any other masked_fill_
         if node.target is aten.masked_fill_.Scalar:
             weights, _, fill = node.args
             if fill == 0 and weights.target is aten.gather.default:

@@ -1,9 +1,9 @@
 """Where the symbols of a graph come from: counts that ranks exchange before they send so many rows.
 
-Rows go to other ranks by an all-to-all whose splits are numbers that `.tolist()` read. Nobody knows
-them when the step is captured. That all members expect what the others send follows from the graph:
-the rows that a rank receives are sums of the very counts that an all-to-all of equal parts on the
-same group has brought, and the rows that it sends are the sums of what it gave that all-to-all.
+Rows go to other ranks by an all-to-all whose splits are numbers that `.tolist()` read. They are not
+known when the step is captured. The graph shows that all members expect what the others send: the
+rows that a rank sends are sums of the counts that it gave an all-to-all of equal parts on the same
+group, and the rows that it receives are sums of the counts that this all-to-all returned.
 """
 
 from __future__ import annotations
@@ -36,14 +36,13 @@ _COPIES = (aten._to_copy.default, aten.clone.default)
 
 
 def trace_counts(graph: fx.Graph) -> None:
-    """Mark each all-to-all of data-dependent splits with the exchange of their counts, and set the
-    size to expect and the bound of every symbol.
+    """Mark each all-to-all of data-dependent splits with the exchange of their counts.
 
-    A rank sends as many rows to each of the others, and receives as many from each; at most all
-    of them go to one. Linear in nodes.
+    Also set the expected value and the bound of every symbol: an equal share of the rows that a
+    rank sends, and all of these rows. Linear in nodes.
 
     Raises:
-        CaptureError: a number that the step reads from a tensor is no split of an all-to-all, or
+        CaptureError: a number that the step reads from a tensor is not a split of an all-to-all, or
             the two lists of splits do not come from one exchange of counts.
     """
     symbols = [n for n in graph.nodes if n.target is aten._local_scalar_dense.default]
@@ -77,11 +76,14 @@ def _has_symbols(splits: Any) -> bool:
 
 
 def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool]:
-    """Return the all-to-all that brought the counts of another one, and whether that one sends what
-    the counts say is received, as on the way back."""
-    one, two = _summed(sent), _summed(received)
-    if one is not None and two is not None:
-        for backwards, (gave, got) in enumerate(((one, two), (two, one))):
+    """Return the all-to-all that exchanged the counts of a node, and whether the node returns rows.
+
+    To return rows, a rank sends as many as it has received by the counts.
+    """
+    sent_counts, received_counts = _summed(sent), _summed(received)
+    if sent_counts is not None and received_counts is not None:
+        directions = ((sent_counts, received_counts), (received_counts, sent_counts))
+        for backwards, (gave, got) in enumerate(directions):
             exchange = _exchanged(got)
             if (
                 exchange is not None
@@ -99,7 +101,7 @@ def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool
 
 
 def _summed(splits: Any) -> fx.Node | None:
-    """Return the counts [ranks, ...] of whose rows a list of splits has the sums, in order."""
+    """Return the counts [ranks, ...] if the splits are the sums of its rows, in order."""
     source = None
     for place, node in enumerate(splits):
         if not isinstance(node, fx.Node) or node.target is not aten._local_scalar_dense.default:
@@ -122,7 +124,7 @@ def _summed(splits: Any) -> fx.Node | None:
 
 
 def _exchanged(counts: fx.Node) -> fx.Node | None:
-    """Return the all-to-all of equal parts that brought counts."""
+    """Return the all-to-all of equal parts that returned the counts."""
     base = _base(counts, through_waits=True)
     kind = collective_kind(base)
     if kind is None or "all_to_all_single" not in kind.ops:
@@ -155,8 +157,11 @@ def _without_copies(node: object) -> fx.Node:
 
 
 def _expect(splits: Any, rows: int | torch.SymInt) -> None:
-    """Set what to expect of splits, whose symbols the first all-to-all of an exchange has: an equal
-    share of the rows that a rank sends, and all of them at most."""
+    """Set the expected value and the bound of the splits' symbols, unless they are set.
+
+    A split is expected to be an equal share of the rows that a rank sends, and is at most all of
+    them. The first all-to-all of an exchange sets them.
+    """
     sizes = value_of(splits[0]).node.shape_env
     assert isinstance(sizes, DataSizes)
     for place, node in enumerate(splits):

@@ -30,12 +30,12 @@ def find_fsdp_roles(joint: JointGraph) -> None:
     """
 
     def is_one_form(node: fx.Node) -> bool:
-        # another form of its input: a cast, a view, padding
+        # a cast, a view or padding, which is its input in another form
         inputs = node.all_input_nodes
         return not written_arguments(node) and (len(inputs) == 1 or node.target is aten.cat.default)
 
     def is_read_once(node: fx.Node) -> bool:
-        # by a reader that reads nothing else, or returns it
+        # the only reader reads nothing else, or is the output
         reader, *others = node.users
         return not others and (reader.op == "output" or len(reader.all_input_nodes) == 1)
 

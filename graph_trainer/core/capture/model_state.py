@@ -27,7 +27,7 @@ def state_of(model: nn.Module) -> ModelState:
     """List parameters, then buffers, each tensor once under its first name.
 
     Raises:
-        CaptureError: a tensor that no graph can hold, or a module that is no Python.
+        CaptureError: a tensor that no graph can hold, or a module that is not in Python.
     """
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

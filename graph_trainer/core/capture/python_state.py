@@ -214,8 +214,9 @@ def _by_key(container: Any) -> Contents:
 
 
 def _refill(container: Any, before: Contents) -> None:
+    """Give a container the entries that it had, by the methods of the built-in types."""
     if isinstance(container, dict):
-        # whose order is kept apart from its entries
+        # an OrderedDict stores the order apart from the entries: dict.clear would leave it
         kind = OrderedDict if isinstance(container, OrderedDict) else dict
         kind.clear(container)
         for key, entry in before.items():
@@ -230,7 +231,7 @@ def _refill(container: Any, before: Contents) -> None:
 
 
 def _nothing(before: Contents) -> None:
-    """What only leads to other values needs no restoring."""
+    """Restore nothing: this value only leads to others, which are restored."""
 
 
 def _of_library(module: object) -> bool:

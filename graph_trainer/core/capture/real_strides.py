@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 # Beside what torch tags as pointwise. On CPU, torch 2.13: the layouts of `benchmarks.sweep` find
 # them, among the operators of PyTorch's own samples and their backwards.
-_UNLIKE = {
+_OTHER_STRIDES = {
     "_batch_norm_with_update", "_log_softmax_backward_data", "_native_batch_norm_legit",
     "_prelu_kernel_backward", "batch_norm_backward", "binary_cross_entropy",
     "binary_cross_entropy_backward", "channel_shuffle", "elu_backward", "glu_backward",
@@ -45,11 +45,11 @@ _UNLIKE = {
 }  # fmt: skip
 
 _FEW = 4096
-"""Up to so many elements nothing is made smaller."""
+"""An op on up to so many elements runs with the sizes that it has."""
 
 _GAP = 4
 """Sizes that differ by less keep their difference, as those before and after a padding do. Where a
-kernel does not run so (wider paddings, channels in groups, halves), four times as much is tried."""
+kernel then does not run (wider paddings, channels in groups, halves), four times this is tried."""
 
 _MOST = 2**26
 """More elements are not tried."""
@@ -58,8 +58,9 @@ _MOST = 2**26
 def fakes_as_real() -> FakeTensorMode:
     """Return a mode of fake tensors in which results have the strides that real kernels give them.
 
-    Tensors on a device that is not here (meta, or a GPU that is planned for) keep the fakes'. An op
-    whose real kernel does not run on fewer elements, and has too many, raises a CaptureError.
+    Results on a device that is not here (meta, or a GPU that is planned for) keep the strides of
+    the fake kernels. An op raises a CaptureError if its real kernel does not run on few elements
+    and it has too many to be run as it is.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     replace_dispatch(mode, _Dispatch(mode))
@@ -72,15 +73,15 @@ def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
     A later trace of the graph (by AOTAutograd, Inductor) has plain fake tensors, on which such a
     view may be impossible. On real tensors the reshape is the same view.
     """
-    unlike = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()
-    if not unlike:
+    corrected = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()
+    if not corrected:
         return
     writes = Writes(graph)
-    after: set[fx.Node] = set()
+    affected: set[fx.Node] = set()  # nodes whose strides a plain fake kernel may get wrong
     for node in graph.nodes:
-        if node.target not in unlike and after.isdisjoint(node.all_input_nodes):
+        if node.target not in corrected and affected.isdisjoint(node.all_input_nodes):
             continue
-        after.add(node)
+        affected.add(node)
         if (
             node.target in (aten.view.default, aten._unsafe_view.default)
             and value_of(node).shape != value_of(node.args[0]).shape
@@ -90,7 +91,7 @@ def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
 
 
 _Layout = tuple[tuple[int, ...], torch.dtype | None]
-"""The strides and the dtype of a result; batch norm on mixed dtypes has fakes of another dtype."""
+"""The strides and the dtype of a result: fake batch norm on mixed dtypes has another dtype."""
 
 
 class _Dispatch:
@@ -101,7 +102,7 @@ class _Dispatch:
         self._fake = mode.dispatch
         self.corrected: set[Any] = set()
         """The ops of which a result got other strides than the fake kernel's."""
-        self._unlike: dict[Any, bool] = {}
+        self._may_differ: dict[Any, bool] = {}
         self._layouts: dict[tuple[Any, ...], list[_Layout]] = {}
 
     def __call__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
@@ -109,9 +110,9 @@ class _Dispatch:
         if func is aten._local_scalar_dense.default:
             self._allow_data_sizes(args[0])
         result = self._fake(func, types, args, kwargs)
-        if func not in self._unlike:
-            self._unlike[func] = _may_be_unlike(func)
-        if not self._unlike[func]:
+        if func not in self._may_differ:
+            self._may_differ[func] = _strides_may_differ(func)
+        if not self._may_differ[func]:
             return result
         given = pytree.tree_leaves((args, kwargs))
         tensors = [each for each in given if isinstance(each, torch.Tensor)]
@@ -142,20 +143,22 @@ class _Dispatch:
         return pytree.tree_unflatten(leaves, tree)
 
     def _allow_data_sizes(self, tensor: torch.Tensor) -> None:
-        """Let a whole number that is read from a tensor be a symbol. A mode that has no symbols
-        until then treats everything else as ever."""
+        """Let a whole number that is read from a tensor be a symbol.
+
+        A mode gets symbols only then, and treats everything else as before.
+        """
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
             raise DataDependentOutputException(aten._local_scalar_dense.default)
         if self._mode.shape_env is None:
             self._mode.shape_env = DataSizes()
 
 
-def _may_be_unlike(op: Any) -> bool:
-    """Tell whether fake and real results of an op may differ in strides. Views and ops that write
-    in place have none of their own."""
+def _strides_may_differ(op: Any) -> bool:
+    """Tell whether fake and real results of an op may differ in strides."""
+    # a view, or an op that writes in place, returns memory of its input
     if any(result.alias_info is not None for result in op._schema.returns):
         return False
-    return op._schema.name.split("::")[1] in _UNLIKE or torch.Tag.pointwise in op.tags
+    return op._schema.name.split("::")[1] in _OTHER_STRIDES or torch.Tag.pointwise in op.tags
 
 
 def _is_here(tensor: torch.Tensor) -> bool:

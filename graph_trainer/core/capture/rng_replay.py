@@ -160,8 +160,9 @@ def refuse_draws_of_python() -> Iterator[None]:
 
 @contextlib.contextmanager
 def refuse_seeds_of_cuda() -> Iterator[None]:
-    """Refuse a step that seeds CUDA's generators, whose states are restored. Where CUDA is not
-    initialized, torch would do it later.
+    """Refuse a step that seeds CUDA's generators, whose states are restored.
+
+    Where CUDA is not initialized, torch would seed them later.
 
     Raises:
         CaptureError: at the end, where a generator has another seed.
@@ -243,8 +244,10 @@ class UserGenerators:
 def _own_generator(
     schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Generator | None:
-    """Return the generator of the user's own that an op draws from. Checkpointing does not restore
-    its state, so a recomputation draws other numbers in eager too."""
+    """Return the user's generator that an op draws from.
+
+    Checkpointing does not restore its state, so a recomputation draws other numbers in eager too.
+    """
     given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
     for value in given.values():
         # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
@@ -339,8 +342,11 @@ def _check_arguments(graph: fx.Graph, original: Mapping[fx.Node, fx.Node]) -> No
     numbers = ValueNumbers()
 
     def read_by(draw: fx.Node) -> str:
-        """Describe what a draw reads. It overwrites some arguments, and reads only the shape of
-        others; and the default generator is a node too, another one in each call."""
+        """Describe what a draw reads.
+
+        It overwrites some arguments, and reads only the shape of others. The default generator is
+        a node too, another one in each call.
+        """
         unread = set(written_arguments(draw))
         if str(draw.target).partition(".")[2].partition(".")[0].endswith("_like"):
             return "a shape"

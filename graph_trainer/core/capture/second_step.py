@@ -112,7 +112,7 @@ class _Steps:
             elif node.op == "get_attr" and (graph := subgraph_of(node)) is not None:
                 numbers.number(node, str(graph.code))
             elif node.op == "get_attr" and constant is not None and not constant.is_meta:
-                # by its bits: a number that forward makes a tensor of is another each time
+                # by its bits: a number that forward makes a tensor of is a new tensor in each trace
                 numbers.number(node, f"constant {digest(constant)}")
             elif node.op == "get_attr":
                 numbers.number(node, f"constant without data {storage.get(node)}")
@@ -128,8 +128,10 @@ class _Steps:
         return numbers[module.graph.output_node()], written, draws
 
     def keep(self, module: fx.GraphModule, inputs: Sequence[Input]) -> None:
-        """Remember which tensors of a first step are the same in every step: those that follow
-        from constants and from buffers that no step writes, without a random draw."""
+        """Remember which tensors of a first step are the same in every step.
+
+        These follow from constants and from buffers that no step writes, without a random draw.
+        """
         placeholders = module.graph.find_nodes(op="placeholder")
         values = {n: value_of(n) for n in module.graph.nodes}
         storage = {n: storage_id(v) for n, v in values.items() if isinstance(v, torch.Tensor)}

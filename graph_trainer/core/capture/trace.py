@@ -204,7 +204,7 @@ class StepTrace:
             if leaves:
                 with self.scopes.backward(*roots):
                     ones = []
-                    for place, root in enumerate(roots):  # as grad would make them
+                    for place, root in enumerate(roots):  # ones, as autograd.grad would make them
                         with annotate(annotation(loss_gradient=place)):
                             ones.append(torch.ones_like(root, memory_format=_PRESERVED))
                     gradients = torch.autograd.grad(
@@ -273,7 +273,7 @@ class StepTrace:
                 raise CaptureError(
                     f"forward assigns or removes parameter '{name}'; a step must leave the model "
                     "with the parameters it had: write in place under torch.no_grad(), or "
-                    "compute with a tensor that is no parameter"
+                    "compute with a tensor that is not a parameter"
                 )
 
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
@@ -318,8 +318,10 @@ class StepTrace:
 
 @contextlib.contextmanager
 def _autocast_cache() -> Iterator[None]:
-    """Turn on autocast's cache, which make_fx turns off: without it a weight that is read twice is
-    cast twice and its gradient rounded twice."""
+    """Turn on autocast's cache, which make_fx turns off.
+
+    Without it a weight that is read twice is cast twice, and its gradient rounded twice.
+    """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(True)
     try:
@@ -364,8 +366,10 @@ def _check_gradient(name: str, parameter: torch.Tensor, gradient: torch.Tensor) 
 
 
 def _clone_constants_returned(graph: fx.Graph) -> None:
-    """Clone outputs in the memory of a constant: a write into a gradient, as by clipping, would
-    change what the next step reads. Linear in nodes."""
+    """Clone outputs in the memory of a constant. Linear in nodes.
+
+    A write into a gradient, as by clipping, would change what the next step reads.
+    """
     roots = storage_roots(graph)
     output = graph.output_node()
     for node in output.all_input_nodes:

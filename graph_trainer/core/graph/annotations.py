@@ -66,11 +66,12 @@ _COUNTS = "counts"
 _PARTITION_SAVED = "partition_saved"
 _CARRIED = "partition_recompute"
 _BUCKET = "bucket"
-_OFFLOAD = "offload"  # of one node in its meta, and of a region of the model in `custom`
+_OFFLOAD = "offload"  # in `meta` for one node, in `custom` for a region of the model
 
-# PyTorch's partitioner saves a node between two checkpoint regions: one to be recomputed whose
-# reader is too and has the larger number. A gathered parameter is read by nodes of every region, so
-# that its number is above those of users, which count up from 0, and of `tag_activations`.
+# PyTorch's partitioner saves a node between two checkpoint regions: one that is to be recomputed,
+# with a reader that is to be recomputed and has a larger number. Nodes of every region read a
+# gathered parameter, so its number is above those of users, which count up from 0, and of
+# `tag_activations`.
 FSDP_AC_GRAPH_ID = 1 << 42
 
 _STRENGTH = (
@@ -201,7 +202,7 @@ def role_of(node: fx.Node) -> Role | None:
 
 
 def purpose_of(node: fx.Node) -> Purpose | None:
-    """Return the parallelism that a collective was issued for, where its maker has said so."""
+    """Return the parallelism that a collective was issued for, where its maker has annotated it."""
     value = _custom(node, _PURPOSE)
     return None if value is None else Purpose(value)
 
@@ -230,8 +231,10 @@ def loss_gradient_of(node: fx.Node) -> int | None:
 
 
 def counts_of(node: fx.Node) -> str | None:
-    """Return which exchange of counts gave an all-to-all its splits, and whether it sends them
-    back: "0", "0 back"; None where no data decide the splits."""
+    """Return which exchange of counts gave an all-to-all its splits: "0", or "0 back".
+
+    "back" is for rows that return. None where no data decide the splits.
+    """
     return _custom(node, _COUNTS)
 
 
@@ -241,8 +244,11 @@ def is_marked_saved(node: fx.Node) -> bool:
 
 
 def mark_saved_in_cut(node: fx.Node) -> None:
-    """Mark that `partition` saves a result of this node; fx keeps the mark when it traces the graph
-    again, unless the node is a getitem: mark the op that makes the tuple."""
+    """Mark that `partition` saves a result of this node.
+
+    fx keeps the mark when it traces the graph again, unless the node is a getitem: mark the op
+    that makes the tuple.
+    """
     annotate_node(node, {_PARTITION_SAVED: str(True)})
 
 
@@ -297,8 +303,10 @@ def clear_recompute_policy(node: fx.Node) -> None:
 
 
 def carry_recompute_policy(source: fx.Node, target: fx.Node) -> None:
-    """Write down the tag of `source` on `target` for a later trace: fx keeps it, and
-    `restore_recompute_policy` makes a tag of it again."""
+    """Write the tag of `source` on `target` for a later trace.
+
+    fx keeps it, and `restore_recompute_policy` makes a tag of it again.
+    """
     policy = recompute_policy(source)
     if policy is not None:
         annotate_node(target, {_CARRIED: f"{policy.name} {source.meta.get(_AC_GRAPH_ID, 0)}"})

@@ -48,7 +48,7 @@ class Result(StrEnum):
     SCATTERED = "scattered"
     """[ranks * rows, ...] -> [rows, ...]: a part for each rank, in the order of the ranks."""
     SAME = "same"
-    """[...] -> [...]: element by element, or sizes that only the arguments tell."""
+    """[...] -> [...]: element by element, or sizes that only the arguments have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class CollectiveKind:
     """The argument that must agree across the group beside the inputs: the first one present."""
 
     def link_bytes(self, input_bytes: int, output_bytes: int, ranks: int) -> float:
-        """Bytes that pass each rank's link, from the bytes that one rank sends and receives.
+        """Return the bytes that pass each rank's link, from those that one rank sends and receives.
 
         All ranks but one forward each part once a round: (ranks - 1) / ranks of the larger side.
         """

@@ -106,8 +106,10 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes that the elements of a (fake) tensor span: fewer than `nbytes_of` if the
-    tensor repeats elements, more if it skips some."""
+    """Return the bytes that the elements of a (fake) tensor span.
+
+    Fewer than `nbytes_of` if the tensor repeats elements, more if it skips some.
+    """
     shape = shape_of(tensor)
     if 0 in shape:
         return 0

@@ -174,7 +174,8 @@ class JointGraph:
                 continue
             if name not in parameters:
                 raise VerificationError(
-                    f"the signature has a gradient for '{name}', which is no parameter of the graph"
+                    f"the signature has a gradient for '{name}', which is not a parameter of "
+                    "the graph"
                 )
             # the gradient of another parameter mostly differs in shape or dtype
             given, wanted = _describe(nodes), _describe(parameters[name])

@@ -29,8 +29,8 @@ aten = torch.ops.aten
 
 OpOverload = type(aten.add.Tensor)  # has no public name
 
-# These write running statistics, which their schemas do not say. With an argument that says
-# whether they train, they write where it is true; without one, always.
+# These write running statistics, which their schemas do not declare. An op with an argument for
+# training writes where it is true; an op without one always writes.
 _HIDDEN_WRITES = {
     "aten::native_batch_norm",
     "aten::cudnn_batch_norm",
@@ -396,8 +396,10 @@ def storages_in(storages: ValueStorages) -> Iterator[Storage]:
 
 
 def _new_storages(node: fx.Node) -> ValueStorages:
-    """Number a storage for each result of a node. A result that is no tensor, such as a gradient
-    that was not asked for, is counted too."""
+    """Number a storage for each result of a node.
+
+    Results that are not tensors, such as gradients that are not needed, are counted too.
+    """
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:

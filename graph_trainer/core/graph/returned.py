@@ -19,7 +19,7 @@ def scalar_loss(value: Any) -> list[tuple[OutputKind, str, torch.Tensor]]:
     """Take the loss.
 
     Raises:
-        CaptureError: it is no scalar tensor.
+        CaptureError: it is not a scalar tensor.
     """
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__

@@ -9,8 +9,8 @@ from torch import fx
 # Value numbering, as compilers do it to find common subexpressions: a node's number follows from
 # its op and the numbers of its arguments, so that two nodes have one number where they make the
 # same value, however far apart they are. What an op and its arguments do not show (a random draw,
-# a write in place, an input) is up to the caller, who adds it to the key, gives the node a number
-# of its own, or that of another node.
+# a write in place, an input), the caller adds to the key; or it gives the node a new number, or
+# the number of another node.
 
 
 class ValueNumbers:
@@ -39,9 +39,9 @@ class ValueNumbers:
         """Describe a call: equal for the same op on arguments with the same numbers.
 
         Args:
-            argument: what stands for a node that is an argument; None for its number.
+            argument: returns the text for a node that is an argument; None for its number.
         """
         describe = argument or self.__getitem__
-        # as text, in which 1, 1.0 and True differ; in quotes, so that no number is a constant
+        # 1, 1.0 and True differ as text; numbers of nodes are quoted, and differ from constants
         given = (node.args, sorted(node.kwargs.items()))
         return f"{node.target}{fx.map_arg(given, lambda n: f'%{describe(n)}')!r}"

@@ -22,7 +22,7 @@ def check_member(issued: Issued, rank: int) -> None:
     """Refuse, with a VerificationError, a collective of a rank on a group that it is not in."""
     if rank not in issued.entry[1]:
         raise VerificationError(
-            f"rank {rank} issues {issued.line} and is no member of that group; a rank can "
+            f"rank {rank} issues {issued.line} and is not a member of that group; a rank can "
             "communicate in its own groups only"
         )
 

@@ -1,10 +1,10 @@
 """The order check of all ranks at once: proof that they cannot wait for each other for ever."""
 
-# The idea: ranks hang in two ways. Two members of a group issue different collectives on it: found
-# by comparing their lists. Or every group agrees, and ranks wait in a cycle over several groups:
-# found by running all ranks as far as they come; who is then stuck, waits in a cycle. A rank stands
-# for its class, and a group for all parallel groups along the same axes, so that the work does not
-# grow with the ranks.
+# The idea: ranks hang in two ways. Two members of a group issue different collectives on it, which
+# a comparison of their lists shows. Or every group agrees, and ranks wait in a cycle over several
+# groups: the check runs all ranks as far as they come, and a rank that is then stuck waits in a
+# cycle. One rank represents its class, and one group all parallel groups along the same axes, so
+# that the work does not grow with the number of ranks.
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OrderProof:
     """What was proved, and from what."""
 
     representatives: Mapping[int, int]
-    """By rank whose graph was read, how many ranks it stands for."""
+    """By rank whose graph was read, how many ranks it represents."""
     collectives: tuple[int, int]
     """The fewest and the most collectives of one rank."""
     groups: int
@@ -65,7 +65,7 @@ class OrderProof:
             shown = ", ".join(f"{r} (for {n:,})" for r, n in self.representatives.items())
             lines.append(
                 f"Captured: {classes} of {ranks:,} ranks, one for each class: {shown}. Code that "
-                "asks for the rank's own number can differ within a class, and only --all-ranks "
+                "reads the rank's number can differ within a class, and only --all-ranks "
                 "sees it."
             )
         return "\n".join(lines)
@@ -140,7 +140,7 @@ def _program(rank: int, sequences: Mapping[int, Sequence], classes: RankClasses 
     groups: dict[Ranks, _Group] = {}
     on_group: dict[_Group, list[Issued]] = defaultdict(list)
     events: list[tuple[_Step, bool]] = []
-    waits: dict[int, list[_Step]] = defaultdict(list)  # by number of collectives issued before
+    waits: dict[int, list[_Step]] = defaultdict(list)  # by the number of collectives issued before
     for place, issued in enumerate(sequences[rank]):
         events += [(step, True) for step in waits[place]]
         ranks = issued.entry[1]
@@ -250,7 +250,7 @@ def _cycle(programs: _Programs, *, blocking: bool) -> list[str]:
                 waiting[step].append(rank)
                 stuck[rank] = step
                 break
-    # who is stuck waits for a member that is stuck too: follow that until a rank comes again
+    # a stuck rank waits for a member that is stuck too: follow these until a rank repeats
     path: dict[int, str] = {}
     rank = min(stuck, default=-1)
     while stuck and rank not in path:

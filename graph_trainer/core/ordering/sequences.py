@@ -79,7 +79,7 @@ def issued_by(joint: JointGraph, world_size: int) -> Sequence:
 
 
 def may_communicate(node: fx.Node) -> bool:
-    """Return whether a node is a collective, or an op that is not known to be none."""
+    """Tell whether a node is a collective, or an unknown op that may be one."""
     if node.op in ("placeholder", "get_attr", "output") or is_getitem(node) or is_wait(node):
         return False
     if is_collective(node):

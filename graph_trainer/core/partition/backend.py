@@ -56,16 +56,17 @@ class CompileBackend:
         settings: Mapping[str, Any],
         on_partition: OnPartition | None,
     ) -> None:
-        of_inductor, of_autograd = _checked(compiler, partition, settings)
         self._compiler = compiler
         self._repartition = PARTITIONS[partition]
-        self._of_inductor, self._of_autograd = of_inductor, of_autograd
+        self._inductor_settings, self._autograd_settings = _checked(compiler, partition, settings)
         self._on_partition = on_partition
         self._warned = False
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
-        """Compile a graph of torch.compile's. Whenever it runs the steps in it check their model,
-        which torch.compile's guards do not know."""
+        """Compile a graph of torch.compile's.
+
+        At each run the steps in it check their model, which torch.compile's guards do not see.
+        """
         steps = []
         for node in module.graph.nodes:
             step: PartitionedStep | None = getattr(node.target, "partitioned_step", None)
@@ -93,14 +94,14 @@ class CompileBackend:
             return compile_without_compiler(module, inputs, standard_partition, run_as_it_is)
         if self._compiler == "eager":
             return compile_without_compiler(
-                module, inputs, self._partition, run_as_it_is, self._of_autograd
+                module, inputs, self._partition, run_as_it_is, self._autograd_settings
             )
         if not partitioned:
             return compile_plainly(module, inputs)
-        settings = settings_in_order() | self._of_inductor
+        settings = settings_in_order() | self._inductor_settings
         uuid = self._repartition.__name__.encode() + Path(repartition.__file__).read_bytes()
         return compile_partitioned_with_inductor(
-            module, inputs, settings, self._of_autograd, self._partition, uuid
+            module, inputs, settings, self._autograd_settings, self._partition, uuid
         )
 
     def _partition(
@@ -117,8 +118,8 @@ def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> l
     places = {node: place for place, node in enumerate(graph.find_nodes(op="placeholder"))}
     specs = step.halves.forward.signature.inputs
     batch = [n for n, s in zip(call.args, specs, strict=True) if s.kind is InputKind.BATCH]
-    # The model's own first: of two inputs in one memory, which later calls need not be, what is
-    # computed is rather a view of the other.
+    # The model's inputs first, so that others override them: where two inputs share memory in this
+    # call, as they need not in the next, a computed tensor is rather a view of the other input.
     state = set(call.args).difference(batch)
     given: dict[int, int] = {}
     for node in sorted(places, key=lambda n: n not in state):
@@ -204,7 +205,7 @@ def backend(
     the collectives keep their order; with "min_cut" PyTorch's partitioner decides which activations
     are saved. Its settings of Inductor hold for the partitioned step, its
     backward included, and for no other compilation. A graph without a partitioned step is compiled
-    as by plain torch.compile, and a warning says so once.
+    as by plain torch.compile, and one warning is logged.
 
     Args:
         compiler: "inductor", or "eager", which calls the ops one by one.

@@ -82,8 +82,11 @@ class Halves:
         return bytes_kept(self.forward.graph, self.saved())
 
     def peak_bytes(self) -> tuple[int, int]:
-        """Return the most bytes alive at once in forward and in backward, beside inputs of forward
-        and scratch memory. A saved value is alive until its last reader. Linear in nodes."""
+        """Return the most bytes alive at once in forward and in backward. Linear in nodes.
+
+        Inputs of forward and scratch memory are not counted. A saved value is alive until its
+        last reader.
+        """
         taken = self.backward.placeholders()[len(self.inputs_read) :]
         saved = dict(zip(taken, self.saved(), strict=False))
         return peak_bytes(self.forward, self.backward, saved)

@@ -58,7 +58,8 @@ from graph_trainer.core.torch_private_compile import (
 from graph_trainer.errors import PassError
 
 _NOTHING = unwrap(torch.empty(0, device="meta"))[1]
-"""Of what is no tensor: a gradient that AOTAutograd does not compute, an opaque value."""
+"""The layout of a value that is not a tensor: an opaque value, or a gradient that AOTAutograd does
+not compute."""
 
 
 class ExportStage(IntEnum):
@@ -131,8 +132,7 @@ class ExportedStep:
         return self.joint.graph_module
 
     def rewrite(self, function: Callable[[JointGraph], None]) -> None:
-        """Let a function, or a pass, change the structure of the graph. May be called several
-        times."""
+        """Let a function, or a pass, change the structure of the graph, once or several times."""
         self._enter(ExportStage.REWRITE)
         function(self.joint)
 
@@ -177,8 +177,10 @@ class ExportedStep:
         self.graph_module.recompile()
 
     def remove_unused_waits(self) -> None:
-        """Remove waits that nothing reads, with what only they read: AOTAutograd would keep them.
-        Linear in nodes."""
+        """Remove unused waits, which AOTAutograd would keep, and the nodes that only they read.
+
+        Linear in nodes.
+        """
         self._enter(ExportStage.REMOVE_WAITS)
         graph = self.graph_module.graph
         erase_unused(graph, among={node for node in graph.nodes if is_wait(node)})
@@ -188,14 +190,14 @@ class ExportedStep:
         function that calls `set_recompute_policy` on nodes. May be called several times.
 
         Raises:
-            PassError: the function changes the structure, which tags come after; the config asks
-                for what other passes do, or to reshard in another way than the step was cut with
+            PassError: the function changes the structure, which tags come after; the config needs
+                other passes, or reshards in another way than the step was cut with
                 where tags cannot change that any more.
         """
         self._enter(ExportStage.TAG)
         if isinstance(tags, PassConfig):
-            # Tags cannot bring about another way to reshard: merged gathers are no unshard chain of
-            # one parameter, and backward goes on gathering what it gathers again.
+            # Tags cannot change how the step reshards: a merged gather is not the unshard chain of
+            # one parameter, and backward repeats the gathers that the cut has put there.
             tagged = {node for chain in unshard_chains(self.joint) for node in chain.nodes}
             merged: set[fx.Node] = set()  # gathers of forward, and what only shows their results
             kept = regathers = False
@@ -235,17 +237,17 @@ class ExportedStep:
         """Partition and compile.
 
         Args:
-            partition: "tags" repeats the cut of the step, but for what is tagged since; "min_cut"
-                lets PyTorch's partitioner decide about all that has no tag. What the cut gathers or
-                computes again in backward it then does again, and what it keeps of a parameter's
-                gather it keeps.
+            partition: "tags" repeats the cut of the step, but for nodes that were tagged later;
+                "min_cut" lets PyTorch's partitioner decide about all nodes without a tag, except
+                that backward repeats the gathers and recomputation that the cut has put there, and
+                a parameter's gather that the cut keeps is kept.
             compiler: the name of one of `backends.registry`, or `compiler(graph_module, inputs)` of
                 each half.
             on_partition: called with the forward and the backward graph.
             compare_ranks: whether the first call compares the collectives of all ranks.
 
         Returns:
-            the step: a function of a batch, for `backward()` on what it returns.
+            the step: a function of a batch; call `backward()` on its result.
 
         Raises:
             PassError: an unknown partition, or steps out of order.
@@ -259,7 +261,7 @@ class ExportedStep:
         self.graph_module.recompile()
         step, unchecked = self._step, list[JointGraph]()
 
-        def part(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        def partition_joint(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
             halves = PARTITIONS[partition](*args, **rest)
             if on_partition is not None:
                 on_partition(*halves)
@@ -278,9 +280,9 @@ class ExportedStep:
             return boxed(lambda values: step.run(run, half, values))
 
         forward, backward = (
-            partial(compile_half, k) for k in (OutputKind.SAVED, OutputKind.GRADIENT)
+            partial(compile_half, kind) for kind in (OutputKind.SAVED, OutputKind.GRADIENT)
         )
-        compiled = compile_joint(self._joint, part, forward, backward)
+        compiled = compile_joint(self._joint, partition_joint, forward, backward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             while unchecked:
@@ -353,8 +355,9 @@ def _layout(node: Any) -> Layout:
 
 
 def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
-    """Return one of the two graphs that a partitioner makes as a JointGraph, which analyses and
-    backends take. Its inputs have no names.
+    """Make a JointGraph, which analyses and backends take, of a partitioner's forward or backward.
+
+    Its inputs have no names.
 
     Args:
         kind: what it returns: SAVED for forward, GRADIENT for backward.

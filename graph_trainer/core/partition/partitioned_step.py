@@ -1,4 +1,4 @@
-"""A partitioned step as a module: forward when it is called, backward when autograd asks."""
+"""A partitioned step as a module: forward when it is called, backward when autograd runs."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class PartitionedStep(nn.Module):
         self._places = self._binding.places(model)
         self._batch = _plain_batch(joint)
 
-        # A function of the tensors of a call that torch.compile puts into its graph as it is, and
-        # that AOTAutograd traces with the metadata of the two graphs' nodes.
+        # This function takes the tensors of a call. torch.compile puts it into its graph as one
+        # node, and AOTAutograd traces through it, keeping the metadata of the two graphs' nodes.
         inputs_of_forward = [spec.name for spec in self.halves.forward.signature.inputs]
-        places = [inputs_of_forward.index(name) for name in self._gradients]
+        trained = [inputs_of_forward.index(name) for name in self._gradients]
 
         def interpreted(half: JointGraph) -> BoxedFunction:
             return lambda values: fx.Interpreter(half.graph_module).run(*values)
@@ -84,7 +84,7 @@ class PartitionedStep(nn.Module):
         def partitioned_step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
             run = (interpreted(self.halves.forward), interpreted(self.halves.backward))
-            return _Function.apply(self, run, values, *(tensors[place] for place in places))
+            return _Function.apply(self, run, values, *(tensors[place] for place in trained))
 
         partitioned_step.partitioned_step = self  # type: ignore[attr-defined]
         torch.compiler.allow_in_graph(partitioned_step)
@@ -160,8 +160,11 @@ class PartitionedStep(nn.Module):
             self._compare_ranks = False
 
     def _tensors_in_graph(self, args: Any, kwargs: Any) -> list[torch.Tensor] | None:
-        """Return the tensors of a call as torch.compile can read them, None for a batch that needs
-        a look from outside of its graph. `gt.backend` has the model checked at each run."""
+        """Return the tensors of a call as torch.compile can read them in its graph.
+
+        None for a batch that can only be checked outside of the graph. `gt.backend` has the model
+        checked at each run.
+        """
         if self._batch is None or len(args) != self._batch[0] or sorted(kwargs) != self._batch[1]:
             return None
         batch = [*args, *(kwargs[name] for name in self._batch[1])]
@@ -233,7 +236,7 @@ class _Function(torch.autograd.Function):
         outputs = step._outputs(results)
         count = len(results) - step._num_saved
         ctx.step, ctx.run = step, run[1]
-        # with these autograd refuses a backward after somebody wrote into one of them
+        # saved so, autograd refuses a backward after a write into one of them
         ctx.save_for_backward(*given, *results[count:])
         kept = set(step._differentiable)
         ctx.mark_non_differentiable(*(t for i, t in enumerate(outputs) if i not in kept))
@@ -268,7 +271,7 @@ _PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
 
 
 def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
-    """Return number, names and layouts of the arguments of a call, None if one is no tensor."""
+    """Return number, names and layouts of the arguments of a call, None if one is not a tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
     args, kwargs = joint.captured_batch.rebuild(specs)
     if len(args) + len(kwargs) != len(specs) or any(s.layout.subclass for s in specs):

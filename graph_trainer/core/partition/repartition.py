@@ -78,7 +78,7 @@ def repartition(
         joint: AOTAutograd's joint graph, which is changed.
         inputs: examples of its inputs.
         num_fwd_outputs: how many of its outputs are forward's.
-        rest: what AOTAutograd tells a partitioner beside.
+        rest: the other arguments that AOTAutograd gives a partitioner.
 
     Returns:
         forward and backward.
@@ -115,12 +115,12 @@ def repartition(
 def repartition_by_min_cut(
     joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Let PyTorch's partitioner decide about what the cut has not decided and no tag says.
+    """Let PyTorch's partitioner decide about what neither the cut nor a tag has decided.
 
-    Decided is what runs in backward, repeated gathers and recomputation included, and that random
-    draws, what forward reads of a buffer that it writes, a kept gather of a parameter and a copy in
-    host memory are saved. Ops around the step are left to PyTorch. Linear in nodes, beside the
-    partitioner.
+    The cut has decided what runs in backward, repeated gathers and recomputation included. It has
+    decided to save random draws, what forward reads of a buffer that it writes, a kept gather of a
+    parameter and a copy in host memory. Ops around the step are left to PyTorch. Linear in nodes,
+    beside the partitioner.
     """
     stale = set(written_inputs(joint.graph))
     nodes = [node for node in joint.graph.nodes if node.op == "call_function"]
@@ -161,8 +161,7 @@ PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_
 
 
 def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that `roots` need, themselves included, but for `stop` and what only those
-    need."""
+    """Return `roots` and the nodes that they need, without `stop` and what only `stop` needs."""
     needed = {root for root in roots if isinstance(root, fx.Node)} - stop
     for node in reversed(graph.nodes):
         if node in needed:
@@ -171,11 +170,12 @@ def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set
 
 
 def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
-    behind: set[fx.Node] = set()
+    """Return the nodes of forward: what it returns, saves or must run, and what that reads."""
+    depend_on_tangents: set[fx.Node] = set()
     roots: list[Any] = list(flat_outputs(joint, num_fwd_outputs)[0])
     for node in joint.graph.nodes:
-        if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
+        if is_tangent(node) or not depend_on_tangents.isdisjoint(node.all_input_nodes):
+            depend_on_tangents.add(node)
         elif node.op == "call_function" and (
             is_marked_saved(node)
             or must_be_in_forward(node)
@@ -186,6 +186,7 @@ def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
 
 
 def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
+    """Return the nodes of backward: its gradients and effects, and what only these read."""
     placed = [
         node
         for node in joint.graph.nodes
@@ -197,14 +198,18 @@ def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int
 
 
 def _must_run(node: fx.Node) -> bool:
-    """Whether a node runs for its effect, as an assertion does, where it was traced. A wait does
-    not: the readers of its result are why it is there."""
+    """Tell whether a node runs for its effect, as an assertion does, where it was traced.
+
+    A wait does not: it is there for the readers of its result.
+    """
     return has_effect(node) and not is_wait(node) and not is_symbolic(node)
 
 
 def _is_saved(node: fx.Node) -> bool:
-    """Whether a result of forward is saved where backward reads it. A view is not if what it is a
-    view of is saved or computed again."""
+    """Tell whether a result of forward is saved where backward reads it.
+
+    A view is not saved if its base is saved or recomputed.
+    """
     if is_symbolic(node) or is_opaque(node):
         return True
     decision = _decision(node)
@@ -224,7 +229,7 @@ def _is_saved(node: fx.Node) -> bool:
 
 
 def _decision(node: fx.Node) -> bool | None:
-    """What marks and tags say: saved, computed again, or nothing."""
+    """Return what marks and tags decide: True for saved, False for recomputed, None for neither."""
     source = _source(node)
     if runs_once(source) or may_write(source.target):
         return True
@@ -243,8 +248,10 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> None:
-    """Let backward read copies of the results of forward that are not saved, and of what was traced
-    in forward for backward alone."""
+    """Let backward read copies of the nodes of forward whose results are not saved.
+
+    Nodes that were traced in forward for backward alone are copied too.
+    """
     graph = joint.graph
     copies: dict[fx.Node, fx.Node] = {}
 

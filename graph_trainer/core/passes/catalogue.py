@@ -63,8 +63,8 @@ def load_pass(text: str) -> Pass:
         text: "package.module:name", of a function with `@graph_pass`.
 
     Raises:
-        PassError: no such module or name, what is found is no pass, or a pass with the name of a
-            built-in one.
+        PassError: no such module or name, an object that is not a pass, or a pass with the name of
+            a built-in one.
     """
     module_name, _, name = text.partition(":")
     entry = f"compile.passes: '{text}'"
@@ -144,7 +144,7 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
             )
         seen.add(each.name)
     if "default" in passes:
-        # of one stage: built-in passes as the catalogue has them, others where they were put
+        # in a stage, built-in passes are in the order of the catalogue, others where they were put
         built_in = iter([p for p in known.values() if p in selected])
         selected = [next(built_in) if known.get(p.name) == p else p for p in selected]
         selected.sort(key=lambda p: p.stage)
@@ -206,7 +206,7 @@ def without_effect(
     # options first: a user has written them, where a setting may be the default
     for of, given in options.items():
         if lack := lacking(selected, disabled, of):
-            # what is given with its default is refused as well: somebody has given it
+            # an option that is given with its default is refused as well: the user has written it
             names = [f.name for f in fields(given)]
             changed = [f.name for f in fields(given) if getattr(given, f.name) != f.default]
             yield from (Idle(of, name, getattr(given, name), *lack) for name in changed or names)
@@ -226,24 +226,28 @@ def without_effect(
 def idle_fields(
     settings: Mapping[str, Any], options: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str, tuple[Any, ...]]]:
-    """Yield the fields that are set and have no effect beside the others, as `acts_with` declares:
-    the pass whose option it is ("" for a setting), the field, the other one, and that one's values
-    with which the field would act.
+    """Yield the fields that are set and have no effect, since another field has a wrong value.
+
+    A field declares by `acts_with` the values of other fields with which it acts.
 
     Args:
         settings, options: as `without_effect`.
+
+    Yields:
+        the pass whose option the field is ("" for a setting), the field, the other field, and the
+        values of the other field with which this one would act.
     """
-    of_run = [each for each in fields(RunSettings) if each.name in settings]
-    declared = [("", each, dict(settings)) for each in of_run]
-    for of, given in options.items():
-        values = {each.name: getattr(given, each.name) for each in fields(given)}
-        declared += [(of, each, values) for each in fields(given)]
-    for of, each, values in declared:
-        if values[each.name] == each.default:
+    run_settings = [field for field in fields(RunSettings) if field.name in settings]
+    declared = [("", field, dict(settings)) for field in run_settings]
+    for pass_name, given in options.items():
+        values = {field.name: getattr(given, field.name) for field in fields(given)}
+        declared += [(pass_name, field, values) for field in fields(given)]
+    for pass_name, field, values in declared:
+        if values[field.name] == field.default:
             continue
-        for other, acting in each.metadata.get("acts_with", {}).items():
+        for other, acting in field.metadata.get("acts_with", {}).items():
             if {**settings, **values}[other] not in acting:
-                yield of, each.name, other, acting
+                yield pass_name, field.name, other, acting
 
 
 def lacking(

@@ -31,8 +31,10 @@ OtherMemoryOf = Callable[[JointGraph], OtherMemory]
 
 
 def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
-    """Declare a field, of a run's settings or of a pass's options, that has an effect only where
-    others have certain values; elsewhere another value than its default is refused.
+    """Declare a field that has an effect only where other fields have certain values.
+
+    Elsewhere another value than its default is refused. The field is one of a run's settings or of
+    a pass's options.
 
     Args:
         default: the field's default.
@@ -44,7 +46,7 @@ def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What a run sets that is no pass's own option."""
+    """The settings of a run, beside the options of each pass."""
 
     reshard_after_forward: ReshardAfterForward | None = None
     """Which parameters are freed after forward and gathered again in backward. "always": all
@@ -177,7 +179,7 @@ def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
     """Choose the profile of the machine, the same on all ranks. Two all-reduces.
 
     Raises:
-        PassError: the ranks run on unlike devices.
+        PassError: the ranks run on different devices.
     """
     detected, names = detect_for(joint), list(known_hardware())
     place = names.index(detected.hardware.name)
@@ -185,8 +187,8 @@ def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:
     first = names[-agreement.all_reduce_max(-place)]
     if first != last:
         raise PassError(
-            f"{HARDWARE_KEY} is unset and the ranks run on unlike devices, of the profiles {first} "
-            f"and {last} among others, so that each would make another step (this rank: "
+            f"{HARDWARE_KEY} is unset and the ranks run on different devices, of the profiles "
+            f"{first} and {last} among others, so that each would make another step (this rank: "
             f"{detected.why}). Set {HARDWARE_KEY} to one of them for all, that of the slower "
             "device for one"
         )

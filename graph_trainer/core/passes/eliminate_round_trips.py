@@ -49,7 +49,7 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
     Relies on the mark that capture sets where DTensor takes a local slice. Without it, rank 0's
     local slice looks like the first rows, which every rank may read, and ranks that decide
     differently would issue different collectives. In addition, shapes, strides and offsets must
-    show that the slice is all that this rank sent. Not changed: shards of unlike sizes, tensors
+    show that the slice is all that this rank sent. Not changed: shards of different sizes, tensors
     that are written in place or returned, and reductions, whose result is not what was sent; nor a
     slice that is gathered again, since nothing proves that ranks sliced equal bits.
 
@@ -149,36 +149,36 @@ class _RoundTrips:
         return _Gathered(gathered.source, dim % sent.ndim, gathered.gather, node)
 
     def _is_local_slice(self, cut: fx.Node, gathered: _Gathered) -> bool:
-        """Return whether a marked node takes exactly this rank's part of what was gathered."""
+        """Tell whether a node marked as a local slice is exactly this rank's part of the gather."""
         ranks = self._ranks(str(argument(gathered.gather, "group_name")))
         if self._ranks(str(local_slice_group(cut))) != ranks:
             return False
-        # DTensor, to which the mark refers, slices the whole of what was gathered
+        # the mark is for a slice of the whole gathered tensor, which is checked at the end
         whole = cut.all_input_nodes[0]
         while not isinstance(value_of(whole), torch.Tensor):
             whole = whole.all_input_nodes[0]
         if not isinstance(value_of(cut), torch.Tensor):
             return False
-        shown, mine, sent = tensor_of(whole), tensor_of(cut), tensor_of(gathered.source)
-        if mine.dtype != sent.dtype or mine.numel() != sent.numel():
+        sliced, local, sent = tensor_of(whole), tensor_of(cut), tensor_of(gathered.source)
+        if local.dtype != sent.dtype or local.numel() != sent.numel():
             return False
         shape, index = list(sent.shape), ranks.index(dist.get_rank())
         shape[gathered.dim] *= len(ranks)
         full = torch.empty(shape, device="meta")
-        if mine.shape == sent.shape:
+        if local.shape == sent.shape:
             rows = sent.shape[gathered.dim]
             expected = full.narrow(gathered.dim, index * rows, rows)
         elif gathered.dim == 0:
             # another view of the same elements, which are contiguous
             size = sent.numel()
-            expected = full.view(-1).narrow(0, index * size, size).view(mine.shape)
+            expected = full.view(-1).narrow(0, index * size, size).view(local.shape)
         else:
             return False
         return (
-            shown.numel() == full.numel()
-            and shown.is_contiguous()
-            and mine.stride() == expected.stride()
-            and mine.storage_offset() == expected.storage_offset()
+            sliced.numel() == full.numel()
+            and sliced.is_contiguous()
+            and local.stride() == expected.stride()
+            and local.storage_offset() == expected.storage_offset()
         )
 
     def _views(self, node: fx.Node) -> list[fx.Node]:

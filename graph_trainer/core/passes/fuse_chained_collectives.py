@@ -50,7 +50,7 @@ def fuse_chained_all_gathers(joint: JointGraph, options: NoOptions, context: Pas
     order it is made, by all ranks of the world at once: run the pass on all of them.
 
     Not changed: a first gather or a view of it that another node reads; gathers with anything
-    between them but views that show their input unchanged; groups that are no axes of a mesh
+    between them but views that show their input unchanged; groups that are not axes of a mesh
     with all ranks of the world; and parameters of which not every rank stores equally much, since
     their gathers are padded on some ranks and all ranks must do the same.
 
@@ -170,9 +170,11 @@ def _joined_pairs(
 
 
 def _before(node: fx.Node) -> fx.Node | None:
-    """Return the collective of the same kind and reduction that a collective reads unchanged; None
-    where another node reads it or what lies between (views and the wait), or where a view changes
-    what it shows."""
+    """Return the collective of the same kind and reduction that a collective reads unchanged.
+
+    Between them are views and the wait. None where another node reads one of these or the first
+    collective, or where a view changes what it shows.
+    """
     sent = read = argument(node, "input")
     while isinstance(read, fx.Node) and not is_wait(read):
         if aliased_input(read) is None or written_arguments(read) or len(read.users) != 1:
@@ -195,7 +197,7 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
     """Return the parameters of which every rank stores equally much.
 
     Then no rank pads what it sends or cuts what it receives, and all have the same chains. Nothing
-    is known of a parameter that is no DTensor.
+    is known of a parameter that is not a DTensor.
     """
     even = set()
     for spec, nodes in joint.inputs_of(InputKind.PARAMETER):

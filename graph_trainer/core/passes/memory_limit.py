@@ -87,8 +87,10 @@ class Budget:
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
 
     def needed(self, joint: JointGraph) -> int:
-        """Return the bytes that the rank that needs most needs of its device. The result is kept
-        until `changed` is called. n log n in storages."""
+        """Return the most bytes that any rank needs of its device. n log n in storages.
+
+        The result is kept until `changed` is called.
+        """
         if self._latest is None:
             hardware = self._context.hardware_for(joint)
             need = need_of(self.memory(joint, hardware), hardware)
@@ -167,8 +169,7 @@ class Budget:
             )
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
-        """Return the bytes that are missing on the rank where most are. A rank whose memory is not
-        known takes part too."""
+        """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
 
@@ -260,6 +261,6 @@ def what_would_help(
             freed[each.text] = sum(at_peak[category] for category in each.frees)
     lines = ["what would help, with what it frees here at most:"]
     for text, size in sorted(freed.items(), key=lambda entry: -entry[1]):
-        if size > sum(at_peak.values()) / 1000:  # what frees less is no help
+        if size > sum(at_peak.values()) / 1000:  # freeing less would not help
             lines.append(f"  {text} ({gib(size)} GiB)")
     return "\n".join(lines)

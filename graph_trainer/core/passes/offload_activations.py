@@ -127,7 +127,7 @@ def offload_activations(
 def _values(
     joint: JointGraph, tagged: list[fx.Node], min_bytes: int, staying: Counter[str]
 ) -> list[_Value]:
-    """Return the storages of the tagged nodes that can be offloaded, and count why others not."""
+    """Return the storages of the tagged nodes that can be offloaded; count why others cannot."""
     storages = value_storages(joint.graph)
     shown: dict[Storage, list[fx.Node]] = {s: [] for n in tagged for s in storages_in(storages[n])}
     for node in joint.graph.nodes:
@@ -139,7 +139,7 @@ def _values(
     devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}
 
     def why_not(storage: Storage, nodes: list[fx.Node], whole: list[fx.Node]) -> str:
-        # of the nodes that have the storage, `whole` are those of forward with one whole tensor
+        # `nodes` have the storage; `whole` are those of forward whose result is one whole tensor
         if storage[0].op != "call_function":
             return "memory of an input"
         if not any(is_backward(user) for node in nodes for user in node.users):

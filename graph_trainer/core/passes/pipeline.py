@@ -58,8 +58,8 @@ class PassConfig(RunSettings):
 
     device_memory: DeviceMemoryOf = unknown
     """What a step of this rank may need on its device, given the graph. Where `memory_limit_gib` is
-    None, a graph that needs more on any rank is refused. No pass is told: the same graph is made
-    whatever a device has free."""
+    None, a graph that needs more on any rank is refused. Passes do not see it: the graph does not
+    depend on what a device has free."""
 
     host_memory: DeviceMemoryOf = unknown
     """What this rank may take of its machine's memory for activations that are copied there. A
@@ -96,7 +96,7 @@ def run_passes(
     Raises:
         PassError: an unknown, repeated or misplaced pass; options that do not fit; a pass
             that failed, with the names of those that ran before it; a step that needs more
-            memory than the limit, or than the device has; ranks on unlike devices, where passes
+            memory than the limit, or than the device has; ranks on different devices, where passes
             decide by simulation and no hardware is named.
         VerificationError: a pass that left an invalid graph.
         CollectiveError: another rank has ended before this one's passes had.
@@ -194,7 +194,7 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
     partitioner decides.
 
     Raises:
-        PassError: as `run_passes`; the config asks for what other passes do.
+        PassError: as `run_passes`; the config needs other passes.
     """
     selected = resolve_passes(config.passes, config.disable_passes)
     tags = [p for p in selected if p.stage is Stage.TAG]
@@ -233,8 +233,11 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
 
 
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
-    """Return `config` with another policy for activations, and at their defaults the settings and
-    options that have no effect beside it. `more` are other fields to replace."""
+    """Return `config` with another policy for activations.
+
+    Settings and options that have no effect beside it get their defaults. `more` are other fields
+    to replace.
+    """
     config = replace(config, activation_policy=policy, **more)
     options = dict(config.options)
     for of, name, *_ in list(idle_fields(_settings(config), options)):

@@ -103,11 +103,11 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
 
 
 def to_be_recomputed(node: fx.Node) -> bool:
-    """Tell whether `rematerialize` acts on the tag of a forward node, or of the tuple it is of."""
+    """Tell whether `rematerialize` recomputes a forward node, by its tag or that of its tuple."""
     if node.op != "call_function" or is_backward(node) or runs_once(node):
         return False
     if isinstance(value_of(node), torch.SymInt):
-        return False  # a number that data decide is kept: another reading would be another symbol
+        return False  # a number that data decide is kept: reading it twice would make two symbols
     policy = recompute_policy(node)
     if is_getitem(node):
         source = node.args[0]

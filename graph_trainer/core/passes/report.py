@@ -77,8 +77,10 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
 
 
 def graph_state(joint: JointGraph) -> list[object]:
-    """Return a list that changes whenever the result of any analysis of the graph could: one tuple
-    per node. Linear in nodes, and far cheaper than any analysis."""
+    """Return a tuple for every node; they change whenever an analysis of the graph could.
+
+    Linear in nodes, and far cheaper than any analysis.
+    """
     return [
         (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
         + (id(value_of(n)),)
@@ -128,8 +130,10 @@ class Report:
         return table
 
     def notes(self) -> list[str]:
-        """Return a line for every pass that was rolled back, and for every other with a remark; and
-        one for what `verify_passes` says of passes whose numbers it does not find bitwise equal."""
+        """Return a line for every pass that was rolled back or has a remark.
+
+        `verify_passes` adds a line about passes whose numbers it does not find bitwise equal.
+        """
         verified: dict[str, list[str]] = {}
         for row in self.rows:
             if row.verified not in ("", EQUAL):

@@ -64,7 +64,7 @@ _ATTENTION = re.compile(r"scaled_dot_product|(flash|efficient|flex|varlen).*att(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TagActivationsOptions:
-    """What `tag_activations` may be told beside the policy, activation_checkpoint.type."""
+    """Options of `tag_activations` beside the policy, activation_checkpoint.type."""
 
     matmuls: Matmuls = acts_with("every_second", activation_policy=("selective",))
     """What "selective" does with the matrix products of linear layers: "every_second" recomputes

@@ -47,12 +47,11 @@ class _Checker(fx.Interpreter):
             ) from error
         if n.op == "call_function":
             results = result if isinstance(result, (tuple, list)) else [result]
-            made = [t for t in results if isinstance(t, torch.Tensor)]
-            said = tensors_of(n)
-            if [_describe(t) for t in made] != [_describe(t) for t in said]:
+            real = [_describe(t) for t in results if isinstance(t, torch.Tensor)]
+            traced = [_describe(t) for t in tensors_of(n)]
+            if real != traced:
                 raise VerificationError(
-                    f"node '{n.name}' ({n.target}) makes {[_describe(t) for t in made]} and its "
-                    f"metadata says {[_describe(t) for t in said]}"
+                    f"node '{n.name}' ({n.target}) makes {real} and its metadata says {traced}"
                 )
         return result
 

@@ -76,14 +76,14 @@ class Numbers:
             self.start(joint)
             return f"{NOT_COMPARED}{reason}"
         try:
-            now, odd = self._ran = _run(joint)
+            now, mismatches = self._ran = _run(joint)
         except Exception as error:
             raise VerificationError(
                 f"it does not run on the values on which it ran before: {_text(error)}"
             ) from error
-        was, odd_before = ran
-        if new := [name for name in odd if name not in odd_before]:
-            raise VerificationError(f"node '{new[0]}' {odd[new[0]]}")
+        was, mismatches_before = ran
+        if new := [name for name in mismatches if name not in mismatches_before]:
+            raise VerificationError(f"node '{new[0]}' {mismatches[new[0]]}")
         verdict = _compared(before, joint, was, now, changes_sums)
         self._before = copy_graph(joint)
         return verdict
@@ -192,26 +192,28 @@ def _all_nodes(graph: fx.Graph, inner: bool = False) -> list[tuple[fx.Node, bool
 
 
 def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, str]]:
-    """Run a graph on made-up values; with `alike`, as if all ranks held the same.
+    """Run a graph on made-up values; with `alike`, as if all ranks had the same values.
 
     Returns:
-        what it returns and what it leaves in its inputs; and by node, how its value differs from
+        the outputs and the final values of the inputs; and, by node, how its value differs from
         its metadata.
     """
-    odd: dict[str, str] = {}
+    mismatches: dict[str, str] = {}
 
     def compare_with_metadata(node: fx.Node, value: Any) -> None:
         if node.op != "call_function":
             return
-        several = value if isinstance(value, (tuple, list)) else [value]
-        made = [(tuple(t.shape), t.dtype) for t in several if isinstance(t, torch.Tensor)]
-        said = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
-        if made != said:
-            odd[node.name] = f"makes {made} of real values and its metadata says {said}"
+        results = value if isinstance(value, (tuple, list)) else [value]
+        real = [(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor)]
+        traced = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
+        if real != traced:
+            mismatches[node.name] = f"makes {real} of real values and its metadata says {traced}"
 
     tensors = run(joint, alike=alike, observe=compare_with_metadata)
     specs: tuple[Input | Output, ...] = (*joint.signature.outputs, *joint.signature.inputs)
-    return {result_name(spec): list(parts) for spec, parts in with_parts(specs, tensors)}, odd
+    return {
+        result_name(spec): list(parts) for spec, parts in with_parts(specs, tensors)
+    }, mismatches
 
 
 def _is_rounding(difference: Difference, was: Results, grain: float) -> bool:

@@ -18,7 +18,7 @@ class SameOnAnyMesh(TorchDispatchMode):
     Every rank draws the same numbers from its default generator, which must be in the same
     state on all of them. So one rank, eight ranks and eight thousand start from the same
     model, also on devices where DTensor's generator does not work (CPU). Memory: one
-    whole parameter at a time. Code that asks for a value of a sharded tensor, as trunc_normal_
+    whole parameter at a time. Code that reads a value of a sharded tensor, as trunc_normal_
     does to draw again until all are within bounds, gets that of the whole tensor: with the values
     of their shards, ranks would draw different numbers from there on. Ops that make a new random
     tensor like a DTensor (rand_like) are drawn whole too; what they return is sharded like

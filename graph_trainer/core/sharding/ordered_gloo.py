@@ -332,7 +332,7 @@ def _start(
 
 
 def _check(name: str, *, whole: torch.Tensor, part: torch.Tensor, ranks: int) -> None:
-    """Refuse tensors that do not fit before anything is sent."""
+    """Before anything is sent, refuse a whole that is not `ranks` times the part."""
     if whole.numel() != ranks * part.numel() or whole.dtype != part.dtype:
         raise ConfigError(
             f"{name} over {ranks} ranks: {whole.dtype} {tuple(whole.shape)} is not {ranks} times "
@@ -368,7 +368,7 @@ def _reduction(op: Any, ranks: int) -> Callable[[torch.Tensor, torch.Tensor], No
         names = ", ".join(known.name for known, _ in _REDUCTIONS)
         raise ConfigError(
             f"CPU ranks cannot reduce by what was asked; they have {names}. PREMUL_SUM, which "
-            "FSDP2 asks for, runs on NCCL only"
+            "FSDP2 requests, runs on NCCL only"
         )
 
     def reduce(rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -66,11 +66,11 @@ class _Sharding:
     """Mesh, placements, shape and stride of the DTensor that the model computes with."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharding:
-        """A copy of a model communicates over the same process groups, which have no copy."""
+        """Return itself: a copied model communicates over the same process groups."""
         return self
 
     def unshard(self, parameter: torch.Tensor) -> torch.Tensor:
-        """The tensor that the module computes with: gathered, in the policy's dtype."""
+        """Return the tensor that the module computes with: gathered, in the policy's dtype."""
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         full = _Unshard.apply(shard, self)
         if self.tensor_parallel is None:
@@ -271,7 +271,7 @@ class _Copies:
 
 
 def _reading_class(base: type, names: tuple[str, ...]) -> type:
-    """A subclass of `base` whose attributes `names` gather the parameter they name.
+    """Make a subclass of `base` whose attributes `names` gather the parameter they name.
 
     Python finds a property of the class before nn.Module looks among its parameters, so forward
     reads the gathered tensor; named_parameters, state_dict and the optimizer read the shard.

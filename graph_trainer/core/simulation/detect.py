@@ -27,7 +27,7 @@ class Detected(NamedTuple):
     why: str
     """Its name and why it was chosen; where `exact` is False, also the key to set."""
     exact: bool
-    """Whether the profile describes this device, and is no substitute."""
+    """Whether the profile describes this device, and is not a substitute."""
 
 
 def detect_hardware(device: torch.device | None = None) -> Detected:
@@ -35,7 +35,7 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
 
     A GPU gets the profile whose name begins with its model (A100, H100, H200, B200), that of the
     nearest memory where there are several. Any other GPU gets that of the data-center chip of its
-    compute capability, and whatever is no GPU gets `cpu`; `why` then says so.
+    compute capability, and any device but a GPU gets `cpu`; `why` then says so.
 
     Args:
         device: what the step runs on; None or meta for the current GPU, or the CPU where there is

@@ -179,7 +179,7 @@ def _check(file: str, key: str, value: Any) -> None:
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 known = f": {', '.join(_DTYPES)}"
                 hint = did_you_mean(dtype, _DTYPES, "; did you mean {}?", known, cutoff=0.3)
-                raise ConfigError(f"{where}: '{dtype}' is no dtype of torch's{hint}")
+                raise ConfigError(f"{where}: '{dtype}' is not a dtype of torch{hint}")
             _check(file, f"peak_flops.{dtype}", number)
     else:
         if type(value) is int and value.bit_length() > 1000:

@@ -40,7 +40,7 @@ class Runtime:
     """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
     layer ends, even if it does not read them."""
     runs_backend: bool
-    """Whether a backend of ours runs the graph, and so says what is compiled together."""
+    """Whether a backend of ours runs the graph, and so decides what is compiled together."""
     copies_buckets: bool
     """Whether gathered parameters are copied out of their bucket, on the compute stream, and
     gradients into their bucket, on the communication stream."""
@@ -50,7 +50,8 @@ class Runtime:
 
         Args:
             compiles: whether the backend compiles.
-            in_regions: whether it compiles region by region, where the program leaves that to it.
+            in_regions: whether it compiles region by region; a runtime that does not run the
+                backend ignores this.
         """
         if not compiles:
             return NO_FUSION

@@ -347,7 +347,7 @@ def pass_config(
 
     Raises:
         PassError: a pass that is unknown or out of place.
-        ConfigError: `compile.hardware` is no profile.
+        ConfigError: `compile.hardware` is not a profile.
     """
     if config.hardware is not None:
         hardware = load_hardware(config.hardware, "compile.hardware")

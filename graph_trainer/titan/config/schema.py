@@ -80,7 +80,7 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
 
 
 def _entries(module: str) -> _Schema:
-    """Restrict `base` to the entries of a module, where `module` names this one."""
+    """Restrict `base` to the entries of `module`, in configs whose key `module` is this one."""
     named: _Schema = {
         "properties": {"module": {"enum": [module, module.removeprefix("graph_trainer.")]}}
     }
@@ -237,7 +237,7 @@ Train a model from one captured graph.
 --config NAME  one of its configs, or a path to a .toml file (default debugmodel)
 {plan}
 Flags override the file, the file overrides its base. Values are written as in TOML; text needs no \
-quotes, a list of texts is a,b,c, and None is no value. The sections below that can be one of \
+quotes, a list of texts is a,b,c, and None means no value. The sections below that can be one of \
 several components take --SECTION.type:
 {sections}"""
 

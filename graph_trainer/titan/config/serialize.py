@@ -24,8 +24,8 @@ _HEADER = """\
 def config_to_toml(config: GraphTrainerConfig) -> str:
     """Write the whole config as a TOML document, which gives an equal config when it is loaded.
 
-    The model is named by `module` and `base`. So is a value that TOML cannot write (a function
-    that the registry entry set); a comment lists these keys.
+    `module` and `base` name the model. Values that TOML cannot write (functions that the registry
+    entry set) come from that entry too; a comment lists their keys.
     """
     left_out: list[str] = []
     table: dict[str, Any] = {k: getattr(config, k) for k in ("module", "base")}

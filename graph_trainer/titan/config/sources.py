@@ -204,7 +204,7 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
     """Return parsed TOML with None for the keys that a table's `unset = ["key", ...]` lists.
 
     Raises:
-        ConfigError: `unset` is no list of names, or one of them is set as well.
+        ConfigError: `unset` is not a list of names, or one of them is set as well.
     """
     if isinstance(value, list):
         return [with_none(each, where, path) for each in value]

@@ -45,7 +45,7 @@ class PackedRows:
         self._pairs = np.maximum(lengths[self._chosen] - 1, 0)
         self._seq_len, self._seed, self._epoch = seq_len, seed, -1
         self.documents = len(self._chosen)
-        self.pairs_per_epoch = int(self._pairs.sum())  # with those that fill no row
+        self.pairs_per_epoch = int(self._pairs.sum())  # the last ones may not fill a row
         self.rows_per_epoch = self.pairs_per_epoch // seq_len
         # Of the tokens, where documents begin, and which of them validate.
         digest = hashlib.blake2b(digest_size=32)

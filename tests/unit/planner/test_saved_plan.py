@@ -106,9 +106,9 @@ OPS = ("fingerprint", "ops")
         (["world_size"], 3, "they multiply to 2 ranks, and world_size is 3"),
         (["world_size"], 0, "world_size = 0: "),
         (["axes", "tp"], [0, 0], "they multiply to 4 ranks, and world_size is 2"),
-        (["axes", "fsdp"], [0, 0], "classes: not one for each class of the axes"),
+        (["axes", "fsdp"], [0, 0], "classes: they must be one for each class of the axes"),
         (["axes", "fsdp"], [], "they multiply to 0 ranks"),
-        (["classes"], {}, "classes: not one for each class of the axes"),
+        (["classes"], {}, "classes: they must be one for each class of the axes"),
         (["classes", "0", "extra"], 5, "classes.0.extra = 5: Extra inputs"),
         (["classes", "0", *OPS, 0], ["a"], "classes.0.fingerprint.ops.0.1: Field required"),
         (["classes", "0", *OPS, 0, 1], 7, "fingerprint.ops.0.1 = 7: Input should be a valid str"),
@@ -136,7 +136,7 @@ def test_a_class_of_another_rank_is_refused(document, tmp_path):
     path = tmp_path / "plan.json"
     document["classes"]["5"] = document["classes"].pop("1")
     path.write_text(json.dumps(document))
-    with pytest.raises(ConfigError, match="classes: not one for each class of the axes"):
+    with pytest.raises(ConfigError, match="classes: they must be one for each class of the axes"):
         read_plan(path)
 
 
@@ -144,7 +144,7 @@ def test_axes_of_too_many_classes_are_refused_before_they_are_listed(document, t
     path = tmp_path / "plan.json"
     document["axes"] = {f"axis {number}": [0, 1] for number in range(40)}
     path.write_text(json.dumps(document | {"world_size": 2**40}))
-    with pytest.raises(ConfigError, match="not one for each class of the axes"):
+    with pytest.raises(ConfigError, match="one for each class of the axes"):
         read_plan(path)
 
 

@@ -249,7 +249,7 @@ def test_a_member_of_an_enumeration_is_read_as_python_3_11_2_writes_it() -> None
     ],
 )
 def test_no_other_attribute_is_looked_up(kind: bytes, name: bytes) -> None:
-    with pytest.raises(CheckpointError, match="state holds bytes that are no pickle of data"):
+    with pytest.raises(CheckpointError, match="state holds bytes that are not a pickle of data"):
         _check_bytes(attribute_of(kind, name), "state")
 
 
@@ -273,7 +273,7 @@ def test_what_a_pickle_may_build_a_value_may(value: Any) -> None:
 )
 def test_bytes_that_are_no_pickle_are_refused(value: bytes) -> None:
     """What this reader cannot read another one may, `torch.load` for example."""
-    with pytest.raises(CheckpointError, match="^x holds bytes that are no pickle of data"):
+    with pytest.raises(CheckpointError, match="^x holds bytes that are not a pickle of data"):
         load_value(value)
 
 

@@ -110,7 +110,7 @@ def by_size(
         cap_mib: MiB of a bucket, at most (more only where one member alone is larger), or the same
             by process group; collectives of a group that is not given are not merged.
         max_span: nodes from the first member of a bucket to its last, at most; nodes of FSDP do
-            not count, of which ranks have unlike numbers.
+            not count, since their number differs between ranks.
     """
     closed: list[list[Member]] = []
     open_: dict[Route, tuple[list[Member], int]] = {}

@@ -26,16 +26,16 @@ _NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
 def best_caps(
     joint: JointGraph, members: Sequence[Member], context: PassContext, max_span: int
 ) -> dict[str, float]:
-    """Find the MiB of a bucket, by process group.
+    """Find the best size of a bucket in MiB, by process group.
 
-    Begins with the smallest size that saturates each group's links, and takes that size, a half, a
-    quarter, nothing, twice or four times of it, whichever makes the simulated step of the slowest
-    rank shortest within the memory limit; the first of equals. Simulates a copy of the graph for
-    each, with the passes that run later, and writes remarks on what it found.
+    Begins with the smallest size that saturates each group's links. Tries this size, a half and a
+    quarter of it, nothing, twice and four times it, and takes the one with which the simulated step
+    of the slowest rank is shortest within the memory limit; the first of equals. Simulates a copy
+    of the graph for each, with the passes that run later, and writes remarks on the results.
     """
     hardware = context.hardware_for(joint)
-    # By group the largest saturating size of its kinds of collectives, on any rank: of the groups
-    # along one axis of a mesh, one may be within a machine and another not.
+    # By group, the largest saturating size of its kinds of collectives, on any rank: of the groups
+    # along one mesh axis, one may be within a machine and another not.
     start: dict[str, int] = {}
     for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
         collective = collective_of(node, group_ranks, None)
@@ -77,8 +77,11 @@ class _Tried:
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:
-    """Return the smallest power of two of MiB, up to 4 GiB, at which a collective of this kind over
-    this group has nine tenths of the bandwidth that an endless one has."""
+    """Return the least MiB at which a collective of this kind saturates the links of its group.
+
+    A power of two, up to 4 GiB, at which the collective has nine tenths of the bandwidth of an
+    endless one.
+    """
 
     def bytes_per_second(size: int) -> float:
         sized = replace(collective, input_bytes=size, output_bytes=size)

@@ -94,7 +94,7 @@ def bucket_collectives(
     order, and with `settings.bitwise` reductions are not merged. Costs memory: a bucket and its
     members are alive together for a moment. n log n in nodes.
 
-    All ranks merge alike: where sizes decide and ranks have unlike sizes, so that their buckets
+    All ranks merge alike: where sizes decide and ranks have different sizes, so that their buckets
     would differ, none of them merges.
     """
     if options.strategy == "none":
@@ -116,8 +116,8 @@ def bucket_collectives(
     merged = [[place[member] for member in bucket] for bucket in buckets]
     if undecided and not context.agreement.same(merged):
         joint.remarks[:] = [
-            "none merged: the ranks would merge unlike ones, their tensor-parallel parts being of "
-            'unlike sizes; the strategy "transformer_block" does not look at sizes'
+            "none merged: the ranks would merge different ones, their tensor-parallel parts having "
+            'different sizes; the strategy "transformer_block" does not depend on sizes'
         ]
         joint.decisions[bucket_collectives.name] = {}
         buckets = []

@@ -157,7 +157,7 @@ class _Bucket:
         return self._views_of(self._communicated(bucket), sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
-        """The complete result of the members' collective on the bucket.
+        """Return the complete result of the members' collective on the bucket.
 
         All members have its op and its arguments but for the input: they share a `Route`."""
         schema = schema_of(self.first)
@@ -179,8 +179,7 @@ class _Bucket:
         return [self._of(m, operator.getitem, parts, place) for place, m in enumerate(self.members)]
 
     def _before_casts(self) -> tuple[list[fx.Node], torch.dtype | None]:
-        """Return what the members send, before a cast that all of them have, and the dtype of that
-        cast.
+        """Return what the members send before a cast that all have, and the dtype of that cast.
 
         A bucket is packed in the narrower dtype and cast as a whole: fewer bytes are alive until
         the last member is computed. The bits are the same."""
@@ -260,7 +259,7 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 
 def _input(collective: fx.Node) -> fx.Node:
-    return collective.all_input_nodes[0]  # of an all-to-all the splits are nodes too
+    return collective.all_input_nodes[0]  # the splits of an all-to-all may be nodes too
 
 
 def _number(node: fx.Node, name: str) -> int:

@@ -85,8 +85,10 @@ def _is_plain(node: fx.Node, writes: Writes) -> bool:
 
 
 def _moves(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a node may move, and read another storage: it has no effect, its tensors are
-    never written, and it uses no storage offset."""
+    """Tell whether a node may move and read another storage.
+
+    It has no effect, its tensors are never written, and it uses no storage offset.
+    """
     return not (
         has_effect(node)
         or "as_strided" in str(node.target)

@@ -62,8 +62,7 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
 def _launches(
     joint: JointGraph, backward: bool, movable: Callable[[fx.Node], bool]
 ) -> list[list[fx.Node]]:
-    """Return for every unshard, of backward or else of forward, the nodes up to its first
-    collective."""
+    """Return the nodes to the first collective of every unshard in backward, or else in forward."""
     chains: list[list[fx.Node]] = []
     of: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.graph.nodes:

@@ -185,8 +185,11 @@ class ScheduleGraph:
         """What stays allocated while a node is deferred: what it reads, or its collective does."""
 
     def _gathers_twice(self) -> bool:
-        """Return whether a parameter is gathered along one axis after another. How much the first
-        gather sends may then differ among the ranks of the second, and so the simulated time."""
+        """Tell whether a parameter is gathered along one axis after another.
+
+        How much the first gather sends may then differ among the ranks of the second, and so the
+        simulated time.
+        """
         inside: set[fx.Node] = set()
         for node in self.nodes:
             continues = any(n in inside for n in node.all_input_nodes)
@@ -233,8 +236,11 @@ class ScheduleGraph:
         return [node, *node.all_input_nodes, *([] if issuer is None else issuer.all_input_nodes)]
 
     def _reads(self) -> list[set[int]]:
-        """Return by place what must run before: what a node reads, the node before it that used the
-        same written storage, and the one before it that had an effect."""
+        """Return, by place, the nodes that must run before a node.
+
+        They are its inputs, the last node before it that used the same written storage, and the
+        last one before it that had an effect.
+        """
         reads_of: list[set[int]] = []
         touched: dict[Storage, int] = {}
         effect: int | None = None
@@ -289,8 +295,10 @@ class ScheduleGraph:
     # --- what it takes ---------------------------------------------------------------------
 
     def _elements_of_tails(self) -> dict[fx.Node, int]:
-        """Return the elements of every node after a reduction: as many as the node reads, though
-        this rank may store fewer rows."""
+        """Return the elements of every node after a reduction.
+
+        As many as the node reads, though this rank may store fewer rows.
+        """
         elements: dict[fx.Node, int] = {}
         for node in self.nodes:
             if role_of(node) is not Role.REDUCE_GRAD:

@@ -56,7 +56,7 @@ def schedule_overlap(
     and so do reductions of whole gradients, and all other collectives.
 
     Cannot hang: the ranks of a group have the same schedule graph (see `schedule_graph`) and decide
-    alike; where batches or tensor-parallel parts have unlike sizes, so that ranks would decide
+    alike; where batches or tensor-parallel parts have different sizes, so that ranks would decide
     differently, none of them moves anything. Bounds memory: the predicted peak grows by
     `max_peak_growth` at most, as predicted for a rank that stores the most rows of every
     parameter. No heavy node overtakes more than `max_consecutive_compute` others, and none
@@ -87,7 +87,7 @@ def schedule_overlap(
         if not context.agreement.same([ordinal[place] for place in order if place in ordinal]):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
-                "or their tensor-parallel parts being of unlike sizes"
+                "or their tensor-parallel parts having different sizes"
             )
             order = sorted(order)
     joint.decisions[schedule_overlap.name] = Decided(program, order)
@@ -115,9 +115,10 @@ def schedule_overlap(
 def _remarks_on(
     graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
 ) -> list[str]:
-    """Say in one line what moved, and in one more for every collective how long compute waits for
-    it now, where that has changed. `order` has the places of the old order, in the new one.
-    Linear in nodes.
+    """Describe what moved, in one line, and the collectives whose waits changed, a line each.
+
+    A collective's line has how long compute waits for it now. `order` has the places of the old
+    order, in the new one. Linear in nodes.
     """
     traffic = traffic_of(graph.issued)
     old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)

@@ -105,7 +105,7 @@ def agreed_on(
     """Give every rank the same costs: where they differ, those of the rank with the largest sum.
 
     Raises:
-        PassError: the ranks' blocks have unlike ops.
+        PassError: the ranks' blocks have different ops.
     """
     shape = []
     for block in blocks:
@@ -113,8 +113,8 @@ def agreed_on(
     choices = [(item.name, item.parameters, len(item.choices)) for item in others]
     if not context.agreement.same((shape, choices)):
         raise PassError(
-            "the ranks' blocks have unlike ops, so that no one plan of memory holds for all: use "
-            'an activation_checkpoint.type such as "selective" or "full"'
+            "the ranks' blocks have different ops, so that no one plan of memory holds for all: "
+            'use an activation_checkpoint.type such as "selective" or "full"'
         )
     costs = [n for b in blocks for op in b.ops for n in (op.bytes, op.nanoseconds)]
     costs += [n for item in others for c in item.choices for n in (c.bytes, c.nanoseconds)]

@@ -135,7 +135,7 @@ class _Planner:
         items = [Item(b.name, solved[b.ops], b.ops) for b in self._blocks]
         items += others
         self._items = items
-        # of equals the last block first: backward frees it first
+        # among equal savings the last block comes first, since backward frees it first
         corners: list[tuple[float, bool, int, int]] = []
         for place, item in enumerate(items):
             for number, (low, high) in enumerate(itertools.pairwise(item.choices)):
@@ -159,8 +159,8 @@ class _Planner:
         plan = [(place, c.bytes, c.nanoseconds, sorted(c.saved)) for place, c in self._steps]
         if not context.agreement.same(plan):
             raise PassError(
-                "the ranks' solvers found unlike plans of memory: install the same scipy on every "
-                'host, or use an activation_checkpoint.type such as "selective" or "full"'
+                "the ranks' solvers found different plans of memory: install the same scipy on "
+                'every host, or use an activation_checkpoint.type such as "selective" or "full"'
             )
         self._hardware = context.hardware_for(joint)
         self._leasts: dict[int, int] = {}
@@ -230,8 +230,10 @@ class _Planner:
         return self._places[low] if low >= 0 else None
 
     def _least(self, number: int) -> int:
-        """Return what the rank that needs most needs of its device after a number of steps, in
-        bytes, with the passes alone that any step needs."""
+        """Return the most bytes that any rank needs of its device after a number of steps.
+
+        Only the passes that any step needs run.
+        """
         if number not in self._leasts:
             need = need_of(self._memory(number), self._hardware)
             self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
@@ -272,8 +274,10 @@ class _Planner:
         return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
     def _trial(self, number: int, before: Stage | None) -> JointGraph:
-        """Return a copy of the graph after a number of steps and the later passes, all of them or
-        those before a stage."""
+        """Return a copy of the graph after a number of steps and the later passes.
+
+        All later passes, or those before a stage.
+        """
         trial, context = copy_graph(self._joint), self._context
         named = {node.name: node for node in trial.graph.nodes}
         blocks = []

@@ -61,10 +61,11 @@ class MemoryTable:
         parameters: Iterable[str] | None,
         offloaded: Iterable[str] = (),
     ) -> MemoryTable:
-        """Make the table of what is saved of each block, by the numbers of its ops.
+        """Make the table of the ops that each block saves.
 
         Args:
-            saved: by block. Ops of which there is a choice and that no block saves are listed too.
+            saved: by block, the numbers of the ops that it saves. The table also lists ops that a
+                block could save and none does.
         """
         kept: dict[tuple[str, str, int], list[str]] = {}
         sizes: dict[tuple[str, str, int], Op] = {}
@@ -83,10 +84,10 @@ class MemoryTable:
         return cls(tuple(rows), kept_whole, tuple(offloaded))
 
     def saved(self, blocks: Sequence[Block]) -> dict[str, set[int]]:
-        """Return the numbers of the ops that are saved of each block.
+        """Return, by block, the numbers of the ops whose results are saved.
 
         Raises:
-            PassError: an op or a block of the table is none of the graph's.
+            PassError: the table has an op or a block that the graph does not have.
         """
         names = {block.name for block in blocks}
         known = {(op.module, op.target, op.nth) for block in blocks for op in block.ops}

@@ -89,7 +89,7 @@ class Breaks:
         joint.signature = replace(
             signature, outputs=tuple(outputs), parameters_without_grad=("linear.bias",)
         )
-        return "'linear.bios'", "no parameter"
+        return "'linear.bios'", "not a parameter"
 
     def placeholders_out_of_order(joint):
         first, second, _ = joint.placeholders()

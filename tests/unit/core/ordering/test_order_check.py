@@ -68,7 +68,7 @@ def test_a_group_that_only_some_of_its_members_know_of(check):
     everyone, pair = collective(ranks=(0, 1, 2)), collective(ranks=(0, 1))
     words = ["rank 0 issues all_gather", "[0, 1, 2]", "rank 2 issues nothing more"]
     refused(at_once(everyone), at_once(everyone), [], words=words, check=check)
-    words = [f"rank 2 issues {pair.describe()} and is no member of that group"]
+    words = [f"rank 2 issues {pair.describe()} and is not a member of that group"]
     refused(at_once(everyone), at_once(everyone), at_once(pair), words=words, check=check)
 
 

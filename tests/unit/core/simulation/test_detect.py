@@ -106,7 +106,9 @@ def test_ranks_on_unlike_devices_are_refused(monkeypatch, mine):
     places = [list(known_hardware()).index(name) for name in ("a100-80g", "h100-sxm")]
 
     answers = iter([max(places), max(-place for place in places)])
-    words = f"{HARDWARE_KEY} is unset .* unlike devices.*a100-80g and h100-sxm.*this rank: {mine}"
+    words = (
+        f"{HARDWARE_KEY} is unset .* different devices.*a100-80g and h100-sxm.*this rank: {mine}"
+    )
     with pytest.raises(gt.PassError, match=words):
         config = gt.PassConfig(passes=[simulating([])])
         gt.run_passes(joint, config, agreement=Agreed(lambda number: next(answers)))

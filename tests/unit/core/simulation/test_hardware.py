@@ -104,7 +104,7 @@ BAD_VALUES = {
     "a peak of no dtype": (
         "bfloat16",
         "1\nbf16 = 1",
-        "'bf16' is no dtype of torch's; did",
+        "'bf16' is not a dtype of torch; did",
     ),
 }
 

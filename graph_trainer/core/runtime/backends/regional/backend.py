@@ -50,12 +50,11 @@ def compile_graph(
 
 
 def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
-    """Let the results of a program have these strides and share no memory with its inputs or each
-    other.
+    """Copy results of a program that have other strides or share memory with inputs or results.
 
-    They do so by themselves but for two cases: a kernel gives other strides than its fake one, or
-    the compiler makes two equal results once. A program does the same in every call: what its
-    first call finds is copied in all.
+    There are two such cases: a kernel gives other strides than its fake one, or the compiler makes
+    two equal results once. A program does the same in every call: the results that the first call
+    has to copy are copied in all.
     """
     wrong: list[int] | None = None
 
@@ -82,7 +81,7 @@ def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:
 
 
 def _memory(tensor: torch.Tensor) -> StorageWeakRef:
-    # an address is no name: a result may get that of an input which the program has freed
+    # not the address: a result may get that of an input which the program has freed
     return StorageWeakRef(tensor.untyped_storage())
 
 

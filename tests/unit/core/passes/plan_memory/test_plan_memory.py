@@ -267,7 +267,7 @@ def test_ranks_with_other_costs_get_one_plan(stack):
     )
     assert ours == theirs == (dear, dearer)
     assert agreed_on(blocks, parameters, alone) == (blocks, parameters)
-    with pytest.raises(gt.PassError, match="unlike ops"):
+    with pytest.raises(gt.PassError, match="different ops"):
         on_ranks(
             lambda context: agreed_on(blocks, parameters, context),
             lambda context: agreed_on(blocks_of(stack, alone), parameters, context),
