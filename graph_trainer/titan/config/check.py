@@ -1,5 +1,6 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterator
@@ -81,6 +82,7 @@ def check_config(
     problems = [
         *_section_problems(config),
         *_batch_problems(config, world_size),
+        *itertools.starmap(Problem, config.model_problems()),
         *_model_problems(config),
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer.param_groups),

@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -176,6 +176,10 @@ class GraphTrainerConfig(Trainer.Config):
 
     base: Annotated[str, tyro.conf.Suppress] = ""
     """The registry entry that this config began as."""
+
+    def model_problems(self) -> Iterator[tuple[str, object, str, str]]:
+        """Yield what a subclass finds wrong: key, value, problem and remedy."""
+        yield from ()
 
 
 def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrainerConfig:

@@ -291,8 +291,8 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     if all(part.isidentifier() for part in name.split(".")):
         for candidate in (
             f"{name}.config_registry",
-            name,
             f"graph_trainer.{name}.config_registry",
+            name,
         ):
             try:
                 module = importlib.import_module(candidate)
