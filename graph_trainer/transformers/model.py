@@ -142,6 +142,11 @@ class TransformersModel(BaseModel):
         self.causal_lm = AutoModelForCausalLM.from_config(
             hf, dtype=torch.get_default_dtype(), attn_implementation="sdpa" if sdpa else "eager"
         )
+        if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
+            raise ConfigError(
+                f"model.path {config.path}: {cls.__name__} with this config lets tokens see what "
+                "they are to predict. Set is_decoder in its config.json, or name another model"
+            )
         self.takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
 
     @property
