@@ -40,7 +40,7 @@ def read_config(path: str) -> Any:
         ) from error
     if not path:
         raise ConfigError(
-            "it names no model. Set it to a folder with a config.json, to \"debugmodel\", or to a "
+            'it names no model. Set it to a folder with a config.json, to "debugmodel", or to a '
             "name that transformers knows"
         )
     folder = folder_of(path)
@@ -200,8 +200,8 @@ class TransformersModel(BaseModel):
             self._load(files)
         elif folder is not None and list(folder.glob("*.bin")):
             raise ConfigError(
-                f"model.path {self.path}: the weights are pickles (*.bin), which are not read. Load "
-                "the folder with from_pretrained and save it again with save_pretrained"
+                f"model.path {self.path}: the weights are pickles (*.bin), which are not read. "
+                "Load the folder with from_pretrained and save it again with save_pretrained"
             )
         else:
             logger.info(f"{self.path} has no weights: they are random")
