@@ -10,7 +10,11 @@ from torchtitan.trainer import Trainer
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.parallelize import parallelize_decoder
-from graph_trainer.transformers.model import TransformersModel, TransformersStateDictAdapter
+from graph_trainer.transformers.model import (
+    ONLY_DATA_PARALLEL,
+    TransformersModel,
+    TransformersStateDictAdapter,
+)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,8 +40,8 @@ class TransformersConfig(GraphTrainerConfig):
         GraphTrainerConfig.__post_init__(self)
         spec = self.model_spec
         if spec is not None and spec.flavor != self.model.path:
-            model = TransformersModel.Config(path=self.model.path)
-            self.model_spec = replace(spec, flavor=self.model.path, model=model)
+            path = self.model.path
+            self.model_spec = replace(spec, flavor=path, model=TransformersModel.Config(path=path))
 
     def model_problems(self) -> Iterator[tuple[str, object, str, str]]:
         """Yield what [model] and the degrees of parallelism make impossible."""
@@ -47,16 +51,10 @@ class TransformersConfig(GraphTrainerConfig):
         except ConfigError as error:
             yield "model.path", self.model.path, str(error), ""
         for kind in ("tensor", "context", "expert", "pipeline"):
-            key = f"{kind}_parallel_degree"
-            degree = getattr(self.parallelism, key)
+            key = f"parallelism.{kind}_parallel_degree"
+            degree = getattr(self.parallelism, f"{kind}_parallel_degree")
             if degree != 1:
-                yield (
-                    f"parallelism.{key}",
-                    degree,
-                    "models of transformers are sharded by data parallelism alone",
-                    f"Set parallelism.{key} = 1, and use data_parallel_shard_degree and "
-                    "data_parallel_replicate_degree.",
-                )
+                yield key, degree, ONLY_DATA_PARALLEL, f"Set {key} = 1."
 
 
 def causal_lm() -> TransformersConfig:

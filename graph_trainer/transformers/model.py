@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,23 +14,18 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
-from torchtitan.tools.logging import logger
 
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.sources import config_folders
 
+ONLY_DATA_PARALLEL = "models of transformers are sharded by data parallelism alone"
 _PREFIX = "causal_lm."
 """What the wrapper puts before the names of transformers."""
 
 
 def read_config(path: str) -> Any:
-    """Read the config of the model that `[model] path` names.
-
-    Raises:
-        ConfigError: transformers is not installed, or there is no such config, or it is not one of
-            a causal language model.
-    """
+    """Read the config that `[model] path` names, or raise a ConfigError, without the key."""
     try:
         import transformers
     except ImportError as error:
@@ -38,37 +33,22 @@ def read_config(path: str) -> Any:
             f"the library transformers cannot be imported ({error}). Install it: "
             "pip install 'graph_trainer[transformers]'"
         ) from error
-    if not path:
-        raise ConfigError(
-            'it names no model. Set it to a folder with a config.json, to "debugmodel", or to a '
-            "name that transformers knows"
-        )
+    remedy = 'Name a folder with a config.json, "debugmodel", or a config that transformers has'
     folder = folder_of(path)
-    if folder is not None and not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"the folder {folder} has no config.json. Name a folder that save_pretrained wrote, or "
-            "put the model's config.json there"
-        )
-    known = transformers.CONFIG_MAPPING
+    if not path or (folder is not None and not (folder / "config.json").is_file()):
+        problem = f"the folder {folder} has no config.json" if path else "it names no model"
+        raise ConfigError(f"{problem}. {remedy}")
     try:
-        if folder is None and path in known:
-            config = known[path]()
+        if folder is None and path in transformers.CONFIG_MAPPING:
+            config = transformers.CONFIG_MAPPING[path]()
         else:
-            # code that a folder or a repository brings along is never run
-            config = transformers.AutoConfig.from_pretrained(
-                str(folder or path), trust_remote_code=False
-            )
-    except Exception as error:  # whatever transformers says about a config that it cannot read
+            place = str(folder or path)  # code that comes with a config is never run
+            config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # whatever the library says about what it cannot read
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"transformers finds no config there ({reason}). Name a folder with a config.json, or "
-            "a config of transformers' cache or, with HF_HUB_OFFLINE unset, of the hub"
-        ) from error
+        raise ConfigError(f"transformers finds no config there ({reason}). {remedy}") from error
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(
-            f"a {config.model_type} model is no AutoModelForCausalLM of transformers "
-            f"{transformers.__version__}. Name another model"
-        )
+        raise ConfigError(f"a {config.model_type} model is no AutoModelForCausalLM. {remedy}")
     return config
 
 
@@ -81,9 +61,9 @@ def folder_of(path: str) -> Path | None:
 class TransformersModel(BaseModel):
     """Wrap an `AutoModelForCausalLM`: token ids in, logits out.
 
-    Attention is scaled dot product attention where the model has it. As with torchtitan's decoders
-    and that attention, it is causal over a whole row: positions start anew with each document of a
-    row, and tokens see the documents before theirs.
+    Attention is scaled dot product attention where the model has it. As torchtitan's decoders with
+    it, it is causal over a whole row: positions start anew with each document of a row, and tokens
+    see the documents before theirs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -95,13 +75,8 @@ class TransformersModel(BaseModel):
         """The config of transformers, once it has been read."""
 
         def read(self) -> Any:
-            """Return the config of transformers.
-
-            Raises:
-                ConfigError: it cannot be read.
-            """
-            if self.hf is None:
-                self.hf = read_config(self.path)
+            """Return the config of transformers, or raise a ConfigError."""
+            self.hf = read_config(self.path) if self.hf is None else self.hf
             return self.hf
 
         @property
@@ -118,16 +93,14 @@ class TransformersModel(BaseModel):
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Count parameters, and by torchtitan's formula operations for each token."""
             assert isinstance(model, TransformersModel)
-            text = self.read().get_text_config()
+            text, embedding = self.read().get_text_config(), model.causal_lm.get_input_embeddings()
             total = sum(p.numel() for p in model.parameters())
-            multiplied, head = total, model.causal_lm.get_output_embeddings()
-            embedding = model.causal_lm.get_input_embeddings()
-            if head is None or head.weight is not embedding.weight:
-                multiplied -= embedding.weight.numel()
-            heads = getattr(text, "num_attention_heads", 0)
+            head = model.causal_lm.get_output_embeddings()
+            tied = head is not None and head.weight is embedding.weight
+            heads = getattr(text, "num_attention_heads", None) or 0
             width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
             attention = text.num_hidden_layers * heads * 2 * width * seq_len
-            return total, 6 * (multiplied + attention)
+            return total, 6 * (total - (0 if tied else embedding.weight.numel()) + attention)
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -136,8 +109,8 @@ class TransformersModel(BaseModel):
         hf = copy.deepcopy(config.read())  # from_config writes to it
         hf.use_cache, hf.return_dict = False, True
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
-        softcap = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
-        sdpa = getattr(cls, "_supports_sdpa", False) and softcap is None
+        capped = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
+        sdpa = getattr(cls, "_supports_sdpa", False) and capped is None
         self.path = config.path
         self.causal_lm = AutoModelForCausalLM.from_config(
             hf, dtype=torch.get_default_dtype(), attn_implementation="sdpa" if sdpa else "eager"
@@ -147,19 +120,14 @@ class TransformersModel(BaseModel):
                 f"model.path {config.path}: {cls.__name__} with this config lets tokens see what "
                 "they are to predict. Set is_decoder in its config.json, or name another model"
             )
-        self.takes_positions = "position_ids" in inspect.signature(cls.forward).parameters
+        self.takes_positions = "position_ids" in signature(cls.forward).parameters
 
     @property
     def layers(self) -> nn.ModuleList:
         """The transformer blocks, which torchtitan's activation checkpointing wraps in eager."""
         blocks = self.causal_lm.config.get_text_config().num_hidden_layers
-        for module in self.causal_lm.modules():
-            if isinstance(module, nn.ModuleList) and len(module) == blocks:
-                return module
-        raise ConfigError(
-            f"{type(self.causal_lm).__name__} has no list of its {blocks} blocks: set "
-            'activation_checkpoint.type = "none"'
-        )
+        lists = [m for m in self.causal_lm.modules() if isinstance(m, nn.ModuleList)]
+        return next(each for each in lists if len(each) == blocks)
 
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor | None = None, **_: Any
@@ -171,20 +139,21 @@ class TransformersModel(BaseModel):
         # It reads the positions' values and drops the mask where they allow it: another kernel for
         # another batch, and a question that a fake tensor cannot answer.
         with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
-            return self.causal_lm(input_ids=tokens, **more).logits
+            logits: torch.Tensor = self.causal_lm(input_ids=tokens, **more).logits
+        return logits
 
     def verify_module_protocol(self) -> None:
         """Accept the modules of transformers, which are not torchtitan's."""
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Refuse: torchtitan's sharding of its modules does not know those of transformers."""
-        raise ConfigError("models of transformers are sharded by data parallelism alone")
+        raise ConfigError(ONLY_DATA_PARALLEL)
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialize as transformers does, and read the weights that the folder has.
 
         Raises:
-            ConfigError: the files of the folder have no weights that this model can read.
+            ConfigError: the model cannot read them.
         """
         self.causal_lm.init_weights()
         for module in self.causal_lm.modules():
@@ -192,19 +161,17 @@ class TransformersModel(BaseModel):
                 # of a sharded weight, transformers has zeroed a copy of this row
                 padding = torch.zeros(module.num_embeddings, 1, dtype=torch.bool)
                 padding[module.padding_idx] = True
-                local, padding = _local(module.weight, padding.to(module.weight.device))
-                local.masked_fill_(padding, 0)
+                local, row = _local(module.weight, padding.to(module.weight.device))
+                local.masked_fill_(row, 0)
         folder = folder_of(self.path)
-        files = sorted(folder.glob("*.safetensors")) if folder is not None else []
+        files = sorted(folder.glob("*.safetensors")) if folder else []
         if files:
             self._load(files)
-        elif folder is not None and list(folder.glob("*.bin")):
+        elif folder and any(folder.glob("*.bin")):
             raise ConfigError(
                 f"model.path {self.path}: the weights are pickles (*.bin), which are not read. "
                 "Load the folder with from_pretrained and save it again with save_pretrained"
             )
-        else:
-            logger.info(f"{self.path} has no weights: they are random")
 
     def _load(self, files: list[Path]) -> None:
         """Copy this rank's part of every weight; one whole weight is in memory at a time."""
@@ -218,27 +185,19 @@ class TransformersModel(BaseModel):
                 for name in weights.keys():  # noqa: SIM118
                     # a folder of the model without its head leaves the prefix out
                     ours = state.get(name, state.get(prefix + name))
-                    if ours is None:
-                        continue
                     whole = weights.get_tensor(name)
-                    if whole.shape != ours.shape:
-                        raise ConfigError(
-                            f"model.path {self.path}: {name} of {file.name} has the shape "
-                            f"{list(whole.shape)}, and by config.json {list(ours.shape)}: the two "
-                            "are of different models"
-                        )
-                    local, part = _local(ours, whole)
-                    local.copy_(part)
-                    loaded.add(id(ours))
+                    if ours is not None and ours.shape == whole.shape:
+                        local, part = _local(ours, whole)
+                        local.copy_(part)
+                        loaded.add(id(ours))
         missing = [name for name, tensor in state.items() if id(tensor) not in loaded]
         if missing:
             raise ConfigError(
                 f"model.path {self.path}: the safetensors lack {len(missing)} of the model's "
-                f"weights, {missing[0]} among them. Save the model with "
-                "save_pretrained(save_original_format=False), which writes the names that it has "
-                "in memory, or take the weights away to begin with random ones"
+                f"weights, or have another shape: {missing[0]} is to be "
+                f"{list(state[missing[0]].shape)}. Save the model, loaded by from_pretrained, with "
+                "save_pretrained(save_original_format=False), or remove the safetensors"
             )
-        logger.info(f"Weights loaded from {files[0].parent}")
 
 
 def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,21 +215,18 @@ class TransformersStateDictAdapter(StateDictAdapter):
         self.hf_assets_path = hf_assets_path
         with torch.device("meta"):
             model = model_config.build().causal_lm
-        self._config = model_config.read()
-        self._class = type(model).__name__
+        self._config, self._class = model_config.read(), type(model).__name__
         self._tied: dict[str, str] = model.all_tied_weights_keys
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the weights by the names of transformers, tied ones once."""
-        names = {name: name.removeprefix(_PREFIX) for name in state_dict}
-        return {names[n]: v for n, v in state_dict.items() if names[n] not in self._tied}
+        theirs = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return {name: value for name, value in theirs.items() if name not in self._tied}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the weights by the names of the model, tied ones by each of their names."""
-        ours = {_PREFIX + name: value for name, value in hf_state_dict.items()}
-        for tied, source in self._tied.items():
-            ours.setdefault(_PREFIX + tied, hf_state_dict[source])
-        return ours
+        tied = {name: hf_state_dict[source] for name, source in self._tied.items()}
+        return {_PREFIX + name: value for name, value in (tied | hf_state_dict).items()}
 
     def write_config(self, folder: str, dtype: torch.dtype) -> None:
         """Write the config.json that `from_pretrained` reads beside the weights."""

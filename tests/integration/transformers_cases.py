@@ -6,6 +6,7 @@ exported. The second reference is the library's own model on the global batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from tests.integration.matrix import DDP4, FP32, FSDP2, HSDP2X2, STEPS, Flags
+from tests.integration.matrix import BF16, DDP4, FP32, FSDP2, HSDP2X2, STEPS, Flags
 from tests.integration.recorded import EAGER, Recorded, differing, gradient_errors
 from tests.tiny_transformers import flags_of, folder_of
+
+# As TOLERANCE of matrix.py. transformers writes norms (5 roundings) and rotations (3) out, so a
+# layer has 26: norm, projection, bias, rotation, scores, softmax, values, projection, sum; norm,
+# gate, its activation, product, projection, sum. Outside: embedding, norm, head and loss.
+OPERATORS = 2 * (26 * 2 + 8)
+TOLERANCE = math.sqrt(2 * OPERATORS) * 2**-24
+IN_BF16 = ("mixtral",)
+"""Families whose kernel for experts has no other dtype while it is captured."""
 
 MESHES: dict[str, Flags] = {"fsdp2": FSDP2, "hsdp2x2": HSDP2X2, "ddp4": DDP4}
 _EXPORT: Flags = {
@@ -36,23 +45,23 @@ def train(folder: Path, name: str) -> dict[str, Any]:
         folder_of(family, place, weights=True)
     dist.barrier()
     path = place / family
-    flags = flags_of(path) | MESHES[mesh] | FP32 | _EXPORT
+    flags = flags_of(path) | MESHES[mesh] | _EXPORT | (BF16 if family in IN_BF16 else FP32)
     eager = Recorded(flags | EAGER, place / "eager")
     seen: list[Any] = []
     eager.batches = _keeping(eager.batches, seen)
     eager.run()
     captured = Recorded(flags, place / "captured").run(counting=True)
-    loss, gradients = _by_the_library(path, seen[0])
-    ours = {n.removeprefix("causal_lm."): g for n, g in captured.full_gradients().items()}
     result = {
         "differing": differing(eager, captured),
         "gradients": len(captured.gradients[0]),
         "parameters": len(captured.parameters()),
         "issued": captured.issued,
         "losses": captured.global_losses(),
-        "library_loss": loss,
-        "errors": gradient_errors(ours, gradients),
     }
+    if family not in IN_BF16:
+        loss, gradients = _by_the_library(path, seen[0])
+        ours = {n.removeprefix("causal_lm."): g for n, g in captured.full_gradients().items()}
+        result |= {"library_loss": loss, "errors": gradient_errors(ours, gradients)}
     trainer = captured.trainer
     trainer.checkpointer.save(trainer.step, last_step=True)
     result["exported"] = _read_back(captured, place / f"captured/checkpoint/step-{STEPS}")
@@ -82,9 +91,9 @@ def _by_the_library(path: Path, batch: Any) -> tuple[float, dict[str, torch.Tens
     if window is not None:
         mask &= torch.ones_like(mask).triu(1 - window)
     mask = mask.expand(inputs.shape[0], 1, -1, -1)
-    learned = "position_ids" in type(model).forward.__code__.co_varnames
-    more = {"position_ids": positions} if learned else {}
-    logits = model(input_ids=inputs, attention_mask=mask, use_cache=False, **more).logits
+    logits = model(
+        input_ids=inputs, position_ids=positions, attention_mask=mask, use_cache=False
+    ).logits
     valid = (labels != -100).sum()
     dist.all_reduce(valid)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum") / valid

@@ -133,8 +133,11 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     weights = load_file(file)
     name = "model.norm.weight"
     for changed, said in (
-        ({n: w for n, w in weights.items() if n != name}, f"lack 1 of the model's weights, {name}"),
-        (weights | {name: torch.ones(5)}, r"has the shape \[5\], and by config.json \[32\]"),
+        (
+            {n: w for n, w in weights.items() if n != name},
+            f"lack 1 of the model's weights, .*: {name}",
+        ),
+        (weights | {name: torch.ones(5)}, r"another shape: model.norm.weight is to be \[32\]"),
     ):
         save_file(changed, file)
         with pytest.raises(ConfigError, match=said):
