@@ -10,11 +10,7 @@ from torchtitan.trainer import Trainer
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.parallelize import parallelize_decoder
-from graph_trainer.transformers.model import (
-    ONLY_DATA_PARALLEL,
-    TransformersModel,
-    TransformersStateDictAdapter,
-)
+from graph_trainer.transformers.model import TransformersModel, TransformersStateDictAdapter
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,7 +50,8 @@ class TransformersConfig(GraphTrainerConfig):
             key = f"parallelism.{kind}_parallel_degree"
             degree = getattr(self.parallelism, f"{kind}_parallel_degree")
             if degree != 1:
-                yield key, degree, ONLY_DATA_PARALLEL, f"Set {key} = 1."
+                problem = "models of transformers are sharded by data parallelism alone"
+                yield key, degree, problem, f"Set {key} = 1."
 
 
 def causal_lm() -> TransformersConfig:

@@ -19,7 +19,6 @@ from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.sources import config_folders
 
-ONLY_DATA_PARALLEL = "models of transformers are sharded by data parallelism alone"
 _PREFIX = "causal_lm."
 """What the wrapper puts before the names of transformers."""
 
@@ -61,9 +60,8 @@ def folder_of(path: str) -> Path | None:
 class TransformersModel(BaseModel):
     """Wrap an `AutoModelForCausalLM`: token ids in, logits out.
 
-    Attention is scaled dot product attention where the model has it. As torchtitan's decoders with
-    it, it is causal over a whole row: positions start anew with each document of a row, and tokens
-    see the documents before theirs.
+    As in torchtitan's decoders with scaled dot product attention, positions start anew with each
+    document of a row, and tokens see the documents before theirs.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -93,14 +91,13 @@ class TransformersModel(BaseModel):
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Count parameters, and by torchtitan's formula operations for each token."""
             assert isinstance(model, TransformersModel)
-            text, embedding = self.read().get_text_config(), model.causal_lm.get_input_embeddings()
-            total = sum(p.numel() for p in model.parameters())
-            head = model.causal_lm.get_output_embeddings()
-            tied = head is not None and head.weight is embedding.weight
+            text, lm = self.read().get_text_config(), model.causal_lm
+            total, embedding = lm.num_parameters(), lm.get_input_embeddings().weight
+            tied = lm.get_output_embeddings().weight is embedding
             heads = getattr(text, "num_attention_heads", None) or 0
             width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
             attention = text.num_hidden_layers * heads * 2 * width * seq_len
-            return total, 6 * (total - (0 if tied else embedding.weight.numel()) + attention)
+            return total, 6 * (total - (0 if tied else embedding.numel()) + attention)
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -139,22 +136,17 @@ class TransformersModel(BaseModel):
         # It reads the positions' values and drops the mask where they allow it: another kernel for
         # another batch, and a question that a fake tensor cannot answer.
         with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
-            logits: torch.Tensor = self.causal_lm(input_ids=tokens, **more).logits
-        return logits
+            return self.causal_lm(input_ids=tokens, **more).logits
 
     def verify_module_protocol(self) -> None:
         """Accept the modules of transformers, which are not torchtitan's."""
 
     def parallelize(self, parallel_dims: Any) -> None:
         """Refuse: torchtitan's sharding of its modules does not know those of transformers."""
-        raise ConfigError(ONLY_DATA_PARALLEL)
+        raise ConfigError("models of transformers are sharded by data parallelism alone")
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
-        """Initialize as transformers does, and read the weights that the folder has.
-
-        Raises:
-            ConfigError: the model cannot read them.
-        """
+        """Initialize as transformers does, and read the weights that the folder has."""
         self.causal_lm.init_weights()
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
