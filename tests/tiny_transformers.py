@@ -44,6 +44,7 @@ def config_of(family: str) -> Any:
 
 def folder_of(family: str, folder: Path, *, weights: bool = False) -> Path:
     """Write a family's config.json below a folder, and random weights where asked for."""
+    from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
     path = folder / family
@@ -55,7 +56,10 @@ def folder_of(family: str, folder: Path, *, weights: bool = False) -> Path:
         with torch.no_grad():  # ones and zeros of norms and biases would hide a mix-up
             for parameter in model.parameters():
                 parameter.add_(torch.randn_like(parameter) * 0.02)
-        model.save_pretrained(path, save_original_format=False)
+        # not by save_pretrained, which writes nothing where an earlier fake rank was not the first
+        tied = model.all_tied_weights_keys
+        state = {n: v.contiguous() for n, v in model.state_dict().items() if n not in tied}
+        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     return path
 
 

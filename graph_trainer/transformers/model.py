@@ -147,6 +147,7 @@ class TransformersModel(BaseModel):
 
     def init_states(self, *, buffer_device: torch.device | None = None) -> None:
         """Initialize as transformers does, and read the weights that the folder has."""
+        self.causal_lm.tie_weights()  # again: to_empty unties what is not sharded
         self.causal_lm.init_weights()
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
