@@ -104,6 +104,9 @@ class CheckedCheckpointManager(CheckpointManager):
             dist.barrier()
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
+                # what an adapter adds beside the weights, before the file that completes the folder
+                if dist.get_rank() == 0 and hasattr(self.sd_adapter, "write_config"):
+                    self.sd_adapter.write_config(checkpoint_id, self.export_dtype)
                 super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
             elif async_mode == AsyncMode.DISABLED:
                 dcp.save(state_dict, storage_writer=writer)

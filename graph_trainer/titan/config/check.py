@@ -1,6 +1,7 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
 import copy
+import itertools
 import math
 import os
 import re
@@ -97,6 +98,7 @@ def check_config(
     problems = [
         *_section_problems(config),
         *_batch_problems(config, world_size),
+        *itertools.starmap(Problem, config.model_problems()),
         *_model_problems(config),
         *expert_parallel_problems(config, world_size),
         *_pass_problems(config),

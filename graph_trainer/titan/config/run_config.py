@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -197,6 +197,10 @@ class GraphTrainerConfig(Trainer.Config):
     replaces_chunked_loss: Annotated[bool, tyro.conf.Suppress] = False
     """Whether torchtitan's entry has a loss in chunks, in whose place this config began with the
     same loss of the whole sequence."""
+
+    def model_problems(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the problems that a subclass knows of: key, problem and remedy."""
+        yield from ()
 
 
 def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrainerConfig:

@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Union
+from typing import Any, Union, get_type_hints
 
 import docstring_parser
 import tyro
@@ -67,6 +67,12 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
         },
         **top["properties"],
     }
+    for module in known_modules():
+        for entry in registry_functions(registry_module(module)).values():
+            # sections that the entries of one module alone have
+            hints = settable_hints(get_type_hints(entry)["return"])
+            for name in hints.keys() - settable_hints(GraphTrainerConfig).keys():
+                top["properties"][name] = writer.value(hints[name])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "graph_trainer config",

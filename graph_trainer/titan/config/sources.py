@@ -293,7 +293,11 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     """
     asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
     if all(part.isidentifier() for part in name.split(".")):
-        for candidate in (f"{name}.config_registry", name, f"graph_trainer.{name}.config_registry"):
+        for candidate in (
+            f"{name}.config_registry",
+            f"graph_trainer.{name}.config_registry",
+            name,
+        ):
             try:
                 module = importlib.import_module(candidate)
             except ModuleNotFoundError as e:

@@ -34,7 +34,7 @@ SIZES = ("debugmodel", "1b", "8b", "70b", "405b")
 CONFIGS = sorted(
     (path.parent.name, path.stem)
     for path in (ROOT / "configs").glob("*/*.toml")
-    if path.parent.name != "hardware"
+    if path.parent.name not in ("hardware", "transformers")
 )
 FAMILIES = ("deepseek_v3", "llama3", "qwen3")
 IN_BASES = str.maketrans(".-", "__")

@@ -1,0 +1,228 @@
+"""A causal language model of the library transformers, as torchtitan's trainer takes one."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from inspect import signature
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.state_dict_adapter import StateDictAdapter
+
+from graph_trainer.core.sharding.simple_fsdp import shard_of
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.sources import config_folders
+
+_PREFIX = "causal_lm."
+"""What the wrapper puts before the names of transformers."""
+
+
+def read_config(path: str) -> Any:
+    """Read the config that `[model] path` names, or raise a ConfigError, without the key."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            f"the library transformers cannot be imported ({error}). Install it: "
+            "pip install 'graph_trainer[transformers]'"
+        ) from error
+    remedy = 'Name a folder with a config.json, "debugmodel", or a config that transformers has'
+    folder = folder_of(path)
+    if not path or (folder is not None and not (folder / "config.json").is_file()):
+        problem = f"the folder {folder} has no config.json" if path else "it names no model"
+        raise ConfigError(f"{problem}. {remedy}")
+    try:
+        if folder is None and path in transformers.CONFIG_MAPPING:
+            config = transformers.CONFIG_MAPPING[path]()
+        else:
+            place = str(folder or path)  # code that comes with a config is never run
+            config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except Exception as error:  # whatever the library says about what it cannot read
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"transformers finds no config there ({reason}). {remedy}") from error
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(f"a {config.model_type} model is no AutoModelForCausalLM. {remedy}")
+    return config
+
+
+def folder_of(path: str) -> Path | None:
+    """Return the local folder that `[model] path` names, None where it is another name."""
+    shipped = [folder / path for folder in config_folders("graph_trainer.transformers")]
+    return next((folder for folder in (Path(path), *shipped) if folder.is_dir()), None)
+
+
+class TransformersModel(BaseModel):
+    """Wrap an `AutoModelForCausalLM`: token ids in, logits out.
+
+    As in torchtitan's decoders with scaled dot product attention, positions start anew with each
+    document of a row, and tokens see the documents before theirs.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseModel.Config):
+        path: str = ""
+        """As in `[model] path`."""
+
+        hf: Any = None
+        """The config of transformers, once it has been read."""
+
+        def read(self) -> Any:
+            """Return the config of transformers, or raise a ConfigError."""
+            self.hf = read_config(self.path) if self.hf is None else self.hf
+            return self.hf
+
+        @property
+        def vocab_size(self) -> int | None:
+            return getattr(self.hf and self.hf.get_text_config(), "vocab_size", None)
+
+        @property
+        def max_seq_len(self) -> int | None:
+            return getattr(self.hf and self.hf.get_text_config(), "max_position_embeddings", None)
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            self.read()
+
+        def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+            """Count parameters, and by torchtitan's formula operations for each token."""
+            assert isinstance(model, TransformersModel)
+            text, lm = self.read().get_text_config(), model.causal_lm
+            total, embedding = lm.num_parameters(), lm.get_input_embeddings().weight
+            tied = lm.get_output_embeddings().weight is embedding
+            heads = getattr(text, "num_attention_heads", None) or 0
+            width = getattr(text, "head_dim", None) or text.hidden_size // max(heads, 1)
+            attention = text.num_hidden_layers * heads * 2 * width * seq_len
+            return total, 6 * (total - (0 if tied else embedding.numel()) + attention)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+
+        hf = copy.deepcopy(config.read())  # from_config writes to it
+        hf.use_cache, hf.return_dict = False, True
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
+        capped = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
+        sdpa = getattr(cls, "_supports_sdpa", False) and capped is None
+        self.path = config.path
+        self.causal_lm = AutoModelForCausalLM.from_config(
+            hf, dtype=torch.get_default_dtype(), attn_implementation="sdpa" if sdpa else "eager"
+        )
+        if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
+            raise ConfigError(
+                f"model.path {config.path}: {cls.__name__} with this config lets tokens see what "
+                "they are to predict. Set is_decoder in its config.json, or name another model"
+            )
+        self.takes_positions = "position_ids" in signature(cls.forward).parameters
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The transformer blocks, which torchtitan's activation checkpointing wraps in eager."""
+        blocks = self.causal_lm.config.get_text_config().num_hidden_layers
+        lists = [m for m in self.causal_lm.modules() if isinstance(m, nn.ModuleList)]
+        return next(each for each in lists if len(each) == blocks)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor | None = None, **_: Any
+    ) -> torch.Tensor:
+        """Compute logits [batch, sequence, vocabulary] of token ids [batch, sequence]."""
+        from transformers import masking_utils
+
+        more = {"position_ids": positions} if self.takes_positions else {}
+        # It reads the positions' values and drops the mask where they allow it: another kernel for
+        # another batch, and a question that a fake tensor cannot answer.
+        with patch.object(masking_utils, "find_packed_sequence_indices", lambda positions: None):
+            return self.causal_lm(input_ids=tokens, **more).logits
+
+    def verify_module_protocol(self) -> None:
+        """Accept the modules of transformers, which are not torchtitan's."""
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Refuse: torchtitan's sharding of its modules does not know those of transformers."""
+        raise ConfigError("models of transformers are sharded by data parallelism alone")
+
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        """Initialize as transformers does, and read the weights that the folder has."""
+        self.causal_lm.tie_weights()  # again: to_empty unties what is not sharded
+        self.causal_lm.init_weights()
+        for module in self.causal_lm.modules():
+            if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                # of a sharded weight, transformers has zeroed a copy of this row
+                padding = torch.zeros(module.num_embeddings, 1, dtype=torch.bool)
+                padding[module.padding_idx] = True
+                local, row = _local(module.weight, padding.to(module.weight.device))
+                local.masked_fill_(row, 0)
+        folder = folder_of(self.path)
+        files = sorted(folder.glob("*.safetensors")) if folder else []
+        if files:
+            self._load(files)
+        elif folder and any(folder.glob("*.bin")):
+            raise ConfigError(
+                f"model.path {self.path}: the weights are pickles (*.bin), which are not read. "
+                "Load the folder with from_pretrained and save it again with save_pretrained"
+            )
+
+    def _load(self, files: list[Path]) -> None:
+        """Copy this rank's part of every weight; one whole weight is in memory at a time."""
+        from safetensors import safe_open
+
+        state = self.causal_lm.state_dict(keep_vars=True)
+        prefix = f"{self.causal_lm.base_model_prefix}."
+        loaded: set[int] = set()
+        for file in files:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118
+                    # a folder of the model without its head leaves the prefix out
+                    ours = state.get(name, state.get(prefix + name))
+                    whole = weights.get_tensor(name)
+                    if ours is not None and ours.shape == whole.shape:
+                        local, part = _local(ours, whole)
+                        local.copy_(part)
+                        loaded.add(id(ours))
+        missing = [name for name, tensor in state.items() if id(tensor) not in loaded]
+        if missing:
+            raise ConfigError(
+                f"model.path {self.path}: the safetensors lack {len(missing)} of the model's "
+                f"weights, or have another shape: {missing[0]} is to be "
+                f"{list(state[missing[0]].shape)}. Save the model, loaded by from_pretrained, with "
+                "save_pretrained(save_original_format=False), or remove the safetensors"
+            )
+
+
+def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's part of a parameter, and of a whole tensor with as many rows."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local().detach(), shard_of(whole, parameter)
+    return parameter.detach(), whole
+
+
+class TransformersStateDictAdapter(StateDictAdapter):
+    """Convert between checkpoints and what `from_pretrained` reads: names, ties, config.json."""
+
+    def __init__(self, model_config: TransformersModel.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, None)  # one file, whatever files the folder has
+        self.hf_assets_path = hf_assets_path
+        with torch.device("meta"):
+            model = model_config.build().causal_lm
+        self._config, self._class = model_config.read(), type(model).__name__
+        self._tied: dict[str, str] = model.all_tied_weights_keys
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights by the names of transformers, tied ones once."""
+        theirs = {name.removeprefix(_PREFIX): value for name, value in state_dict.items()}
+        return {name: value for name, value in theirs.items() if name not in self._tied}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return the weights by the names of the model, tied ones by each of their names."""
+        tied = {name: hf_state_dict[source] for name, source in self._tied.items()}
+        return {_PREFIX + name: value for name, value in (tied | hf_state_dict).items()}
+
+    def write_config(self, folder: str, dtype: torch.dtype) -> None:
+        """Write the config.json that `from_pretrained` reads beside the weights."""
+        config = copy.deepcopy(self._config)
+        config.architectures, config.dtype = [self._class], dtype
+        config.save_pretrained(folder)

@@ -1,0 +1,234 @@
+"""Models of transformers as torchtitan's trainer gets them, on fake ranks and without any."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+import graph_trainer as gt
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.graph.annotations import layer_of, module_of
+from graph_trainer.core.sharding.simple_fsdp import shard_of
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.training_state_memory import trained_bytes
+from tests.integration.matrix import arguments
+from tests.tiny_transformers import FAMILIES, config_of, flags_of, folder_of
+
+RANKS = 4
+SHORT = ["--training.seq_len", "16", "--training.local_batch_size", "2"]
+
+
+def loaded(path, *more, ranks=RANKS):
+    return load_config([*arguments(flags_of(path)), *SHORT, *more], world_size=ranks)
+
+
+def initialized(model):
+    """A model on meta made real, as the trainer does it."""
+    model.to_empty(device="cpu")
+    torch.manual_seed(5)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    return model
+
+
+def unsharded(path):
+    model = loaded(path).model_spec.model
+    model.read()
+    with torch.device("meta"):
+        built = model.build()
+    return initialized(built)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_captured_and_every_weight_is_gathered_and_reduced(family, tmp_path):
+    rank = FakeRank(loaded(folder_of(family, tmp_path)), RANKS, device="cpu")
+    joint = rank.capture()
+    gt.run_passes(joint, rank.pass_config())
+    found = collectives(joint)
+    for role in ("unshard", "reduce_grad"):
+        names = {name for c in found if c.role == role for name in c.parameters}
+        assert names == {name for name, _ in rank.model.named_parameters()}
+    layers = {layer_of(module_of(node)) for node in joint.graph.nodes}
+    assert {0, 1} <= layers
+    total = sum(p.numel() for p in rank.model.parameters())
+    assert rank.num_parameters == total and rank.flops_per_token > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_weights_and_buffers_are_the_same_on_any_mesh(family, tmp_path):
+    path = folder_of(family, tmp_path)
+    sharded = initialized(FakeRank(loaded(path), RANKS, rank=1, device="cpu").model).state_dict()
+    whole = unsharded(path)
+    for name, expected in whole.state_dict().items():
+        found = sharded[name]
+        if isinstance(found, DTensor):
+            expected, found = shard_of(expected, found), found.to_local()
+        assert torch.equal(found, expected), name
+    from transformers import AutoModelForCausalLM
+
+    library = AutoModelForCausalLM.from_config(config_of(family))
+    buffers = dict(whole.causal_lm.named_buffers())
+    assert buffers.keys() == dict(library.named_buffers()).keys()
+    for name, expected in library.named_buffers():
+        assert torch.equal(buffers[name], expected), name
+
+
+def test_the_row_of_padding_is_zero_in_its_shard(tmp_path):
+    path = folder_of("llama", tmp_path)
+    model = initialized(FakeRank(loaded(path), RANKS, rank=0, device="cpu").model)
+    rows = dict(model.named_parameters())["causal_lm.model.embed_tokens.weight"].to_local()
+    assert torch.nonzero(rows.abs().sum(1) == 0).flatten().tolist() == [3]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_the_folders_weights_logits_are_the_librarys(family, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    path = folder_of(family, tmp_path, weights=True)
+    tokens = torch.randint(2048, (2, 16))
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path).eval()(tokens, use_cache=False)
+        ours = unsharded(path).eval()
+        found = ours(tokens, positions=torch.arange(16).expand(2, -1))
+        assert torch.equal(found, expected.logits)
+        # causal over the row, wherever positions start anew
+        anew = torch.arange(16).remainder(7).expand(2, -1)
+        other = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % 2048], 1)
+        before, after = ours(tokens, positions=anew), ours(other, positions=anew)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_rank_reads_its_part_of_the_folders_weights(family, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = folder_of(family, tmp_path, weights=True)
+    weights = load_file(path / "model.safetensors")
+    # as the hub has GPT-2: without the name of the model below the head
+    bare = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    save_file(bare, path / "model.safetensors", metadata={"format": "pt"})
+    model = initialized(FakeRank(loaded(path), RANKS, rank=2, device="cpu").model)
+    parameters = dict(model.named_parameters())
+    assert len(parameters) == len(weights)
+    for name, whole in weights.items():
+        local = parameters[f"causal_lm.{name}"]
+        assert torch.equal(local.to_local(), shard_of(whole, local)), name
+
+
+def test_weights_that_do_not_fit_are_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    path = folder_of("llama", tmp_path, weights=True)
+    file = path / "model.safetensors"
+    weights = load_file(file)
+    name = "model.norm.weight"
+    for changed, said in (
+        (
+            {n: w for n, w in weights.items() if n != name},
+            f"lack 1 of the model's weights, .*: {name}",
+        ),
+        (weights | {name: torch.ones(5)}, r"another shape: model.norm.weight is to be \[32\]"),
+    ):
+        save_file(changed, file)
+        with pytest.raises(ConfigError, match=said):
+            unsharded(path)
+    file.rename(path / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="which are not read"):
+        unsharded(path)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_an_export_has_each_weight_once_and_goes_back(family, tmp_path):
+    config = loaded(folder_of(family, tmp_path))
+    adapter = config.model_spec.state_dict_adapter(config.model_spec.model, None)
+    state = unsharded(tmp_path / family).state_dict()
+    exported = adapter.to_hf(state)
+    tied = {"lm_head.weight"} if family == "qwen2" else set()
+    assert {f"causal_lm.{n}" for n in exported.keys() | tied} == state.keys()
+    assert exported.keys().isdisjoint(tied)
+    back = adapter.from_hf(exported)
+    assert back.keys() == state.keys() and all(torch.equal(back[n], state[n]) for n in state)
+
+
+def test_eager_checkpointing_wraps_the_blocks(tmp_path):
+    flags = ["--compile.mode", "eager", "--activation_checkpoint.type", "full"]
+    rank = FakeRank(loaded(folder_of("gpt2", tmp_path), *flags), RANKS, device="cpu")
+    assert [type(block).__name__ for block in rank.model.layers] == ["CheckpointWrapper"] * 2
+
+
+@pytest.mark.parametrize("flags", [(), ("--activation_checkpoint.type", "full")])
+def test_a_plan_for_gpus(flags, tmp_path):
+    config = loaded(folder_of("mistral", tmp_path), *flags, ranks=8)
+    plan = make_plan(config, 8, load_hardware("h100-sxm"))
+    local = [p.to_local().numel() for p in FakeRank(config, 8).model.parameters()]
+    assert trained_bytes(plan.simulation.joint) == sum(local) * 4
+    assert plan.step_seconds > 0 and plan.simulation.memory.peak_bytes > 0
+
+
+def test_the_shipped_config_comes_back_from_its_resolved_file(tmp_path):
+    config = load_config(["--module", "transformers", "--config", "debugmodel"], world_size=2)
+    assert (config.base, config.model_spec.flavor) == ("causal_lm", "debugmodel")
+    path = tmp_path / "resolved.toml"
+    path.write_text(config_to_toml(config))
+    again = load_config(["--config", str(path)])
+    assert again.model == config.model and again.training == config.training
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--model.path=", 'model.path = "": it names no model. Set it'),
+        ("--model.path {empty}", "has no config.json. Name a folder"),
+        ("--model.path no/such", 'model.path = "no/such": transformers finds no config there'),
+        ("--model.path t5", "a t5 model is no AutoModelForCausalLM"),
+        ("--model.path gpt2 --training.seq_len 2048", "longer than the 1024 positions of"),
+        ("--tokenizer.vocab_size 4096", "larger than the model's vocabulary of 2048"),
+        ("--model.pth x", "Did you mean model.path?"),
+        (
+            "--parallelism.tensor_parallel_degree 2",
+            "parallelism.tensor_parallel_degree = 2: models of transformers are sharded by data "
+            "parallelism alone. Set parallelism.tensor_parallel_degree = 1",
+        ),
+        ("--parallelism.context_parallel_degree 2", "context_parallel_degree = 2: "),
+        ("--parallelism.expert_parallel_degree 2", "expert_parallel_degree = 2: "),
+        ("--parallelism.pipeline_parallel_degree 2", "pipeline_parallel_degree = 2: "),
+    ],
+)
+def test_what_cannot_train_is_refused(words, said, tmp_path):
+    argv = ["--module", "graph_trainer.transformers", *words.format(empty=tmp_path).split()]
+    with pytest.raises(ConfigError) as caught:
+        load_config(argv, world_size=2)
+    assert said in str(caught.value)
+
+
+def test_a_model_that_sees_what_it_predicts_is_refused():
+    model = load_config(["--module", "graph_trainer.transformers", "--model.path", "bert"])
+    with torch.device("meta"), pytest.raises(ConfigError, match="is_decoder"):
+        model.model_spec.model.build()
+
+
+def test_without_the_library_there_is_one_line():
+    program = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.errors import ConfigError
+try:
+    load_config(["--module", "graph_trainer.transformers"])
+except ConfigError as error:
+    print(error)
+"""
+    words = [sys.executable, "-c", program]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    (line,) = done.stdout.splitlines()
+    assert "pip install 'graph_trainer[transformers]'" in line and "model.path" in line
