@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import layer_of, module_of
+from graph_trainer.core.graph.annotations import block_of, module_of
 from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.errors import ConfigError
@@ -57,7 +57,7 @@ def test_a_family_is_captured_and_every_weight_is_gathered_and_reduced(family, t
     for role in ("unshard", "reduce_grad"):
         names = {name for c in found if c.role == role for name in c.parameters}
         assert names == {name for name, _ in rank.model.named_parameters()}
-    layers = {layer_of(module_of(node)) for node in joint.graph.nodes}
+    layers = {block_of(module_of(node)) for node in joint.graph.nodes}
     assert {0, 1} <= layers
     total = sum(p.numel() for p in rank.model.parameters())
     assert rank.num_parameters == total and rank.flops_per_token > 0

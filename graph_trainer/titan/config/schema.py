@@ -70,9 +70,9 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
     for module in known_modules():
         for entry in registry_functions(registry_module(module)).values():
             # sections that the entries of one module alone have
-            hints = settable_hints(get_type_hints(entry)["return"])
-            for name in hints.keys() - settable_hints(GraphTrainerConfig).keys():
-                top["properties"][name] = writer.value(hints[name])
+            known = settable_fields(get_type_hints(entry)["return"])
+            for name in known.keys() - settable_fields(GraphTrainerConfig).keys():
+                top["properties"][name] = writer.value(known[name])
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "graph_trainer config",
