@@ -39,7 +39,8 @@ class TransformersConfig(GraphTrainerConfig):
         if spec is not None and spec.flavor != self.model.path:
             path = self.model.path
             self.model_spec = replace(  # type: ignore[misc]
-                spec, flavor=path, model=TransformersModel.Config(path=path))
+                spec, flavor=path, model=TransformersModel.Config(path=path)
+            )
 
     def model_problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield what [model] and the degrees of parallelism make impossible."""

@@ -74,7 +74,7 @@ class TransformersModel(BaseModel):
 
         def read(self) -> Any:
             """Return the config of transformers, or raise a ConfigError."""
-            self.hf = read_config(self.path) if self.hf is None else self.hf
+            self.hf = self.hf or read_config(self.path)
             return self.hf
 
         @property
@@ -107,15 +107,13 @@ class TransformersModel(BaseModel):
         hf.use_cache, hf.return_dict = False, True
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf)]
         capped = getattr(hf.get_text_config(), "attn_logit_softcapping", None)
-        sdpa = getattr(cls, "_supports_sdpa", False) and capped is None
-        self.path = config.path
-        self.causal_lm = AutoModelForCausalLM.from_config(
-            hf, dtype=torch.get_default_dtype(), attn_implementation="sdpa" if sdpa else "eager"
-        )
+        kernel = "sdpa" if cls._supports_sdpa and capped is None else "eager"
+        of = {"dtype": torch.get_default_dtype(), "attn_implementation": kernel}
+        self.path, self.causal_lm = config.path, AutoModelForCausalLM.from_config(hf, **of)
         if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
             raise ConfigError(
-                f"model.path {config.path}: {cls.__name__} with this config lets tokens see what "
-                "they are to predict. Set is_decoder in its config.json, or name another model"
+                f"model.path {config.path}: with this config {cls.__name__} sees the tokens that "
+                "it is to predict. Set is_decoder in config.json, or name another model"
             )
         self.takes_positions = "position_ids" in signature(cls.forward).parameters
 
@@ -152,10 +150,9 @@ class TransformersModel(BaseModel):
         for module in self.causal_lm.modules():
             if isinstance(module, nn.Embedding) and module.padding_idx is not None:
                 # of a sharded weight, transformers has zeroed a copy of this row
-                padding = torch.zeros(module.num_embeddings, 1, dtype=torch.bool)
-                padding[module.padding_idx] = True
-                local, row = _local(module.weight, padding.to(module.weight.device))
-                local.masked_fill_(row, 0)
+                rows = torch.arange(module.num_embeddings, device=module.weight.device)
+                local, padding = _local(module.weight, rows[:, None] == module.padding_idx)
+                local.masked_fill_(padding, 0)
         folder = folder_of(self.path)
         files = sorted(folder.glob("*.safetensors")) if folder else []
         if files:
@@ -201,14 +198,14 @@ def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 class TransformersStateDictAdapter(StateDictAdapter):
-    """Convert between checkpoints and what `from_pretrained` reads: names, ties, config.json."""
+    """Convert between checkpoints and what `from_pretrained` reads."""
 
     def __init__(self, model_config: TransformersModel.Config, hf_assets_path: str | None) -> None:
         super().__init__(model_config, None)  # one file, whatever files the folder has
         self.hf_assets_path = hf_assets_path
         with torch.device("meta"):
             model = model_config.build().causal_lm
-        self._config, self._class = model_config.read(), type(model).__name__
+        self._config, self._class = model_config.hf, type(model).__name__
         self._tied: dict[str, str] = model.all_tied_weights_keys
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
