@@ -24,9 +24,10 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     """
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
-    if degree == 1 and not parallelism.document_mask:
+    layers = getattr(model, "layers", None)
+    if layers is None or (degree == 1 and not parallelism.document_mask):
         return
-    for index, layer in enumerate(getattr(model, "layers", ())):
+    for index, layer in enumerate(layers):
         attention = getattr(layer, "attention", None)
         inner = getattr(attention, "inner_attention", None)
         if not isinstance(inner, ScaledDotProductAttention.Config):
@@ -77,7 +78,7 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             "the model predicts several tokens, for which a whole sequence is shifted",
             f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
         )
-    if sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(model.layers):
+    if sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
         yield Problem(
             _DEGREE,
             "the model has attention beside its layers, as that of images, which is not split",
