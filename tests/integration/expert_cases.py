@@ -13,7 +13,10 @@ import torch.distributed as dist
 from tests.integration.checkpoint_cases import resumed
 from tests.integration.matrix import (
     FP32,
+    FULL,
+    INDUCTOR,
     LAYERS,
+    REGIONAL,
     SELECTIVE,
     VALIDATE,
     Flags,
@@ -29,8 +32,6 @@ ROWS = 8
 
 QWEN3: Flags = {"module": "graph_trainer.qwen3", "config": "debugmodel_moe"}
 DEEPSEEK: Flags = {"module": "graph_trainer.deepseek_v3", "config": "debugmodel"}
-FULL: Flags = {"activation_checkpoint.type": "full"}
-REGIONAL: Flags = {"compile.backend": "regional"}
 
 
 def experts(ranks: int) -> Flags:
@@ -46,6 +47,11 @@ class ExpertCase:
     flags: Flags
     captured: Flags
     """Of the captured run alone."""
+
+    @property
+    def compiled(self) -> bool:
+        """Whether kernels are fused, so that the captured run rounds otherwise than the eager."""
+        return "compile.backend" in self.captured
 
     @property
     def model(self) -> Flags:
@@ -66,6 +72,8 @@ CASES = (
     _case("deepseek_ep2_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(2)),
     _case("deepseek_ep4_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(4)),
     _case("deepseek_ep2_hsdp", 4, DEEPSEEK | replicate(2) | shard(2) | experts(2)),
+    _case("deepseek_ep2_regional", 2, DEEPSEEK | shard(2) | experts(2), captured=REGIONAL),
+    _case("deepseek_ep2_inductor", 2, DEEPSEEK | shard(2) | experts(2), captured=INDUCTOR),
     # eight experts on as many ranks times two: the second dimension is sharded
     _case("deepseek_ep2_shards8_tp2", 8, DEEPSEEK | shard(4) | tensor(2) | experts(4)),
     _case("deepseek_ep4_hsdp_tp2", 8, DEEPSEEK | replicate(2) | shard(2) | tensor(2) | experts(4)),
@@ -107,6 +115,7 @@ def run(folder: Path, name: str) -> dict[str, Any]:
     result = {
         "differing": differing(eager, captured) + different_buffers(eager, captured),
         "losses": captured.global_losses(),
+        "eager": eager.global_losses(),
         "one_rank": reference["losses"],
         "errors": gradient_errors(captured.full_gradients(), reference["gradients"]),
         "meshes": {p.device_mesh.mesh_dim_names for p in experts_here.values()},

@@ -27,10 +27,20 @@ def jobs(params: dict[str, Any]) -> list[Job]:
     return [job(params["case"])] if "case" in params else [params["other"]]
 
 
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def cases(which: list[ExpertCase]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", which, ids=[case.name for case in which])
 
 
-@every_case
+every_case = cases(list(CASES))
+
+
+@cases([case for case in CASES if case.compiled])
+def test_a_compiled_graph_trains_alike(launches: Launches, case: ExpertCase) -> None:
+    for rank in launches(job(case)):
+        assert rank["losses"] == pytest.approx(rank["eager"], rel=TOLERANCE)
+
+
+@cases([case for case in CASES if not case.compiled])
 def test_three_steps_are_bitwise_equal_to_eager(launches: Launches, case: ExpertCase) -> None:
     ranks = launches(job(case))
     assert len(ranks) == case.ranks

@@ -125,9 +125,9 @@ def test_a_number_that_data_decide_is_never_read_again():
     ("ranks", "flags", "dim", "strided"),
     [
         (4, MESHES["ep2"], 0, True),
-        (4, MESHES["ep4"], 0, False),
+        (4, MESHES["ep4"], 0, True),
         (16, [DEGREE, "4"], 1, False),
-        (8, [DEGREE, "4", REPLICATE, "2"], 0, False),
+        (8, [DEGREE, "4", REPLICATE, "2"], 0, True),
     ],
     ids=["rows", "one rank each", "fewer experts than ranks", "hsdp of one rank each"],
 )
