@@ -187,7 +187,7 @@ def test_the_shipped_config_comes_back_from_its_resolved_file(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("--model.path=", 'model.path = "": it names no model. Set it'),
+        ("--model.path=", 'model.path = "": it names no model. Name a folder'),
         ("--model.path {empty}", "has no config.json. Name a folder"),
         ("--model.path no/such", 'model.path = "no/such": transformers finds no config there'),
         ("--model.path t5", "a t5 model is no AutoModelForCausalLM"),
