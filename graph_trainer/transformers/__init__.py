@@ -1,1 +1,4 @@
-"""Any causal language model of the library transformers: a config registry and a wrapper."""
+"""Any causal language model of the library transformers, sharded and captured by graph_trainer.
+
+A config registry, and the wrapper that torchtitan's trainer takes for a model.
+"""

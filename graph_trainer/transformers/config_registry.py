@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
 
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.protocols.model_spec import ModelSpec
@@ -35,16 +34,13 @@ class TransformersConfig(GraphTrainerConfig):
 
     def __post_init__(self) -> None:
         GraphTrainerConfig.__post_init__(self)
-        spec: Any = self.model_spec  # type: ignore[has-type]
-        if spec is not None and spec.flavor != self.model.path:
-            path = self.model.path
-            self.model_spec = replace(  # type: ignore[misc]
-                spec, flavor=path, model=TransformersModel.Config(path=path)
-            )
+        spec, path = self.model_spec, self.model.path  # type: ignore[has-type]
+        if spec is not None and spec.flavor != path:
+            model = TransformersModel.Config(path=path)
+            self.model_spec = replace(spec, flavor=path, model=model)  # type: ignore[misc]
 
     def model_problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield what [model] and the degrees of parallelism make impossible."""
-        assert self.model_spec is not None
         try:
             self.model_spec.model.read()
         except ConfigError as error:

@@ -19,8 +19,7 @@ from graph_trainer.core.sharding.simple_fsdp import shard_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.sources import config_folders
 
-_PREFIX = "causal_lm."
-"""What the wrapper puts before the names of transformers."""
+_PREFIX = "causal_lm."  # what the wrapper puts before the names of transformers
 
 
 def read_config(path: str) -> Any:
