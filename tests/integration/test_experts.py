@@ -11,6 +11,7 @@ from tests.integration.launches import Job, Launches
 
 ROUTINGS = Job(4, "expert_cases:other_routing:deepseek_ep4")
 MANY = Job(4, "expert_cases:many_routings:2000")
+SECOND = Job(4, "expert_cases:second_dimension:")
 SAVED = Job(4, "expert_cases:saved:")
 ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)
 TOKENS = ROWS // 4 * 16
@@ -63,6 +64,15 @@ def test_experts_are_on_the_mesh_of_their_own(launches: Launches, case: ExpertCa
     replicated = ("dp_replicate",) if "hsdp" in case.name else ()
     assert rank["meshes"] == {(*replicated, "efsdp", "ep")}
     assert all("S(0)" in each or "Shard(dim=0)" in each for each in rank["placements"])
+
+
+@pytest.mark.parametrize("other", [SECOND], ids=["fsdp4"])
+def test_a_weight_sharded_along_its_second_dimension(launches: Launches, other: Job) -> None:
+    ranks = launches(other)
+    assert all(rank["equal"] == [True] * 8 for rank in ranks)
+    # as torch.chunk splits: three rows, and six columns by two
+    assert [rank["shapes"][0] for rank in ranks] == [(1, 6, 5)] * 3 + [(0, 6, 5)]
+    assert [rank["shapes"][1] for rank in ranks] == [(3, 2, 5)] * 3 + [(3, 0, 5)]
 
 
 @pytest.mark.parametrize("other", [ROUTINGS], ids=["deepseek_ep4"])
