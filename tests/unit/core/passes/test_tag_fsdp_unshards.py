@@ -64,7 +64,7 @@ def test_a_model_without_blocks_keeps_the_module_it_reads_last():
     linear = nn.Linear(4, 4)
     model = nn.Sequential(OrderedDict(encode=linear, relu=nn.ReLU(), decode=nn.Linear(4, 4)))
     found = tag(captured(model, torch.randn(2, 4)))
-    # x is no parameter: backward does not read encode, nor any bias
+    # x is not a parameter: backward does not read encode, nor any bias
     assert of_policy(found, SAVE) == {"decode.weight"} and not of_policy(found, RECOMPUTE)
 
 
