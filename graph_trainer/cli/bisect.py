@@ -145,16 +145,15 @@ def _conclusion(verdict: Verdict) -> str:
     return "\n".join(
         [
             f"'{culprit}' is the first pass that changes the numbers. The first node that differs:",
-            *_lines(node),
+            *_node_lines(node),
             f"  on ranks {_ranks(ranks)}",
         ]
     )
 
 
-def _lines(node: NodeDifference) -> list[str]:
-    where = ", ".join(
-        [f"phase {node.phase}"] * bool(node.phase) + [f"module {node.module}"] * bool(node.module)
-    )
+def _node_lines(node: NodeDifference) -> list[str]:
+    known = {"phase": node.phase, "module": node.module}
+    where = ", ".join(f"{key} {value}" for key, value in known.items() if value)
     origin = "kept by the pass" if node.kept else "inserted by the pass"
     lines = [f"  {node.name}  ({node.op})  {where}", f"  {origin}"]
     if node.before:

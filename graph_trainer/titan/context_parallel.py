@@ -40,7 +40,7 @@ def apply_context_parallel(
     *,
     document_mask: bool = False,
 ) -> None:
-    """Let the attention of a decoder see the whole sequence, in place.
+    """Change a decoder in place so that its attention sees the whole sequence.
 
     Call it before tensor parallelism, which gives attention the local tensors.
 
@@ -61,7 +61,7 @@ def apply_context_parallel(
     if not masks:
         return
 
-    # One mask for all layers: each keeps what it adds to its scores for backward.
+    # All layers share one mask: autograd saves the mask of every layer for backward.
     def with_mask(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
         positions = kwargs["positions"]
         local, device = positions.shape[1], positions.device

@@ -125,16 +125,16 @@ def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
 
 
 def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:
-    """Return the ranks that experts are sharded over: those that have the same ones.
+    """Return how to shard experts over the ranks that have the same experts; None for others.
 
-    Experts are the parameters that `Module.parallelize` has put on the expert mesh. They are split
-    along their second dimension where there are fewer of them than ranks, as FSDP2 splits them in
-    torchtitan: rows would be padded.
+    Experts are the parameters that `Module.parallelize` has put on the expert mesh. Where there are
+    fewer experts than ranks, their second dimension is split, as by FSDP2 in torchtitan: a split of
+    the first one would need padding.
     """
     if not _is_expert(parameter):
         return None
-    sharded = dims.get_mesh("efsdp").size()
-    dim = 1 if sharded * dims.ep > parameter.shape[0] else 0
+    ranks = dims.get_mesh("efsdp").size() * dims.ep
+    dim = 1 if ranks > parameter.shape[0] else 0
     if dims.dp_replicate_enabled:
         mesh = dims.get_mesh(["dp_replicate", "efsdp"])
         return ShardOver(mesh=mesh, mode="hybrid_shard", dim=dim)

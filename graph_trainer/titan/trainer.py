@@ -141,7 +141,7 @@ class GraphTrainer(Trainer):
         self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:
-        """Make what measures how much memory a step may need; warn where nothing is refused."""
+        """Return the `MemoryOfRun` of this run; warn if the memory limit is off."""
         if self.config.compile.memory_limit_gib == 0:
             logger.warning(
                 f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "

@@ -201,9 +201,10 @@ class UserGenerators:
     def __init__(self) -> None:
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
         self._marks: set[int] = set()
-        """The seed of each generator, which moves on with each draw."""
+        """The current seed of each generator; every draw sets a new one."""
+        # above the marks of `RandomDraws`, for up to 2**20 draws
         self._next_mark = _FIRST_MARK + (1 << 40)
-        self._complete = False
+        self._is_second_trace = False
 
     @property
     def seen(self) -> bool:
@@ -218,7 +219,7 @@ class UserGenerators:
 
     def second_trace(self) -> None:
         """From now on, refuse a generator that has not been seen before."""
-        self._complete = True
+        self._is_second_trace = True
 
     def check(self, generator: torch.Generator) -> None:
         """Mark a generator that is about to draw, or refuse it.
@@ -228,7 +229,7 @@ class UserGenerators:
         """
         seed = generator.initial_seed()
         if seed not in self._marks:
-            if self._complete or seed >= _FIRST_MARK:
+            if self._is_second_trace or seed >= _FIRST_MARK:
                 raise CaptureError(
                     "the step makes or seeds the random generator that it draws with, or restores "
                     f"its state{user_line()}, which a graph does not: make it before the step, and "

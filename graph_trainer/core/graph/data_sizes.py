@@ -31,9 +31,9 @@ class DataSizes(ShapeEnv):
 
     @contextlib.contextmanager
     def assuming(self, imbalance: float) -> Iterator[None]:
-        """Inside, expect this rank to receive `imbalance` times its share, at most all there is.
+        """Multiply the sizes that this rank expects to receive by `imbalance`, up to their bounds.
 
-        Analyses that were made of the graph before do not change.
+        Holds inside the context. Results of earlier analyses do not change.
         """
         before = dict(self.expected)
         for symbol in self.received:

@@ -140,20 +140,23 @@ def summary_of(sequence: Sequence) -> Summary:
 
 
 def disagreeing_groups(summaries: list[Summary]) -> list[str]:
-    """List the groups whose members do not agree, in the same order on all ranks.
+    """Return the groups whose members do not agree. The list is the same on all ranks.
 
-    Members agree where each of them has the group, with one digest. There is one summary for each
-    rank that may be a member.
+    Members agree if the summary of each of them contains the group, with equal digests.
+
+    Args:
+        summaries: one for each rank that may be a member.
     """
     by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
         for group, summary in groups.items():
             by_group[group].append(summary)
-    return [
-        group
-        for group, members in by_group.items()
-        if len(set(members)) > 1 or len(members) != members[0][0]
-    ]
+    differing = []
+    for group, members in by_group.items():
+        size, _ = members[0]
+        if len(members) != size or len(set(members)) > 1:
+            differing.append(group)
+    return differing
 
 
 def _sha256(value: object) -> str:

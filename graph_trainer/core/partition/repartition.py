@@ -62,15 +62,17 @@ _DECIDES = (
 def repartition(
     joint: fx.GraphModule, inputs: Sequence[Any], *, num_fwd_outputs: int, **rest: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition AOTAutograd's joint graph of a partitioned step where that step was cut.
+    """Partition AOTAutograd's joint graph of a step in the same place as `cut` did.
 
-    Forward is what its outputs need, and nodes that are marked or tagged MUST_SAVE; all else that
-    the gradients need is backward, wherever it is in the graph, recomputation and repeated gathers
-    included. What has an effect, an assertion for example, runs once, in the half in which it was
-    traced. Saved is what backward reads and what is marked; other results of forward are computed
-    again, right before their first reader. A recompute policy wins over a mark. Random numbers are
-    always saved, sizes and opaque objects as PyTorch's partitioner does, and so are results of ops
-    around the step, as autograd does.
+    Forward has the nodes that its outputs need, and those that are marked as saved or tagged
+    MUST_SAVE. Backward has all other nodes that the gradients need, wherever they are in the graph:
+    recomputation and repeated gathers too. A node with an effect, an assertion for example, runs
+    once, in the half in which it was traced.
+
+    Of the results of forward that backward reads, those marked or tagged MUST_SAVE are saved. So
+    are random numbers, sizes and opaque objects (as by PyTorch's partitioner), and results of ops
+    around the step (as by autograd). The others are recomputed right before their first reader. A
+    recompute policy takes precedence over a mark.
 
     A graph without gradients is left to PyTorch's partitioner. Linear in nodes.
 

@@ -189,18 +189,18 @@ def without_effect(
     settings: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> Iterator[Idle]:
-    """Yield what these passes would leave without effect, by what passes and fields declare.
+    """Yield the settings and options that would have no effect with these passes.
 
-    A setting's value is carried out by the built-in passes that have it in `required_for`, or in
-    their place by passes of a user's own that have; together with all that these rely on
-    (`relies_on`), none of them after a pass that it has to come `before`. Options act where their
-    pass does. A field that `acts_with` another needs one of that one's values.
+    A setting needs the passes that list its value in `required_for`: those of the user if there are
+    any, else the built-in ones. An option needs its pass. Each needed pass and all passes that it
+    relies on (`relies_on`) must be selected, and none may be listed after a pass of its `before`. A
+    field that declares `acts_with` needs one of the declared values in each field named there.
 
     Args:
         selected: the list, in order.
         disabled: names that were left out of it, for the remedy.
-        settings: fields of `RunSettings`, and whether the model ("gt.offload") or the memory table
-            ("memory_table.offloaded") asks for copies in host memory; with their values.
+        settings: by name, the values of fields of `RunSettings`. "gt.offload" is true if the model
+            asks for copies in host memory, "memory_table.offloaded" if the memory table does.
         options: by pass, its options.
     """
     # options first: a user has written them, where a setting may be the default
@@ -211,8 +211,8 @@ def without_effect(
             changed = [f.name for f in fields(given) if getattr(given, f.name) != f.default]
             yield from (Idle(of, name, getattr(given, name), *lack) for name in changed or names)
     for setting, value in settings.items():
-        own = [p for p in selected if p not in _BUILT_IN]
-        carriers = [p for p in own if value in p.required_for.get(setting, ())]
+        of_user = [p for p in selected if p not in _BUILT_IN]
+        carriers = [p for p in of_user if value in p.required_for.get(setting, ())]
         if not carriers:
             carriers = [p for p in _BUILT_IN if value in p.required_for.get(setting, ())]
         for each in carriers:

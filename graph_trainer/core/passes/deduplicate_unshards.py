@@ -34,11 +34,11 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     those of backward too, so that `tag_fsdp_unshards` alone decides what is gathered again,
     whatever activation checkpointing did.
 
-    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs, where an input is
-    followed to what it was made from, past views and padding. So ranks decide alike: a rank whose
-    shard has fewer rows pads it, at each reading and in more than one way. A shard or a gathered
-    tensor that is written in place is never shared. Must not run after `rematerialize`, whose
-    copies are intended. Linear in nodes.
+    Relies on FSDP roles. Guarantees equal values: equal ops on equal inputs. The comparison of
+    inputs ignores views and padding, so that all ranks merge the same gathers: only a rank whose
+    shard has fewer rows pads it, and its pads may differ from one reading to the next. A shard or
+    a gathered tensor that is written in place is never shared. Must not run after `rematerialize`,
+    whose copies are intended. Linear in nodes.
     """
     writes = Writes(joint.graph)
     numbers = ValueNumbers()
@@ -55,7 +55,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
         else:
             numbers.number_alone(node)
         if unshards:
-            # what is padded otherwise has the same number, and is gathered to another shape
+            # numbers ignore padding: shapes tell gathers of differently padded inputs apart
             shapes = [t.shape for n in node.all_input_nodes for t in tensors_of(n)]
             earlier = first.setdefault((numbers.call(node), *shapes), node)
             if earlier is not node:

@@ -288,11 +288,12 @@ def _context_of(
 
 
 def _prepare(
-    config: PassConfig, selected: Sequence[Pass], run: PassContext, decisions: Mapping[str, Any]
+    config: PassConfig, selected: Sequence[Pass], shared: PassContext, decisions: Mapping[str, Any]
 ) -> list[PassStep]:
-    """Return passes with their options and contexts, both checked.
+    """Return the passes, each with its checked options and its context.
 
     Args:
+        shared: what the contexts of all passes have in common.
         decisions: by pass, what it decided for an earlier graph of the step.
     """
     if config.bitwise:
@@ -308,7 +309,7 @@ def _prepare(
                     step.run(joint)
 
         decided = decisions.get(each.name)
-        context = replace(run, decided=decided, run_later_passes=run_later_passes)
+        context = replace(shared, decided=decided, run_later_passes=run_later_passes)
         steps.insert(0, PassStep(each, _options(config, each), context))
     return steps
 

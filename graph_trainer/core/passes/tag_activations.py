@@ -147,7 +147,8 @@ def _communicated(
             continue
         kind = collective_kind(node if is_collective(node) else node.all_input_nodes[0])
         gathers = kind is not None and kind.result is Result.GATHERED
-        if not repeats or not (gathers or full):
+        is_repeated = repeats and (gathers or full)  # under "selective" only gathers are
+        if not is_repeated:
             yield node
 
 

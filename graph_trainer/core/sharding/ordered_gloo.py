@@ -326,7 +326,7 @@ def _start(
     results: list[torch.Tensor],
     collectives: Iterable[Started],
 ) -> _Work:
-    """Start the collectives, each as the iterable yields it, under one name in profiles."""
+    """Start the collectives by consuming the iterable, inside one profiler range."""
     with torch.no_grad(), record_function(f"{BACKEND}:{name}"):
         return _Work(list(collectives), sent, results)
 

@@ -65,10 +65,10 @@ class _Tried:
         for group, cap in self.caps.items():
             size = f"up to {cap:g} MiB" if cap else "each alone"
             sizes.setdefault(size, []).append(len(group_ranks(group)))
-        parts = (
-            f"{size} over {' and '.join(str(num) for num in dict.fromkeys(ranks))} ranks"
-            for size, ranks in sizes.items()
-        )
+        parts: list[str] = []
+        for size, ranks in sizes.items():
+            distinct = " and ".join(map(str, dict.fromkeys(ranks)))
+            parts.append(f"{size} over {distinct} ranks")
         fits = "" if self.fits else ", more than memory_limit_gib"
         return (
             f"{', '.join(parts)}: {self.seconds * 1e3:.1f} ms a step, "

@@ -74,7 +74,10 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
 
 
 def _is_plain(node: fx.Node, writes: Writes) -> bool:
-    """Return whether a collective is waited for once, never written, and dense as in a bucket."""
+    """Return whether a collective has one wait, contiguous results, and no writes in place.
+
+    A bucket makes contiguous results. Writes to what the collective sends count too.
+    """
     users = list(node.users)
     return (
         len(users) == 1
