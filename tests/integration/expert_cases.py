@@ -122,8 +122,8 @@ def run(folder: Path, name: str) -> dict[str, Any]:
         "eager": eager.global_losses(),
         "one_rank": reference["losses"],
         "errors": gradient_errors(captured.full_gradients(), reference["gradients"]),
-        "meshes": {p.device_mesh.mesh_dim_names for p in experts_here.values()},
-        "placements": {str(p.placements) for p in experts_here.values()},
+        "meshes": sorted({p.device_mesh.mesh_dim_names for p in experts_here.values()}),
+        "dims": sorted({p.placements[-1].dim for p in experts_here.values()}),
     }
     captured.close()
     eager.close()
