@@ -100,12 +100,16 @@ def test_with_the_folders_weights_logits_are_the_librarys(family, tmp_path):
         ours = unsharded(path).eval()
         found = ours(tokens, positions=torch.arange(16).expand(2, -1))
         assert torch.equal(found, expected.logits)
-        # causal over the row, wherever positions start anew
+        # causal over the row, wherever positions start anew: at 7 and 14
         anew = torch.arange(16).remainder(7).expand(2, -1)
-        other = torch.cat([tokens[:, :9], (tokens[:, 9:] + 1) % 2048], 1)
-        before, after = ours(tokens, positions=anew), ours(other, positions=anew)
-    torch.testing.assert_close(before[:, :9], after[:, :9])
-    assert not torch.allclose(before[:, 9:], after[:, 9:])
+        before = ours(tokens, positions=anew)
+        assert not torch.allclose(before[:, 9:], found[:, 9:])
+        for changed, first in ((9, 9), (5, 8)):  # the second is of an earlier document
+            other = tokens.clone()
+            other[:, changed] = (other[:, changed] + 1) % 2048
+            after = ours(other, positions=anew)
+            torch.testing.assert_close(before[:, :changed], after[:, :changed])
+            assert not torch.allclose(before[:, first], after[:, first])
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
