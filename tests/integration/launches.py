@@ -86,7 +86,7 @@ class Launches:
             return run_ranks(path, job.ranks, words, timeout=120, device=self._device)
         names = [j.name for j in self._jobs[_launch_of(job)]]
         words = [str(self.folder), *names]
-        results = run_ranks(WORKER, job.ranks, words, timeout=1900, device=self._device)
+        results = run_ranks(WORKER, job.ranks, words, timeout=2700, device=self._device)
         for name in names:
             print(f"{job.ranks} ranks: {name} took {results[0][name]['seconds']} s")
         return results

@@ -6,6 +6,7 @@ with a module of tests.integration; the function is called with the folder and t
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import importlib
 import sys
@@ -38,6 +39,8 @@ def end_groups() -> None:
     _redistribute._gen_transform_infos.cache_clear()
     for group in set(dist.distributed_c10d._world.pg_map) - {dist.group.WORLD}:
         dist.destroy_process_group(group)
+    # glibc keeps what a job has freed: eight ranks of many jobs would fill the machine
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:
