@@ -9,7 +9,7 @@ import pytest
 from tests.integration.launches import Launches, jobs_of
 
 # The first test that asks for a launch waits for all of its jobs.
-SECONDS = 2000
+SECONDS = 2800
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
