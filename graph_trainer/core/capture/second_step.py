@@ -43,7 +43,7 @@ def check_second_step(
     """
     # The idea: number the values of both graphs, and compare what they leave behind. Tensors of
     # the first step that the second one finds in attributes keep their numbers, if every step
-    # would make them alike. The first node of the second graph without its like is the culprit.
+    # would make equal ones. The first node of the second graph with a number of its own differs.
     steps = _Steps()
     before = steps.number(first)
     steps.keep(first, inputs)

@@ -56,7 +56,7 @@ class OrderProof:
         ]
         if self.unknown_ops:
             lines.append(
-                "Taken for communication among all ranks, because nobody here knows them: "
+                "Taken for communication among all ranks, because these ops are unknown: "
                 f"{', '.join(self.unknown_ops)}."
             )
         if classes == ranks:
