@@ -53,7 +53,6 @@ def test_three_steps_are_bitwise_equal_to_eager(launches: Launches, case: Expert
 def test_equal_to_one_rank_with_all_experts(launches: Launches, case: ExpertCase) -> None:
     for rank in launches(job(case)):
         assert rank["losses"] == pytest.approx(rank["one_rank"], rel=TOLERANCE)
-        assert len(rank["errors"]) == (23 if "qwen3" in case.name else 27)
         for name, error in rank["errors"].items():
             assert error <= TOLERANCE, name
 

@@ -44,7 +44,7 @@ def test_a_backend_of_one_file_is_one_registration(tmp_path):
         text=True,
         check=False,
     )
-    assert 'Write "eager", "inductor", "regional" or "noting".' in done.stderr, done.stderr
+    assert 'Write "eager", "inductor", "regional", "noting".' in done.stderr, done.stderr
     assert 'backend = "noting"' in done.stdout
     help_line = next(line for line in done.stdout.splitlines() if "--compile.backend " in line)
     assert "eager,inductor,regional,noting" in help_line, help_line
