@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from graph_trainer.core.analysis.fusible import is_free
+from graph_trainer.core.analysis.fusible import free_nodes
 from graph_trainer.core.graph.annotations import (
     tensor_of,
     tensors_of,
@@ -102,9 +102,10 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     only storages from outside and writes only storages that other nodes read.
     """
     traffic = _Traffic(joint.graph, fusion)
+    free = free_nodes(joint.graph)
     cost = {}
     for node in joint.graph.nodes:
-        if node.op != "call_function" or is_collective(node) or is_free(node):
+        if node.op != "call_function" or is_collective(node) or node in free:
             cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
