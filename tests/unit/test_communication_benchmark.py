@@ -1,4 +1,4 @@
-"""The benchmark of communication: ours and the peer's passes on one graph, and what the page says."""
+"""Communication of ours and the peer's passes on one graph, and what the page says of it."""
 
 import re
 
