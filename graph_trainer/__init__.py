@@ -1,23 +1,12 @@
-"""graph_trainer: one train step as one graph, and passes that decide how it communicates."""
+"""graph_trainer: one train step as one graph, and passes that decide how it communicates.
 
-from graph_trainer.core.bisect.check_capture import check_capture
-from graph_trainer.core.capture.capture import capture
-from graph_trainer.core.capture.forward_alone import capture_forward
-from graph_trainer.core.capture.offload_regions import offload
-from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.partition.backend import backend
-from graph_trainer.core.partition.export import ExportedStep
-from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
-from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes
-from graph_trainer.core.runtime.step import Step, compile
-from graph_trainer.core.sharding.ordered_gloo import cpu_backend
-from graph_trainer.core.sharding.simple_fsdp import (
-    MixedPrecisionPolicy,
-    sharded_parameters,
-    simple_fsdp,
-)
+The names below are imported when they are first used: torch takes seconds, which nobody should wait
+for who mistypes a command.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from graph_trainer.errors import (
     CaptureError,
     CheckpointError,
@@ -30,6 +19,26 @@ from graph_trainer.errors import (
     TrainingError,
     VerificationError,
 )
+
+if TYPE_CHECKING:
+    from graph_trainer.core.bisect.check_capture import check_capture
+    from graph_trainer.core.capture.capture import capture
+    from graph_trainer.core.capture.forward_alone import capture_forward
+    from graph_trainer.core.capture.offload_regions import offload
+    from graph_trainer.core.graph.joint_graph import JointGraph
+    from graph_trainer.core.partition.backend import backend
+    from graph_trainer.core.partition.export import ExportedStep
+    from graph_trainer.core.partition.partitioned_step import PartitionedStep, partition
+    from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
+    from graph_trainer.core.passes.context import PassContext
+    from graph_trainer.core.passes.pipeline import PassConfig, run_passes
+    from graph_trainer.core.runtime.step import Step, compile
+    from graph_trainer.core.sharding.ordered_gloo import cpu_backend
+    from graph_trainer.core.sharding.simple_fsdp import (
+        MixedPrecisionPolicy,
+        sharded_parameters,
+        simple_fsdp,
+    )
 
 __all__ = [
     "CaptureError",
@@ -64,3 +73,36 @@ __all__ = [
     "sharded_parameters",
     "simple_fsdp",
 ]
+
+_MODULES = {
+    "ExportedStep": "core.partition.export",
+    "JointGraph": "core.graph.joint_graph",
+    "MixedPrecisionPolicy": "core.sharding.simple_fsdp",
+    "NoOptions": "core.passes.base",
+    "PartitionedStep": "core.partition.partitioned_step",
+    "PassConfig": "core.passes.pipeline",
+    "PassContext": "core.passes.context",
+    "Stage": "core.passes.base",
+    "Step": "core.runtime.step",
+    "backend": "core.partition.backend",
+    "capture": "core.capture.capture",
+    "capture_forward": "core.capture.forward_alone",
+    "check_capture": "core.bisect.check_capture",
+    "compile": "core.runtime.step",
+    "cpu_backend": "core.sharding.ordered_gloo",
+    "graph_pass": "core.passes.base",
+    "offload": "core.capture.offload_regions",
+    "partition": "core.partition.partitioned_step",
+    "run_passes": "core.passes.pipeline",
+    "sharded_parameters": "core.sharding.simple_fsdp",
+    "simple_fsdp": "core.sharding.simple_fsdp",
+}
+"""The module below graph_trainer of each name that is imported when it is first used."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pkgutil import resolve_name
 
 from graph_trainer.errors import ConfigError, GraphTrainerError
@@ -198,6 +199,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train a sharded model from one captured graph of its whole train step.",
         epilog=f"{_RULES}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"%(prog)s {version('graph_trainer')}"
     )
     commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(_COMMANDS)}}}")
     for name, (_, text) in _COMMANDS.items():

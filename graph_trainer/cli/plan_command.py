@@ -17,6 +17,7 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.files import check_outputs, published
@@ -107,7 +108,7 @@ def main(argv: Sequence[str]) -> int:
         print(proof)
         return 0
     if flags.compare:
-        plan_one = partial(plan_of, every_pass=False)
+        plan_one = partial(plan_of, every_pass=False, captures=Captures())
         return _compare(flags, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from graph_trainer.core.graph.annotations import Phase, block_of, module_of, phase_of
-from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
@@ -228,6 +227,7 @@ def _planned(config: GraphTrainerConfig, plan: Plan, layers: int | None = None) 
         rank=plan.rank,
         runtime=plan.simulation.runtime,
         every_pass=False,
+        captures=plan.captures,
     )
 
 
@@ -305,18 +305,16 @@ def compare(
 def memory_curve(plan: Plan, on_progress: OnProgress) -> list[Outcome]:
     """Plan the run under every fixed policy, and under limits between the least and the most.
 
-    The step is captured once. Limits stand closer where memory is short, as time changes fastest
-    there; parameters are kept unsharded or gathered again as the plan chooses ("auto").
+    The step is captured at most once. Limits stand closer where memory is short, as time changes
+    fastest there; parameters are kept unsharded or gathered again as the plan chooses ("auto").
 
     Raises:
         CaptureError, PassError, VerificationError: as `make_plan`.
     """
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
-    on_progress("capturing the train step")
-    joint = run.capture()
 
     def outcome(change: Change, passes: PassConfig) -> Outcome:
-        trial = copy_graph(joint)
+        trial = plan.captures.of(run, on_progress)
         last = run_passes(trial, passes).last
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
         rows = [row_of(simulation, last.name, last.seconds)]

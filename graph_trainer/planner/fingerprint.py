@@ -14,7 +14,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
-from graph_trainer.core.simulation.op_costs import Kind, flops_of, is_causal
+from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
 from graph_trainer.titan.strict import Strict
 
 Item = tuple[str, str]
@@ -84,7 +84,7 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
         if not flops:
             continue
         name = str(node.target)
-        if kind_of_op is Kind.ATTENTION:
+        if kind_of_op is CostKind.ATTENTION:
             name = "attention backward" if "backward" in name else "attention"
             name = f"{'causal' if is_causal(node) else 'full'} {name}"
         where = f"in module '{module_of(node)}' (node {node.name})"

@@ -6,7 +6,7 @@ import copy
 import platform
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
 
@@ -26,6 +26,7 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
@@ -88,6 +89,8 @@ class Plan:
     """Changes for a run that does not fit, the most helpful first; empty where it fits."""
     memory_curve: tuple[Outcome, ...] = ()
     """The run under other policies and limits, where that was asked for."""
+    captures: Captures = field(default_factory=Captures, repr=False, compare=False)
+    """What was captured for it, for plans of changed configs."""
 
     @property
     def headline(self) -> str:
@@ -152,6 +155,7 @@ def make_plan(
     runtime: Runtime = GRAPH_TRAINER,
     every_pass: bool = True,
     agreement: Agreement | None = None,
+    captures: Captures | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -165,6 +169,7 @@ def make_plan(
         every_pass: simulate after each pass, for the ledger; otherwise only the graph that runs,
             which is then the only row.
         agreement: the ranks that decide together; None for this one alone.
+        captures: of earlier plans, for one that differs only behind the capture.
         on_progress: called with a line before each part of the work.
 
     Raises:
@@ -178,8 +183,8 @@ def make_plan(
         traced = copy.copy(config)
         traced.compile = replace(config.compile, mode="eager")
     run = FakeRank(traced, world_size, rank, hardware.device)
-    on_progress("capturing the train step")
-    joint = run.capture()
+    captures = captures or Captures()
+    joint = captures.of(run, on_progress)
     mark_saved(joint)
     passes = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
     if runtime is TORCHTITAN:
@@ -203,7 +208,8 @@ def make_plan(
         only = look(joint)
         simulated = [(row_of(only, last.name, last.seconds), only)]
     rows = [row for row, _ in simulated]
-    return plan_of(config, run, passes, rows, simulated[-1][1])
+    plan = plan_of(config, run, passes, rows, simulated[-1][1])
+    return replace(plan, captures=captures)
 
 
 def plan_of(

@@ -152,7 +152,13 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
     def run(rank: int, agreement: Agreement) -> tuple[PlannedClass, Passes]:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
         of_rank = make_plan(
-            config, world_size, hardware, rank=rank, every_pass=False, agreement=agreement
+            config,
+            world_size,
+            hardware,
+            rank=rank,
+            every_pass=False,
+            agreement=agreement,
+            captures=plan.captures,
         )
         joint = of_rank.simulation.joint
         fingerprint = fingerprint_of(joint, rank, classes)

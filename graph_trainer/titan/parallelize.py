@@ -46,10 +46,12 @@ def parallelize_decoder(
     passes. Gradients are summed, not averaged: torchtitan's loss is divided by the global number of
     tokens already.
 
+    Degrees and settings that a captured step does not support are refused where the config is
+    checked, before any model is made.
+
     Raises:
-        ConfigError: a parallelism that a captured step does not support.
+        ConfigError: expert parallelism of a model that has no experts that it could divide.
     """
-    _check_supported(parallel_dims, parallelism, training)
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     apply_context_parallel(
@@ -99,21 +101,6 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
 
 def _is_captured(compile_config: CompileConfig) -> bool:
     return getattr(compile_config, "mode", "eager") != "eager"
-
-
-def _check_supported(
-    parallel_dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
-) -> None:
-    for key, value, supported in (
-        ("parallelism.spmd_backend", parallelism.spmd_backend, "partial_dtensor"),
-        ("parallelism.pipeline_parallel_degree", parallel_dims.pp, 1),
-        ("training.enable_cpu_offload", training.enable_cpu_offload, False),
-    ):
-        if value != supported:
-            raise ConfigError(
-                f"{key} is {value!r}, which graph_trainer's sharding does not support: set it to "
-                f"{supported!r}"
-            )
 
 
 def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:

@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.content import once_per_graph
 from graph_trainer.core.graph.ops import (
     OpOverload,
     aliased_input,
@@ -67,6 +68,18 @@ def is_free(node: fx.Node) -> bool:
         return False
     listed = bool(schema.returns) and schema.returns[0].alias_info is not None
     return (aliased_input(node) is not None or listed) and not written_arguments(node)
+
+
+@once_per_graph
+def free_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes that compute nothing. Linear in nodes."""
+    return frozenset(filter(is_free, graph.nodes))
+
+
+@once_per_graph
+def fusible_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
+    """Return the nodes that a compiler can fuse with adjacent ones. Linear in nodes."""
+    return frozenset(filter(is_fusible, graph.nodes))
 
 
 def has_own_buffer(node: fx.Node) -> bool:

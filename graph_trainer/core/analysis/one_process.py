@@ -71,7 +71,7 @@ class OneProcess(Observed):
             return super().call_function(target, args, kwargs)
         if kind.effect is Effect.WAITS:
             return args[0]
-        given = {e.name: given_value(schema, args, kwargs, e.name) for e in schema.arguments}
+        given = {e.name: given_value(target, args, kwargs, e.name) for e in schema.arguments}
         name = schema.name.split("::")[1]
         if name not in SIMULATED:
             raise VerificationError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ def find_regions(graph: fx.Graph) -> list[Region]:
     return regions
 
 
-def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[list[fx.Node]]:
+def _runs(graph: fx.Graph, storages: Mapping[fx.Node, ValueStorages]) -> Iterator[list[fx.Node]]:
     """Yield runs of nodes that each fit one region, in the order of the graph."""
     run: list[fx.Node] = []
     inside: set[fx.Node] = set()
@@ -89,7 +89,7 @@ def _runs(graph: fx.Graph, storages: dict[fx.Node, ValueStorages]) -> Iterator[l
     yield run
 
 
-def _fits(node: fx.Node, storages: dict[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
+def _fits(node: fx.Node, storages: Mapping[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
     """Tell whether a node may run in a region that so far has the nodes `inside`."""
     if schema_of(node) is None or collective_kind(node) is not None:
         return False
@@ -141,7 +141,7 @@ def _asserts(node: fx.Node) -> bool:
     return schema is not None and not schema.returns
 
 
-def _region(run: list[fx.Node], storages: dict[fx.Node, ValueStorages]) -> Region:
+def _region(run: list[fx.Node], storages: Mapping[fx.Node, ValueStorages]) -> Region:
     members = set(run)
     makers = {n for n in run if not _asserts(n) and _makes(n, storages[n])}
     inside: set[fx.Node] = set()

@@ -38,7 +38,7 @@ from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import Returned, scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
@@ -151,7 +151,7 @@ def capture_step(
             check_second_step(graph_module, traced()[0], inputs, changes)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked
-    graph, written = graph_module.graph, Writes(graph_module.graph).written_inputs()
+    graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
     marked = []
     for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder")):
         marked.append(dataclasses.replace(spec, mutated=not written.isdisjoint(nodes)))

@@ -154,7 +154,8 @@ def _function_parts(function: FunctionType) -> Iterator[Part]:
     path = (function.__qualname__,)
     defaults = (function.__defaults__, function.__kwdefaults__)
     yield path, lambda: {"defaults": defaults}, _nothing
-    yield path, lambda: vars(function), lambda before: _refill(vars(function), before)
+    if not _of_library(function.__module__):
+        yield path, lambda: vars(function), lambda before: _refill(vars(function), before)
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
     def close_over(before: Contents) -> None:

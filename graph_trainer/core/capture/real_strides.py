@@ -17,7 +17,7 @@ from torch import fx
 from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.data_sizes import DataSizes, has_data_sizes
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -76,7 +76,7 @@ def let_views_copy(graph: fx.Graph, mode: FakeTensorMode) -> None:
     corrected = mode.dispatch.corrected if isinstance(mode.dispatch, _Dispatch) else set()
     if not corrected:
         return
-    writes = Writes(graph)
+    writes = writes_of(graph)
     affected: set[fx.Node] = set()  # nodes whose strides a plain fake kernel may get wrong
     for node in graph.nodes:
         if node.target not in corrected and affected.isdisjoint(node.all_input_nodes):

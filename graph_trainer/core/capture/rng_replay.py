@@ -39,7 +39,7 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.graph.value_numbers import ValueNumbers
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import TorchDispatchMode, queued_seeds_of_cuda
 from graph_trainer.errors import CaptureError
 
@@ -295,7 +295,7 @@ def share_repeated_draws(graph: fx.Graph) -> None:
     if not original:
         return
     _check_arguments(graph, original)
-    writes = Writes(graph)
+    writes = writes_of(graph)
     kept: dict[fx.Node, tuple[fx.Node, list[fx.Node]]] = {}
     for again, draw in original.items():
         if draw not in kept:

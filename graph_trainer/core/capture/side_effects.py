@@ -78,7 +78,7 @@ class SideEffects(TorchDispatchMode):
             )
         if not may_write(op):
             return
-        for tensor in pytree.tree_leaves(written_values(op._schema, args, kwargs)):
+        for tensor in pytree.tree_leaves(written_values(op, args, kwargs)):
             if isinstance(tensor, torch.Tensor) and not isinstance(tensor, FakeTensor):
                 raise CaptureError(
                     f"{op} writes{user_line()} into a tensor of {tuple(tensor.shape)} "

@@ -18,6 +18,7 @@ from graph_trainer.core.graph.collective_kinds import (
     Effect,
     kind_of_op,
 )
+from graph_trainer.core.graph.content import once_per_graph, subgraph_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.torch_private import (
     HigherOrderOperator,
@@ -69,28 +70,38 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
 
 def argument(node: fx.Node, name: str, default: object = None) -> object:
     """Return a node's argument by its name in the schema, passed by position or by keyword."""
-    schema = schema_of(node)
-    if schema is None:
+    if schema_of(node) is None:
         return default
-    return given_value(schema, node.args, node.kwargs, name, default)
+    return given_value(node.target, node.args, node.kwargs, name, default)
 
 
 def given_value(
-    schema: torch.FunctionSchema,
+    op: Any,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     name: str,
     default: object = None,
 ) -> Any:
-    """Return an argument of a call by its name in the schema, `default` where it has none."""
+    """Return an argument of a call of an op by its name in the schema, `default` where it has
+    none."""
     if name in kwargs:
         return kwargs[name]
-    for position, entry in enumerate(schema.arguments):
-        if entry.name == name:
-            if position < len(args):
-                return args[position]
-            return entry.default_value if entry.has_default_value() else default
-    return default
+    position = _positions(op).get(name)
+    if position is None:
+        return default
+    if position < len(args):
+        return args[position]
+    return _defaults(op).get(name, default)
+
+
+@functools.cache
+def _positions(op: Any) -> dict[str, int]:
+    return {entry.name: position for position, entry in enumerate(op._schema.arguments)}
+
+
+@functools.cache
+def _defaults(op: Any) -> dict[str, Any]:
+    return {e.name: e.default_value for e in op._schema.arguments if e.has_default_value()}
 
 
 def argument_nodes(value: Any) -> list[fx.Node]:
@@ -110,31 +121,18 @@ def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:
             yield module
 
 
-def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
-    """Return the graph that a get_attr node reads, if it reads one."""
-    owner = node.graph.owning_module
-    if node.op != "get_attr" or owner is None:
-        return None
-    try:
-        subgraph = operator.attrgetter(str(node.target))(owner)
-    except AttributeError:
-        return None
-    return subgraph if isinstance(subgraph, fx.GraphModule) else None
-
-
 def written_arguments(node: fx.Node) -> list[fx.Node]:
     """List the inputs that a node writes in place, those that schemas do not declare included.
 
     A higher-order op whose subgraph writes one of the subgraph's inputs counts as writing all.
     """
-    schema = schema_of(node)
-    if schema is None:
+    if schema_of(node) is None:
         if any(_writes_its_inputs(module.graph) for module in subgraphs(node)):
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
         return []
     if not may_write(node.target):
         return []
-    return argument_nodes(written_values(schema, node.args, node.kwargs))
+    return argument_nodes(written_values(node.target, node.args, node.kwargs))
 
 
 @functools.cache
@@ -143,18 +141,17 @@ def may_write(target: object) -> bool:
     schema = getattr(target, "_schema", None)
     if schema is None:
         return isinstance(target, HigherOrderOperator)
-    return bool(written_values(schema, (), {})) or _namespace(schema) == IN_PLACE_NAMESPACE
+    return bool(written_values(target, (), {})) or _namespace(schema) == IN_PLACE_NAMESPACE
 
 
-def written_values(
-    schema: torch.FunctionSchema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
-    """List the arguments of a call that it writes in place, undeclared writes included.
+def written_values(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """List the arguments of a call of an op that it writes in place, undeclared writes included.
 
     Args:
-        schema: of the op.
+        op: an OpOverload.
         args, kwargs: of the call: nodes, or tensors.
     """
+    schema = op._schema
     if _namespace(schema) == IN_PLACE_NAMESPACE:
         return [*args, *kwargs.values()]
     names = [e.name for e in schema.arguments if e.alias_info is not None and e.alias_info.is_write]
@@ -162,10 +159,10 @@ def written_values(
     if kind is not None:
         names += kind.written
     if schema.name in _HIDDEN_WRITES:
-        train = given_value(schema, args, kwargs, "train", True)
-        if given_value(schema, args, kwargs, "training", train):
+        train = given_value(op, args, kwargs, "train", True)
+        if given_value(op, args, kwargs, "training", train):
             names += ["running_mean", "running_var"]
-    return [given_value(schema, args, kwargs, name) for name in names]
+    return [given_value(op, args, kwargs, name) for name in names]
 
 
 def _writes_its_inputs(graph: fx.Graph) -> bool:
@@ -183,8 +180,12 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
 
     An unknown op in a namespace of collectives has the row `UNKNOWN`.
     """
-    schema = schema_of(node)
-    return None if schema is None else kind_of_op(schema.name)
+    return _kind_of(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _kind_of(target: Any) -> CollectiveKind | None:
+    return kind_of_op(target._schema.name) if isinstance(target, OpOverload) else None
 
 
 def plain_kind(node: fx.Node) -> CollectiveKind | None:
@@ -336,7 +337,8 @@ ValueStorages = Storage | list[Any]
 """The storages of a value: one for a tensor, a nest of lists for a nest of tensors."""
 
 
-def storage_roots(graph: fx.Graph) -> dict[fx.Node, Storage]:
+@once_per_graph
+def storage_roots(graph: fx.Graph) -> Mapping[fx.Node, Storage]:
     """Map every node to the storage of its value, or of its first result.
 
     Linear in nodes. A multi-output op allocates one storage for each result, unless it writes
@@ -348,7 +350,8 @@ def storage_roots(graph: fx.Graph) -> dict[fx.Node, Storage]:
     }
 
 
-def value_storages(graph: fx.Graph) -> dict[fx.Node, ValueStorages]:
+@once_per_graph
+def value_storages(graph: fx.Graph) -> Mapping[fx.Node, ValueStorages]:
     """Map every node to the storages that its value keeps alive, result by result.
 
     Linear in nodes and their results.

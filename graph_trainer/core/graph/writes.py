@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from graph_trainer.core.graph.content import once_per_graph
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
@@ -50,6 +51,12 @@ class Writes:
         return {root for root, _ in self.writers if root.op == "placeholder"}
 
 
+@once_per_graph
+def writes_of(graph: fx.Graph) -> Writes:
+    """Find the nodes that write in place, by storage. Linear in nodes."""
+    return Writes(graph)
+
+
 @dataclass(slots=True)
 class AccessOrder:
     """Which writes of a storage come before each of its readers: still true of a graph before its
@@ -60,43 +67,16 @@ class AccessOrder:
     writes_before: dict[tuple[fx.Node, Storage], int] = field(default_factory=dict)
     """By reader and storage, how many writes of the storage come before the reader."""
 
-    @classmethod
-    def of(cls, joint: JointGraph) -> AccessOrder:
-        """Read the order from a graph. Empty if no op writes in place."""
-        order = cls(Writes(joint.graph).writers)
-        if not order.writers:
-            return order
-        storages = value_storages(joint.graph)
-        done = dict.fromkeys(order.writers, 0)
-        written: dict[fx.Node, list[Storage]] = {}
-        for storage, nodes in order.writers.items():
-            for node in nodes:
-                written.setdefault(node, []).append(storage)
-        for node in joint.graph.nodes:
-            sources = [*node.all_input_nodes]
-            if is_wait(node):  # until then its collective reads
-                sources += [n for start in sources for n in start.all_input_nodes]
-            for source in sources:
-                for storage in storages_in(storages[source]):
-                    if storage in done:
-                        order.writes_before[node, storage] = done[storage]
-            for storage in written.get(node, ()):
-                done[storage] += 1
-        return order
-
-    def check_kept(self, joint: JointGraph) -> AccessOrder:
+    def check_kept(self, joint: JointGraph) -> None:
         """Refuse a graph that reads a storage before another of its writes than this order does.
 
         Storages with other writers than before are left out: a pass that replaces a write has its
         own test that the replacement is right.
 
-        Returns:
-            the order of the graph, for the check after its next change.
-
         Raises:
             VerificationError: with the reader, or with the input that is not written any more.
         """
-        now = AccessOrder.of(joint)
+        now = access_order(joint.graph)
         written = {root for root, _ in now.writers}
         placeholders = joint.graph.find_nodes(op="placeholder")
         for spec, nodes in with_parts(joint.signature.inputs, placeholders):
@@ -105,6 +85,8 @@ class AccessOrder:
                     f"{spec.kind.value} '{spec.name}' is written by the step and no node writes "
                     "it any more: keep the node that does, although nothing reads its result"
                 )
+        if now is self:
+            return
         for (reader, storage), count in self.writes_before.items():
             after = now.writes_before.get((reader, storage), count)
             if after != count and self.writers[storage] == now.writers[storage]:
@@ -114,4 +96,28 @@ class AccessOrder:
                     f"{'before' if after < count else 'after'} '{moved.name}' writes it in place, "
                     "and it was the other way round: keep the order of the two"
                 )
-        return now
+
+
+@once_per_graph
+def access_order(graph: fx.Graph) -> AccessOrder:
+    """Read the order from a graph. Empty if no op writes in place. Linear in nodes."""
+    order = AccessOrder(writes_of(graph).writers)
+    if not order.writers:
+        return order
+    storages = value_storages(graph)
+    done = dict.fromkeys(order.writers, 0)
+    written: dict[fx.Node, list[Storage]] = {}
+    for storage, nodes in order.writers.items():
+        for node in nodes:
+            written.setdefault(node, []).append(storage)
+    for node in graph.nodes:
+        sources = [*node.all_input_nodes]
+        if is_wait(node):  # until then its collective reads
+            sources += [n for start in sources for n in start.all_input_nodes]
+        for source in sources:
+            for storage in storages_in(storages[source]):
+                if storage in done:
+                    order.writes_before[node, storage] = done[storage]
+        for storage in written.get(node, ()):
+            done[storage] += 1
+    return order

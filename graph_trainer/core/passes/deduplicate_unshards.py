@@ -9,7 +9,7 @@ from graph_trainer.core.graph.annotations import Role, merge_tags, role_of, tens
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import runs_once
 from graph_trainer.core.graph.value_numbers import ValueNumbers
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 
@@ -40,7 +40,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     a gathered tensor that is written in place is never shared. Must not run after `rematerialize`,
     whose copies are intended. Linear in nodes.
     """
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     numbers = ValueNumbers()
     first: dict[object, fx.Node] = {}
     for node in list(joint.graph.nodes):

@@ -27,7 +27,7 @@ from graph_trainer.core.graph.ops import (
     plain_kind,
     storage_roots,
 )
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private_groups import group_ranks
@@ -80,8 +80,8 @@ class _Gathered:
 
 class _RoundTrips:
     def __init__(self, joint: JointGraph) -> None:
-        self._writes = Writes(joint.graph)
-        self._storages = storage_roots(joint.graph)
+        self._writes = writes_of(joint.graph)
+        self._storages = dict(storage_roots(joint.graph))
         self._returned = {self._storages[n] for n in joint.output_node().all_input_nodes}
         self._ranks = cache(group_ranks)
 

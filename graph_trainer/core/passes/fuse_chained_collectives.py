@@ -25,7 +25,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.subclasses import wrap
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -134,7 +134,7 @@ def _joined_pairs(
 ) -> dict[fx.Node, _Chain]:
     """Return the chains by their last collective; a chain of three extends one of two."""
     even = _evenly_sharded(joint)
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     join = cache(join)
     meshes = meshes_of(joint, dist.get_world_size()) if dist.is_initialized() else []
     partition_on = cache(partial(partition_of, meshes))

@@ -35,7 +35,7 @@ from graph_trainer.core.graph.ops import (
     storages_in,
     value_storages,
 )
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.rematerialize import recompute
@@ -133,7 +133,7 @@ def _values(
     for node in joint.graph.nodes:
         for storage in {s for s in storages_in(storages[node]) if s in shown}:
             shown[storage].append(node)
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     parameters = {n for chain in unshard_chains(joint) for n in chain.nodes}
     returned = set(joint.output_node().all_input_nodes)
     devices = {t.device.type for n in joint.placeholders() for t in tensors_of(n)}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
-from graph_trainer.core.graph.writes import AccessOrder
+from graph_trainer.core.graph.writes import access_order
 from graph_trainer.core.ordering.agreement import (
     Agreement,
     OneRank,
@@ -35,7 +35,7 @@ from graph_trainer.core.passes.context import (
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
-from graph_trainer.core.passes.report import PassReport, Report, graph_state, measure
+from graph_trainer.core.passes.report import PassReport, Report, graph_state, is_same_state, measure
 from graph_trainer.core.passes.verify import verify_values
 from graph_trainer.core.passes.verify_numbers import Numbers
 from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
@@ -149,7 +149,6 @@ def pass_by_pass(
         rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
         captured = replace(captured, remarks=(rounding,))
     rows, state = [captured], graph_state(joint)
-    order: AccessOrder | None = None
     yield rows[0]
     for step in steps:
         name = step.graph_pass.name
@@ -157,7 +156,7 @@ def pass_by_pass(
             on_pass(name)
         may_go = first is None and budget.limits_passes and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
-        seconds, verified, order = run_one(joint, step, numbers, order)
+        seconds, verified = run_one(joint, step, numbers)
         budget.changed()
         rolled_back = ""
         if start is not None:
@@ -165,13 +164,12 @@ def pass_by_pass(
             if raised[name] > 0 and budget.is_over(joint):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)
-                order = None
                 budget.changed()
                 joint.remarks.clear()
                 if numbers is not None:
                     numbers.start(joint)
         before_pass, state = state, graph_state(joint)
-        changed = state != before_pass
+        changed = not is_same_state(before_pass, state)
         row = measure(joint, name, seconds) if changed else rows[-1]
         if start is None and step.graph_pass.optional:
             raised[name] = row.peak_bytes - rows[-1].peak_bytes
@@ -349,27 +347,23 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
-def run_one(
-    joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
-) -> tuple[float, str, AccessOrder]:
+def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple[float, str]:
     """Run a pass and check the graph.
 
     Args:
         numbers: of the graph before the pass; None to leave out the expensive checks.
-        order: of the graph before the pass, if it is known.
 
     Returns:
-        the seconds that the pass alone took, what the expensive checks say of the numbers, and
-        the order of reads and writes that the graph now has.
+        the seconds that the pass alone took, and what the expensive checks say of the numbers.
     """
     joint.remarks.clear()
-    order = order or AccessOrder.of(joint)
+    order = access_order(joint.graph)
     start = time.perf_counter()
     _run(joint, step)
     seconds = time.perf_counter() - start
     try:
         joint.validate()
-        order = order.check_kept(joint)
+        order.check_kept(joint)
         verified = ""
         if numbers is not None:
             verify_values(joint)
@@ -380,7 +374,7 @@ def run_one(
             f"left an invalid graph: {error}"
         ) from error
     joint.history.append(step.graph_pass.name)
-    return seconds, verified, order
+    return seconds, verified
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:

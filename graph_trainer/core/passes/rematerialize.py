@@ -24,7 +24,7 @@ from graph_trainer.core.graph.ops import (
     subgraph_of,
     written_arguments,
 )
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import Writes, writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -59,7 +59,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
     if not tagged:
         return
     graph = joint.graph
-    writes = Writes(graph)
+    writes = writes_of(graph)
     copies: dict[fx.Node, fx.Node] = {}
 
     def argument_of_copy(source: fx.Node) -> fx.Node:

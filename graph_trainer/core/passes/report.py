@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
     Phase,
-    module_of,
-    parameter_of,
+    annotations_of,
+    is_analysed_alike,
     phase_of,
-    role_of,
-    value_of,
 )
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
+from graph_trainer.core.graph.content import Content, content_of, is_same
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
@@ -76,16 +75,17 @@ def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
     return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
 
 
-def graph_state(joint: JointGraph) -> list[object]:
-    """Return a tuple for every node; they change whenever an analysis of the graph could.
+GraphState = tuple[Content, list[Mapping[str, str]]]
 
-    Linear in nodes, and far cheaper than any analysis.
-    """
-    return [
-        (n, n.target, n.args, n.kwargs, phase_of(n), module_of(n), role_of(n), parameter_of(n))
-        + (id(value_of(n)),)
-        for n in joint.graph.nodes
-    ]
+
+def graph_state(joint: JointGraph) -> GraphState:
+    """Return what changes whenever an analysis of the graph could. Linear in nodes."""
+    return content_of(joint.graph), list(map(annotations_of, joint.graph.nodes))
+
+
+def is_same_state(before: GraphState, now: GraphState) -> bool:
+    """Tell whether an analysis sees the same in two states."""
+    return is_same(before[0], now[0]) and all(map(is_analysed_alike, before[1], now[1]))
 
 
 def standing_remarks(remarks: Iterable[tuple[str, Sequence[str]]]) -> list[str]:

@@ -33,7 +33,7 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
 )
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, acts_with
 from graph_trainer.core.suggest import did_you_mean
@@ -113,7 +113,7 @@ def tag_activations(
     policy = context.settings.activation_policy
     if policy not in tag_activations.required_for["activation_policy"]:
         return
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     every = context.settings.recompute_every_nth_block if policy == "layers" else 1
     blocks = forward_blocks(joint)
     if joint.signature.backward and 0 < len(blocks) < every:

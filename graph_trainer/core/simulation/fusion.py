@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.fusible import has_own_buffer, is_free, is_fusible
+from graph_trainer.core.analysis.fusible import free_nodes, fusible_nodes, has_own_buffer
 from graph_trainer.core.analysis.regions import find_regions
 from graph_trainer.core.graph.annotations import phase_of, value_of
 from graph_trainer.core.graph.data_sizes import nbytes_of
@@ -53,6 +53,7 @@ def fuse(
     others. Parts are the phases, or whatever else nothing is fused across.
     """
     graph = joint.graph
+    free, could_fuse = free_nodes(graph), fusible_nodes(graph)
     depth: dict[fx.Node, int] = {}
     groups = _Groups()
     source_of: dict[fx.Node, fx.Node] = {}  # the node that a chain of views starts from
@@ -63,7 +64,7 @@ def fuse(
             depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
             continue
         place += 1
-        fusible, view = is_fusible(node) and may_fuse(node), is_free(node)
+        fusible, view = node in could_fuse and may_fuse(node), node in free
         inputs = node.all_input_nodes
         source_of[node] = source_of[inputs[0]] if view and inputs else node
         barrier = 0 if fusible or view else 1
@@ -77,7 +78,7 @@ def fuse(
     own = (node for node in group if not has_own_buffer(node))
     inside = {roots[node] for node in own if roots[node] == (node, 0)}
     for node in graph.nodes:
-        if is_free(node):
+        if node in free:
             continue
         for source in node.all_input_nodes:
             root = roots[source]

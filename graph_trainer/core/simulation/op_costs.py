@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from graph_trainer.core.analysis.fusible import is_free
+from graph_trainer.core.analysis.fusible import free_nodes
 from graph_trainer.core.graph.annotations import (
     tensor_of,
     tensors_of,
@@ -31,7 +31,7 @@ from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion
 from graph_trainer.core.simulation.hardware import Hardware
 
 
-class Kind(StrEnum):
+class CostKind(StrEnum):
     """What determines the time of a node."""
 
     MATMUL = "matmul"
@@ -46,14 +46,14 @@ class Kind(StrEnum):
 class Cost:
     """The cost of one node on the compute stream."""
 
-    kind: Kind
+    kind: CostKind
     seconds: float
     flops: int
     bytes: int
     """Bytes read from and written to memory."""
 
 
-_FREE = Cost(Kind.FREE, 0.0, 0, 0)
+_FREE = Cost(CostKind.FREE, 0.0, 0, 0)
 
 # torch's counter knows the kernel for GPUs; the kernel for CPUs computes the same.
 _SAME_FLOPS = {
@@ -102,13 +102,14 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     only storages from outside and writes only storages that other nodes read.
     """
     traffic = _Traffic(joint.graph, fusion)
+    free = free_nodes(joint.graph)
     cost = {}
     for node in joint.graph.nodes:
-        if node.op != "call_function" or is_collective(node) or is_free(node):
+        if node.op != "call_function" or is_collective(node) or node in free:
             cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
-            cost[node] = Cost(Kind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
+            cost[node] = Cost(CostKind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
             continue
         moved, launches = traffic.of(node)
         flops, kind = flops_of(node)
@@ -116,7 +117,7 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
         if flops:
             dtype = next((t.dtype for n in node.all_input_nodes for t in tensors_of(n)), None)
             peak = hardware.flops(dtype or torch.float32) * hardware.clock
-            attention = kind is Kind.ATTENTION
+            attention = kind is CostKind.ATTENTION
             reached = hardware.attention_efficiency if attention else hardware.matmul_efficiency
             seconds = max(seconds, flops / (peak * reached))
         least = hardware.launch_seconds if launches else 0.0
@@ -168,30 +169,30 @@ def _size(node: fx.Node) -> int:
     return sum(min(nbytes_of(t), storage_bytes(t)) for t in tensors_of(node))
 
 
-def flops_of(node: fx.Node) -> tuple[int, Kind]:
+def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     """Return the FLOPs of a node by torch's flop counter, 0 for an op that it does not know.
 
     Causal attention computes half of the scores; the counter counts all of them.
     """
     schema = schema_of(node)
     if schema is None:
-        return 0, Kind.MEMORY
+        return 0, CostKind.MEMORY
     assert isinstance(node.target, OpOverload)
     packet = node.target.overloadpacket
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: sized(value_of(n)))
     if packet is aten._grouped_mm:
         a, b = cast(tuple[torch.Tensor, torch.Tensor], args[:2])
-        return _grouped_flops(a, b), Kind.MATMUL
+        return _grouped_flops(a, b), CostKind.MATMUL
     count = flop_registry.get(_SAME_FLOPS.get(packet, packet))
     if count is None:
-        return 0, Kind.MEMORY
+        return 0, CostKind.MEMORY
     if packet in _SAME_FLOPS:
         kwargs = {}
         args = args[:4] if "backward" in schema.name else args[:3]
     flops = int(count(*args, **kwargs, out_val=sized(value_of(node))))
     if "attention" not in schema.name:
-        return flops, Kind.MATMUL
-    return (flops // 2 if is_causal(node) else flops), Kind.ATTENTION
+        return flops, CostKind.MATMUL
+    return (flops // 2 if is_causal(node) else flops), CostKind.ATTENTION
 
 
 def _grouped_flops(a: Any, b: Any) -> int:

@@ -12,7 +12,7 @@ from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
-from graph_trainer.core.simulation.fusion import read_until
+from graph_trainer.core.simulation.fusion import Fusion, read_until
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
@@ -77,8 +77,9 @@ def simulate(
         VerificationError: a collective cannot be read (see `collectives`).
     """
     issued = collectives(joint)
-    cost = costs(joint, hardware, runtime.fusion(joint, other.fused, other.in_regions))
-    memory = predicted_memory(joint, hardware, other, runtime)
+    fusion = runtime.fusion(joint, other.fused, other.in_regions)
+    cost = costs(joint, hardware, fusion)
+    memory = _memory(joint, hardware, other, runtime, fusion)
     timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
 
@@ -91,6 +92,12 @@ def predicted_memory(
 ) -> Memory:
     """Predict the memory of a step, as `simulate` does. Linear in nodes."""
     fusion = runtime.fusion(joint, other.fused, other.in_regions)
+    return _memory(joint, hardware, other, runtime, fusion)
+
+
+def _memory(
+    joint: JointGraph, hardware: Hardware, other: OtherMemory, runtime: Runtime, fusion: Fusion
+) -> Memory:
     kept = read_until(joint, fusion)
     for storage, place in runtime.kept_until(joint).items():
         kept[storage] = max(place, kept.get(storage, place))

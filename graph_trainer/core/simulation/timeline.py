@@ -16,7 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.op_costs import Cost, Kind
+from graph_trainer.core.simulation.op_costs import Cost, CostKind
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 
 COMPUTE = "compute"
@@ -137,7 +137,7 @@ def play(
             busy[stream] += seconds
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
-        elif cost[node].kind is Kind.HOST_COPY:
+        elif cost[node].kind is CostKind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
             seconds = hardware.host_copy_seconds(cost[node].bytes)
             start = max(now, link_free[stream])

@@ -10,7 +10,7 @@ from typing import Any
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import module_of, phase_of
-from graph_trainer.core.simulation.op_costs import Kind
+from graph_trainer.core.simulation.op_costs import CostKind
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner.plan import Plan
@@ -27,10 +27,10 @@ PURPOSES = {
 """The names of the purposes of collectives on the page."""
 
 KINDS = {
-    Kind.MATMUL.value: "matmuls",
-    Kind.ATTENTION.value: "attention",
-    Kind.MEMORY.value: "memory-bound",
-    Kind.HOST_COPY.value: "copies to and from the host",
+    CostKind.MATMUL.value: "matmuls",
+    CostKind.ATTENTION.value: "attention",
+    CostKind.MEMORY.value: "memory-bound",
+    CostKind.HOST_COPY.value: "copies to and from the host",
     **{traffic.value: title for traffic, title in PURPOSES.items()},
     WAIT: "compute waits",
 }

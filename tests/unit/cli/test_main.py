@@ -174,3 +174,18 @@ def test_unknown_commands_and_words_are_refused(capsys):
 def test_without_a_command_the_help_is_shown(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "examples:" in out
+
+
+@pytest.mark.parametrize("word", ["--help", "--version", "trian"])
+def test_help_and_a_mistyped_command_come_without_torch(word):
+    program = """
+import atexit, sys
+heavy = {"torch", "torchtitan", "pydantic"}
+atexit.register(lambda: print(sorted(heavy & sys.modules.keys())))
+from graph_trainer.cli.main import main
+main(sys.argv[1:])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, word], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.endswith("[]\n"), done.stdout + done.stderr

@@ -10,7 +10,7 @@ from torch import fx
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -48,7 +48,7 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
     roles. Costs memory: up to `in_flight` parameters are gathered, and as many gradients not yet
     reduced, at a time. Linear in nodes, but for a sort of the collectives.
     """
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     at = {node: position for position, node in enumerate(joint.graph.nodes)}
 
     def movable(node: fx.Node) -> bool:

@@ -57,8 +57,7 @@ from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.simulation.collective_costs import collective_seconds, scratch_bytes
 from graph_trainer.core.simulation.fusion import NO_FUSION, fuse
 from graph_trainer.core.simulation.hardware import Hardware
-from graph_trainer.core.simulation.op_costs import Kind as CostKind
-from graph_trainer.core.simulation.op_costs import costs
+from graph_trainer.core.simulation.op_costs import CostKind, costs
 
 
 class Kind(Enum):

@@ -13,7 +13,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import is_backward, module_of, recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, is_getitem, is_wait, storages_in, value_storages
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.simulation.collective_costs import collective_seconds
@@ -34,7 +34,7 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
     seconds = {node: each.seconds for node, each in cost.items()}
     seconds |= {each.node: collective_seconds(each, hardware) for each in collectives(joint)}
     storages, size = value_storages(joint.graph), lifetimes(joint).size
-    writes = Writes(joint.graph)
+    writes = writes_of(joint.graph)
     nodes_of = forward_blocks(joint)
     border: set[Storage] = set()
     for name, nodes in nodes_of.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import graph_trainer as gt
 from graph_trainer.core.capture.python_state import PythonState
@@ -295,3 +297,23 @@ def test_large_state_is_looked_at_in_part() -> None:
     with PythonState(nn.Identity(), lambda: held):
         pass
     assert time.perf_counter() - start < 5
+
+
+def test_what_torch_keeps_on_its_own_functions_is_no_state_of_a_step(monkeypatch):
+    """torch.utils.checkpoint notes on itself that dynamo is off: such a step was traced twice."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.run = nn.Linear(2, 2), checkpoint
+
+        def forward(self, x):
+            return self.run(self.inner, x, use_reentrant=False)
+
+    model = Checkpointed()
+    function = inspect.unwrap(checkpoint)
+    for name in list(vars(function)):
+        monkeypatch.delattr(function, name)
+    with PythonState(model) as state:
+        model(torch.randn(1, 2))
+        assert vars(function) and state.changes() == []

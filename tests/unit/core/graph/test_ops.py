@@ -18,7 +18,7 @@ from graph_trainer.core.graph.ops import (
     value_storages,
     written_arguments,
 )
-from graph_trainer.core.graph.writes import Writes
+from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.testing import Builder
 from tests.unit.graphs import aten, c10d
 
@@ -118,7 +118,7 @@ def test_last_writes_follow_views_and_places():
     second = g.f(aten.mul_.Tensor, made, 2)
     end = g.f(aten.sum.default, middle)
     g.f(aten.add_.Tensor, g.x, 1)
-    writes = Writes(g.graph)
+    writes = writes_of(g.graph)
     assert writes.between(made, None, view) is writes.between(view, None, made) is second
     assert writes.between(made, middle, made) is first
     assert writes.between(first, middle, made) is None

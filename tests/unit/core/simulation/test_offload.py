@@ -12,7 +12,7 @@ from graph_trainer.core.passes.offload_activations import (
     OffloadActivationsOptions,
     offload_activations,
 )
-from graph_trainer.core.simulation.op_costs import Kind
+from graph_trainer.core.simulation.op_costs import CostKind
 from graph_trainer.core.simulation.simulate import OtherMemory, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.testing import Builder
@@ -138,7 +138,7 @@ def test_on_a_cpu_host_memory_is_the_devices_and_copies_are_kernels():
 def test_copies_are_never_fused_and_what_is_copied_is_stored(fused):
     found = simulated(*AWAY, fused=fused)
     nodes = [n for n in found.costs if is_host_copy(n)]
-    assert Counter(found.costs[n].kind for n in nodes) == {Kind.HOST_COPY: 2, Kind.FREE: 2}
+    assert Counter(found.costs[n].kind for n in nodes) == {CostKind.HOST_COPY: 2, CostKind.FREE: 2}
     made = {s.node for s in found.memory.storages}
     (source,) = (n.args[0] for n in nodes if n.target is OFFLOAD)
     assert source in made and next(n for n in nodes if n.target is RELOAD) in made

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from graph_trainer.core.simulation.fusion import fuse
-from graph_trainer.core.simulation.op_costs import Kind, costs, flops_of
+from graph_trainer.core.simulation.op_costs import CostKind, costs, flops_of
 from graph_trainer.testing import Builder
 from tests.unit.core.simulation.machines import machine
 from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
@@ -37,7 +37,7 @@ def attention(query_rows, *, causal, heads=2, rows=16, size=8):
 def test_a_matmul_takes_two_flops_a_product(op, left, right, batch):
     b = Builder()
     found = cost_of(b, b.call(op, b.input("x", *left), b.input("w", *right)))
-    assert (found.kind, found.flops) == (Kind.MATMUL, batch * 2 * 3 * 5 * 7)
+    assert (found.kind, found.flops) == (CostKind.MATMUL, batch * 2 * 3 * 5 * 7)
     assert found.bytes == FLOAT * batch * (3 * 5 + 5 * 7 + 3 * 7)
 
 
@@ -76,7 +76,7 @@ def test_the_peak_is_that_of_the_dtype():
 
 def test_causal_attention_computes_half():
     found = [cost_of(*attention(16, causal=causal)) for causal in (False, True)]
-    assert {each.kind for each in found} == {Kind.ATTENTION}
+    assert {each.kind for each in found} == {CostKind.ATTENTION}
     assert found[0].flops == 2 * 2 * (2 * 16 * 16 * 8) == 2 * found[1].flops
 
 
@@ -100,7 +100,7 @@ def test_attention_on_a_cpu_counts_as_on_a_gpu():
         *(out, q, k, v, out, lse, 0.0, True),
     )
     forward = flops_of(on_cpu)[0]
-    assert flops_of(backward) == (forward * 5 // 2, Kind.ATTENTION)  # 5 matmuls to 2
+    assert flops_of(backward) == (forward * 5 // 2, CostKind.ATTENTION)  # 5 matmuls to 2
 
 
 def test_views_waits_parts_and_collectives_are_no_compute():
@@ -117,7 +117,7 @@ def test_views_waits_parts_and_collectives_are_no_compute():
     free += [started, b.call(c10d.wait_tensor.default, started)]
     found = costs(b.joint(b.call(aten.sum.default, free[-1])), machine(launch_seconds=1.0))
     for node in free:
-        assert (found[node].kind, found[node].seconds, found[node].bytes) == (Kind.FREE, 0.0, 0)
+        assert (found[node].kind, found[node].seconds, found[node].bytes) == (CostKind.FREE, 0.0, 0)
 
 
 def on(op, *shapes, **kwargs):
@@ -158,7 +158,7 @@ BYTES = {
 def test_bytes_are_what_is_read_and_written(call, expected):
     b = Builder()
     found = cost_of(b, call(b))
-    assert (found.kind, found.bytes) == (Kind.MEMORY, expected)
+    assert (found.kind, found.bytes) == (CostKind.MEMORY, expected)
 
 
 def test_a_group_that_uses_a_shape_and_then_reads_the_tensor_reads_it():
@@ -190,7 +190,7 @@ def test_nothing_that_computes_takes_less_than_a_launch():
     joint = captured_decoder()
     launch = 0.25
     found = costs(joint, machine(launch_seconds=launch))
-    computing = [c.seconds for c in found.values() if c.kind is not Kind.FREE]
+    computing = [c.seconds for c in found.values() if c.kind is not CostKind.FREE]
     assert computing and min(computing) == launch
 
 

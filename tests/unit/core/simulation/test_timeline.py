@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import Role
-from graph_trainer.core.simulation.op_costs import Cost, Kind, costs
+from graph_trainer.core.simulation.op_costs import Cost, CostKind, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN
 from graph_trainer.core.simulation.timeline import (
     COMPUTE,
@@ -41,8 +41,8 @@ class Steps(Builder):
 
     def played(self, *, collective_seconds=0.0, hardware=None, **how):
         joint = self.joint(self.call(aten.sum.default, self.x))
-        free = Cost(Kind.FREE, 0.0, 0, 0)
-        second = Cost(Kind.MEMORY, 1.0, 0, 0)
+        free = Cost(CostKind.FREE, 0.0, 0, 0)
+        second = Cost(CostKind.MEMORY, 1.0, 0, 0)
         cost = {n: second if n.target is aten.relu.default else free for n in joint.graph.nodes}
         found = collectives(joint, GROUPS.__getitem__)
         return play(joint, found, cost, hardware or same_seconds(collective_seconds), **how)

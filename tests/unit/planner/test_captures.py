@@ -1,0 +1,110 @@
+"""Plans that share a capture are those that capture for themselves."""
+
+import pytest
+
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.runtimes import TORCHTITAN
+from graph_trainer.planner.captures import Captures
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.titan.config.load import load_config
+
+FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+HARDWARE = load_hardware("h100-sxm")
+
+BEHIND = (
+    ("--parallelism.fsdp_reshard_after_forward", "always"),
+    ("--parallelism.fsdp_reshard_after_forward", "never"),
+    ("activation_checkpoint:full",),
+    ("activation_checkpoint:selective",),
+    ("--compile.backend", "eager"),
+    ("--compile.disable_passes", '["bucket_collectives"]'),
+    ("--compile.memory_limit_gib", "70"),
+)
+BEFORE = (
+    ("--training.seq_len", "128"),
+    ("--training.local_batch_size", "1"),
+    ("--parallelism.tensor_parallel_degree", "2"),
+    ("--training.mixed_precision_param", "float32"),
+    ("--loss.type", "chunked_cross_entropy"),
+    ("--compile.mode", "eager"),
+)
+
+
+def config_of(*change, layers=1):
+    flags = [
+        word
+        for text in change
+        for word in (
+            ("--activation_checkpoint.type", text.partition(":")[2]) if ":" in text else (text,)
+        )
+    ]
+    config = load_config([*FLAGS, *flags], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:layers]
+    return config
+
+
+def planned(*change, captures=None):
+    return make_plan(config_of(*change), 4, HARDWARE, captures=captures, every_pass=False)
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The number of captures so far, as a list's length."""
+    made, original = [], FakeRank.capture
+
+    def capture(run):
+        made.append(run)
+        return original(run)
+
+    monkeypatch.setattr(FakeRank, "capture", capture)
+    return made
+
+
+def report(plan):
+    """What a plan says, but for the seconds that passes took."""
+    document = plan_report(plan)
+    for row in document["ledger"]:
+        row.pop("pass_seconds")
+    return document
+
+
+def test_what_acts_behind_a_capture_shares_it_and_the_plans_are_equal(captured):
+    shared = Captures()
+    planned(captures=shared)
+    plans = [planned(*change, captures=shared) for change in BEHIND]
+    assert len(captured) == 1
+    alone = [planned(*change) for change in BEHIND]
+    assert len(captured) == 1 + len(BEHIND)
+    for change, ours, theirs in zip(BEHIND, plans, alone, strict=True):
+        assert report(ours) == report(theirs), change
+
+
+def test_what_acts_before_is_captured_anew(captured):
+    shared = Captures(most=20)
+    planned(captures=shared)
+    for number, change in enumerate(BEFORE, 2):
+        planned(*change, captures=shared)
+        assert len(captured) == number, change
+    made = len(captured)
+    for other in (
+        {"config": config_of(layers=2)},
+        {"rank": 1},
+        {"hardware": load_hardware("cpu")},
+        {"runtime": TORCHTITAN},
+        {"config": config_of("activation_checkpoint:full"), "runtime": TORCHTITAN},
+    ):
+        given = {"config": config_of(), "world_size": 4, "hardware": HARDWARE} | other
+        make_plan(**given, captures=shared, every_pass=False)
+        made += 1
+        # torchtitan's own program is the config of mode eager, which the loop above captured
+        assert len(captured) == made - (other == {"runtime": TORCHTITAN}), other
+        made = len(captured)
+
+
+def test_the_oldest_capture_goes(captured):
+    shared = Captures(most=1)
+    for change in ((), BEFORE[0], ()):
+        planned(*change, captures=shared)
+    assert len(captured) == 3
