@@ -4,8 +4,8 @@ import pytest
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.graph.annotations import Phase, Role, role_of
-from tests.unit.planner.test_expert_parallel import DEGREE, TENSOR, fake_rank
+from graph_trainer.core.graph.annotations import Role, role_of
+from tests.unit.planner.test_expert_parallel import DEGREE, fake_rank
 
 MODELS = {"qwen3": ("qwen3", "debugmodel_moe", 1), "deepseek_v3": ("deepseek_v3", "debugmodel", 2)}
 """Module, config, and how many layers there are up to the first with experts."""
