@@ -249,5 +249,6 @@ def test_models_that_cannot_be_split_are_refused(change, said):
     config = config_of(base=["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"])
     check_config(config, 2)  # the model as it is
     change(config.model_spec.model)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as caught:
         check_config(config, 2)
+    assert ("attention beside" in str(caught.value)) == (change is with_other_attention)
