@@ -299,8 +299,8 @@ _MTP = "--module torchtitan.models.deepseek_v3 --config deepseek_v3_debugmodel_m
         (
             "--module torchtitan.models.qwen3 --config qwen3_moe_deepep "
             "--parallelism.expert_parallel_degree 1",
-            'base = "qwen3_moe_deepep": qwen3 debugmodel_moe refuses the config: DeepEP',
-            "choose another base",
+            'base = "qwen3_moe_deepep": qwen3 debugmodel_moe sends tokens to experts by DeepEP',
+            "Name an entry with torchtitan's standard dispatcher",
         ),
         (
             f"{_MTP} --loss.type chunked_cross_entropy",
