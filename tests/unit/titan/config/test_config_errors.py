@@ -303,6 +303,11 @@ _MTP = "--module torchtitan.models.deepseek_v3 --config deepseek_v3_debugmodel_m
             "Name an entry with torchtitan's standard dispatcher",
         ),
         (
+            "--module torchtitan.models.llama3 --config llama3_debugmodel_dist_gemm",
+            'base = "llama3_debugmodel_dist_gemm": llama3 debugmodel refuses the config: tp_gemm',
+            "choose another base",
+        ),
+        (
             f"{_MTP} --loss.type chunked_cross_entropy",
             'loss.type = "chunked_cross_entropy": deepseek_v3 debugmodel makes several predictions',
             "Leave [loss] out",
