@@ -24,6 +24,7 @@ from tests.integration.matrix import (
     SELECTIVE,
     VALIDATE,
     Flags,
+    context,
     replicate,
     rows,
     shard,
@@ -63,7 +64,8 @@ class ExpertCase:
 
 
 def _case(name: str, ranks: int, flags: Flags, **captured: Any) -> ExpertCase:
-    data = ranks // flags.get("parallelism.tensor_parallel_degree", 1)
+    shared = ("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")
+    data = ranks // math.prod(flags.get(key, 1) for key in shared)
     given = {"captured": {}} | captured
     return ExpertCase(name, ranks, flags | FP32 | rows(ROWS // data), **given)
 
@@ -76,6 +78,9 @@ CASES = (
     _case("deepseek_ep2_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(2)),
     _case("deepseek_ep4_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(4)),
     _case("deepseek_ep2_hsdp", 4, DEEPSEEK | replicate(2) | shard(2) | experts(2)),
+    # attention's ranks are those of the experts, then half of them
+    _case("deepseek_ep2_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(2) | VALIDATE),
+    _case("deepseek_ep4_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(4), captured=FULL),
     _case("deepseek_ep2_regional", 2, DEEPSEEK | shard(2) | experts(2), captured=REGIONAL),
     _case("deepseek_ep2_inductor", 2, DEEPSEEK | shard(2) | experts(2), captured=INDUCTOR),
     # each rank has one row of its own: expert parallelism splits them, then sharding

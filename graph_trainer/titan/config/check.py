@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
@@ -295,11 +296,16 @@ def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Let torchtitan's model look at the config, as it does on every rank."""
     spec = config.model_spec
     assert spec is not None
+    before = dist_utils.get_spmd_backend()
     try:
+        # a model asks torchtitan for the backend of sharding, which is set when ranks start
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         copy.deepcopy(spec.model).update_from_config(config=config)
     except Exception as error:  # whatever a model raises is about this config
         problem = f"{spec.name} {spec.flavor} refuses the config: {str(error).rstrip('.')}"
         yield Problem("base", problem, "Change that, or choose another base.")
+    finally:
+        dist_utils.set_spmd_backend(before)
 
 
 _KEYS = {

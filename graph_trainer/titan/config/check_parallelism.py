@@ -78,7 +78,7 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             "the model predicts several tokens, for which a whole sequence is shifted",
             f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
         )
-    if sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
+    elif sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
         yield Problem(
             _DEGREE,
             "the model has attention beside its layers, as that of images, which is not split",
@@ -96,7 +96,7 @@ def expert_parallel_problems(
     """
     key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
-    if degree == 1 or spec is None:
+    if spec is None:
         return
     model = f"{spec.name} {spec.flavor}"
     layers = [
@@ -104,6 +104,19 @@ def expert_parallel_problems(
         *(getattr(spec.model, "mtp_layers", None) or ()),
     ]
     mixtures = [moe for moe in (getattr(layer, "moe", None) for layer in layers) if moe is not None]
+    for moe in mixtures:
+        dispatcher = type(moe.routed_experts.token_dispatcher)
+        if dispatcher is not AllToAllTokenDispatcher.Config:
+            yield Problem(
+                "base",
+                f"{model} sends tokens to experts by "
+                f"{dispatcher.__qualname__.removesuffix('.Config')}, whose kernels no graph holds",
+                "Name an entry with torchtitan's standard dispatcher, moe_comm_backend = "
+                '"standard".',
+            )
+            return
+    if degree == 1:
+        return
     if not mixtures:
         yield Problem(
             key,
@@ -112,22 +125,11 @@ def expert_parallel_problems(
         )
         return
     for moe in mixtures:
-        dispatcher = moe.routed_experts.token_dispatcher
         if moe.num_experts % degree:
             yield Problem(
                 key,
                 f"does not divide the {moe.num_experts} experts of {model}",
                 f"Set it to a divisor of {moe.num_experts}.",
-            )
-            return
-        if type(dispatcher) is not AllToAllTokenDispatcher.Config:
-            yield Problem(
-                key,
-                f"{model} sends tokens to experts by "
-                f"{type(dispatcher).__qualname__.removesuffix('.Config')}, whose kernels no graph "
-                "holds",
-                "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
-                f'"standard", or set {key} to 1.',
             )
             return
     replicate = parallelism.data_parallel_replicate_degree
