@@ -23,6 +23,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.routing import mixtures_of
 
 SCHEMA = "graph_trainer.plan.comparison/2"
 """Of the JSON document of a comparison: bytes and seconds."""
@@ -107,6 +108,9 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
                 degree = 2 * getattr(parallelism, key.rpartition(".")[2])
                 if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
                     yield {key: str(degree)}
+            case "parallelism.expert_parallel_degree":
+                if config.model_spec and mixtures_of(config.model_spec.model):
+                    yield {key: str(2 * parallelism.expert_parallel_degree)}
             case "parallelism.data_parallel_shard_degree":
                 if parallelism.data_parallel_replicate_degree > 1:
                     yield {"parallelism.data_parallel_replicate_degree": "1", key: "-1"}

@@ -28,11 +28,11 @@ from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.planner import changes
 from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
-from graph_trainer.planner.files import published
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (
     optimizer_bytes,
     other_memory_of,
@@ -284,6 +284,9 @@ def test_what_is_used_to_the_full_is_no_advice():
     assert not any("parallelism.fsdp_reshard_after_forward" in change for change in fewer)
     assert {"training.local_batch_size": "1"} in fewer
     assert {"loss.type": "chunked_cross_entropy"} in fewer
+    deepseek = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
+    assert {"parallelism.expert_parallel_degree": "2"} in tried(*deepseek)
+    assert not any("parallelism.expert_parallel_degree" in change for change in fewer)
     words = ["--training.local_batch_size", "1", "--loss.type", "cross_entropy"]
     assert not any("training.local_batch_size" in change for change in tried(*words))
 

@@ -1,0 +1,179 @@
+"""What a step needs and takes where tokens are spread unevenly over the ranks of experts.
+
+Nothing is captured again: the sizes of one graph are read under other assumptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from graph_trainer.core.graph.annotations import block_of, value_of
+from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_of
+from graph_trainer.core.simulation.simulate import need_of, predicted_memory
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.plan import ExpertLoad, ExpertLoads, Plan
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.routing import RoutedMicrobatch, Routing, mixtures_of
+
+_DEGREE = "parallelism.expert_parallel_degree"
+
+
+def check_imbalances(flag: str, imbalances: Sequence[float], config: GraphTrainerConfig) -> None:
+    """Refuse what needs expert parallelism where there is none, and more tokens than there are.
+
+    Args:
+        flag: what asks for it, for messages.
+
+    Raises:
+        ConfigError: as said.
+    """
+    degree, spec = config.parallelism.expert_parallel_degree, config.model_spec
+    if spec is None or not mixtures_of(spec.model):
+        raise ConfigError(
+            f"{flag}: the model has no experts that tokens could be spread over: plan a mixture of "
+            "experts, or leave the flag out"
+        )
+    if degree == 1:
+        raise ConfigError(
+            f"{flag}: {_DEGREE} = 1: every rank has all experts and computes its own tokens, "
+            "wherever they go: set a greater degree, or leave the flag out"
+        )
+    for each in imbalances:
+        if each > degree:
+            raise ConfigError(
+                f"{flag} {each:g}: {_DEGREE} = {degree}, so a rank that receives all tokens has "
+                f"{degree} times its even share: write 1 to {degree}"
+            )
+
+
+def expert_loads(
+    plan: Plan,
+    imbalances: Sequence[float],
+    routing: Routing | None,
+    on_progress: OnProgress = lambda line: None,
+) -> ExpertLoads:
+    """Compute the loads of a planned step, and the greatest imbalance with which it fits.
+
+    An imbalance is what a rank's experts receive, in times of an even share, in every layer.
+
+    Args:
+        plan: of a run with expert parallelism.
+        imbalances: a row each.
+        routing: where the tokens of a run went, of the same model. Scaled to the tokens of this
+            plan, where it had others. What each rank received is known if it had as many ranks and
+            the same degree; otherwise its experts are divided anew, and the tokens of an expert are
+            the same from every group.
+    """
+    sizes = data_sizes(plan)
+    degree = plan.config.parallelism.expert_parallel_degree
+    rows = []
+    for imbalance in imbalances:
+        on_progress(f"an imbalance of {imbalance:g}")
+        rows.append(_load(f"{imbalance:g}", imbalance, _with(plan, imbalance)))
+    layers: dict[str, float] = {}
+    if routing is not None:
+        on_progress("the routing that happened")
+        load, layers = _replayed(plan, sizes, routing)
+        rows.append(load)
+    on_progress("all tokens to one rank")
+    rows.append(_load("all tokens to one rank", degree, _with(plan, degree)))
+    on_progress("the greatest imbalance that fits")
+    greatest = _greatest_that_fits(plan, sizes, degree)
+    return ExpertLoads(degree, tuple(rows), greatest, layers)
+
+
+def data_sizes(plan: Plan) -> DataSizes:
+    """Return the sizes that data decide of a run with expert parallelism."""
+    sizes = data_sizes_of(value_of(plan.simulation.joint.placeholders()[0]))
+    assert sizes is not None, "there is expert parallelism"
+    return sizes
+
+
+def _with(plan: Plan, received: float | Sequence[int]) -> Plan:
+    """Return a plan of the same graph whose rank receives other numbers of rows."""
+    with data_sizes(plan).assuming(received):
+        simulation = plan.simulation.again()
+        return replace(plan, simulation=simulation, need=simulation.need())
+
+
+def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
+    needed, seconds = plan.need.total, plan.step_seconds
+    return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits)
+
+
+def _greatest_that_fits(plan: Plan, sizes: DataSizes, degree: int) -> float | None:
+    """Bisect between an even share and all tokens; None where even shares do not fit."""
+    simulation = plan.simulation
+
+    def fits(imbalance: float) -> bool:
+        with sizes.assuming(imbalance):
+            memory = predicted_memory(
+                simulation.joint, plan.hardware, simulation.other, simulation.runtime
+            )
+            need = need_of(memory, plan.hardware, simulation.runtime)
+        return need.total <= plan.allowed_bytes
+
+    if not fits(1):
+        return None
+    if fits(degree):
+        return float(degree)
+    low, high = 100, 100 * degree  # hundredths of an even share
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle / 100) else (low, middle)
+    return low / 100
+
+
+def _replayed(
+    plan: Plan, sizes: DataSizes, routing: Routing
+) -> tuple[ExpertLoad, dict[str, float]]:
+    """Return the load of a routing, and by layer its greatest imbalance.
+
+    Memory is that of the rank that receives most in all layers, or in one of them, whichever needs
+    more. Time is that of the microbatch in which the fullest ranks of all layers receive most: in
+    every layer each rank waits for the fullest one.
+    """
+    even = sizes.received_rows()
+    most_in_all = most_in_one = most_of_any = (0, 0, [*even])
+    fullest = [0 for _ in even]
+    for each in routing.microbatches:
+        ranks = received_rows(plan, routing, each)
+        for rows in ranks:
+            most_in_all = max(most_in_all, (sum(rows), each.step, rows))
+            most_in_one = max(most_in_one, (max(rows), each.step, rows))
+        of_any = [max(layer) for layer in zip(*ranks, strict=True)]
+        most_of_any = max(most_of_any, (sum(of_any), each.step, of_any))
+        fullest = [max(pair) for pair in zip(fullest, of_any, strict=True)]
+    layers = {
+        block_of(exchange.module) or "": most / share
+        for exchange, most, share in zip(sizes.exchanges, fullest, even, strict=True)
+    }
+    plans = [(_with(plan, rows), step) for _, step, rows in (most_in_all, most_in_one)]
+    worst, step = max(plans, key=lambda each: each[0].need.total)
+    _, slow_step, rows = most_of_any
+    seconds = _with(plan, rows).step_seconds
+    what = f"as routed: memory of step {step}, time of step {slow_step}"
+    load = replace(_load(what, max(layers.values()), worst), step_seconds=seconds)
+    return load, layers
+
+
+def received_rows(plan: Plan, routing: Routing, each: RoutedMicrobatch) -> list[list[int]]:
+    """Return by rank, of the run or of one expert-parallel group, the rows of every exchange."""
+    degree = plan.config.parallelism.expert_parallel_degree
+    sizes = data_sizes(plan)
+    of_ranks = each.received
+    if (routing.world_size, routing.expert_parallel_degree) != (plan.world_size, degree):
+        of_ranks = None
+    if of_ranks is None:  # the experts of a rank follow each other
+        part = routing.num_experts // degree
+        starts = range(0, routing.num_experts, part)
+        of_ranks = [[sum(layer[i : i + part]) for i in starts] for layer in each.tokens]
+    rows = []
+    for exchange, even in zip(sizes.exchanges, sizes.received_rows(), strict=True):
+        tokens = of_ranks[routing.layers.index(block_of(exchange.module) or "")]
+        total, ranks = sum(tokens), len(tokens)
+        # rounded up; of the same run, `even` is the total divided by the ranks, and this is exact
+        rows.append([-(-number * even * ranks // total) for number in tokens])
+    return [list(rank) for rank in zip(*rows, strict=True)]
