@@ -5,9 +5,12 @@ Nothing is captured again: the sizes of one graph are read under other assumptio
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
+
+from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.graph.annotations import block_of, value_of
 from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_of
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
@@ -98,6 +101,13 @@ def _with(plan: Plan, received: float | Sequence[int]) -> Plan:
         return replace(plan, simulation=simulation, need=simulation.need())
 
 
+def _memory(plan: Plan, sizes: DataSizes, received: float | Sequence[int]) -> Memory:
+    """Return the memory alone of what `_with` simulates."""
+    done = plan.simulation
+    with sizes.assuming(received):
+        return predicted_memory(done.joint, plan.hardware, done.other, done.runtime)
+
+
 def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
     needed, seconds = plan.need.total, plan.step_seconds
     return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits)
@@ -105,14 +115,10 @@ def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
 
 def _greatest_that_fits(plan: Plan, sizes: DataSizes, degree: int) -> float | None:
     """Bisect between an even share and all tokens; None where even shares do not fit."""
-    simulation = plan.simulation
 
     def fits(imbalance: float) -> bool:
-        with sizes.assuming(imbalance):
-            memory = predicted_memory(
-                simulation.joint, plan.hardware, simulation.other, simulation.runtime
-            )
-            need = need_of(memory, plan.hardware, simulation.runtime)
+        memory = _memory(plan, sizes, imbalance)
+        need = need_of(memory, plan.hardware, plan.simulation.runtime)
         return need.total <= plan.allowed_bytes
 
     if not fits(1):
@@ -131,32 +137,58 @@ def _replayed(
 ) -> tuple[ExpertLoad, dict[str, float]]:
     """Return the load of a routing, and by layer its greatest imbalance.
 
-    Memory is that of the rank that receives most in all layers, or in one of them, whichever needs
-    more. Time is that of the microbatch in which the fullest ranks of all layers receive most: in
-    every layer each rank waits for the fullest one.
+    Memory is that of the rank with the highest peak. Time is that of the microbatch in which the
+    fullest ranks of all layers receive most: in every layer each rank waits for the fullest one.
     """
     even = sizes.received_rows()
-    most_in_all = most_in_one = most_of_any = (0, 0, [*even])
+    peak_of = _peaks(plan, sizes)
+    highest, worst, worst_step = 0.0, even, 0
+    most, slowest, slow_step = 0, even, 0
     fullest = [0 for _ in even]
     for each in routing.microbatches:
         ranks = received_rows(plan, routing, each)
-        for rows in ranks:
-            most_in_all = max(most_in_all, (sum(rows), each.step, rows))
-            most_in_one = max(most_in_one, (max(rows), each.step, rows))
+        peaks = peak_of(ranks)
+        rank = max(range(len(ranks)), key=peaks.__getitem__)
+        if peaks[rank] > highest:
+            highest, worst, worst_step = peaks[rank], ranks[rank], each.step
         of_any = [max(layer) for layer in zip(*ranks, strict=True)]
-        most_of_any = max(most_of_any, (sum(of_any), each.step, of_any))
+        if sum(of_any) > most:
+            most, slowest, slow_step = sum(of_any), of_any, each.step
         fullest = [max(pair) for pair in zip(fullest, of_any, strict=True)]
     layers = {
-        block_of(exchange.module) or "": most / share
-        for exchange, most, share in zip(sizes.exchanges, fullest, even, strict=True)
+        block_of(exchange.module) or "": number / share
+        for exchange, number, share in zip(sizes.exchanges, fullest, even, strict=True)
     }
-    plans = [(_with(plan, rows), step) for _, step, rows in (most_in_all, most_in_one)]
-    worst, step = max(plans, key=lambda each: each[0].need.total)
-    _, slow_step, rows = most_of_any
-    seconds = _with(plan, rows).step_seconds
-    what = f"as routed: memory of step {step}, time of step {slow_step}"
-    load = replace(_load(what, max(layers.values()), worst), step_seconds=seconds)
-    return load, layers
+    what = f"as routed: memory of step {worst_step}, time of step {slow_step}"
+    load = _load(what, max(layers.values()), _with(plan, worst))
+    return replace(load, step_seconds=_with(plan, slowest).step_seconds), layers
+
+
+def _peaks(plan: Plan, sizes: DataSizes) -> Callable[[list[list[int]]], list[float]]:
+    """Return a function that gives the peak bytes of ranks, from the rows of their exchanges.
+
+    The bytes alive at a node grow by as much with each row of an exchange, so that one more row of
+    each shows what all others need. One analysis for each exchange.
+    """
+    even = sizes.received_rows()
+    alive = torch.tensor(_memory(plan, sizes, even).total, dtype=torch.float64)
+    growth = torch.empty(len(even), len(alive), dtype=torch.float64)
+    for number in range(len(even)):
+        rows = [share + (place == number) for place, share in enumerate(even)]
+        growth[number] = torch.tensor(_memory(plan, sizes, rows).total) - alive
+    shares = torch.tensor(even, dtype=torch.float64)
+    without = alive - shares @ growth
+    # the peak is at none of the nodes that need less with all rows than another one without any
+    degree = plan.config.parallelism.expert_parallel_degree
+    near = without + degree * shares @ growth >= without.max()
+    without, growth = without[near], growth[:, near]
+
+    def peaks(ranks: list[list[int]]) -> list[float]:
+        rows = torch.tensor(ranks, dtype=torch.float64)
+        highest: list[float] = (without + rows @ growth).amax(dim=1).tolist()
+        return highest
+
+    return peaks
 
 
 def received_rows(plan: Plan, routing: Routing, each: RoutedMicrobatch) -> list[list[int]]:
