@@ -174,14 +174,22 @@ def _estimator(
 def peak_and_speed(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float]:
     """Estimate a config's peak bytes and tokens/s/GPU from its first three and first five layers.
 
+    Layers of another kind before those that repeat, as dense ones before mixtures of experts, are
+    kept beside them.
+
     What is alive at a node of the first or the last layer, or outside the layers, grows linearly
     with the number of layers, and between the first and the last layer it changes evenly. So the
     peak is the highest of these lines at the model's depth, wherever the peak of the shallow models
     is. The time of a step grows linearly too.
     """
     assert config.model_spec is not None
-    depth = len(getattr(config.model_spec.model, "layers", ()))
-    few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
+    routed = [
+        getattr(layer, "moe", None) is not None
+        for layer in getattr(config.model_spec.model, "layers", ())
+    ]
+    before = routed.index(routed[-1]) if routed else 0
+    few, more = (_planned(config, plan, before + layers) for layers in (_FEW, _MORE))
+    depth = len(routed) - before
     times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
     low, high = _memory_by_place(few), _memory_by_place(more)
     common = low.keys() & high.keys()

@@ -275,6 +275,24 @@ def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
     assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
 
 
+@pytest.mark.full
+def test_advice_for_experts_after_several_dense_layers_keeps_these():
+    words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel", *FLAGS]
+    words += ["--parallelism.expert_parallel_degree", "2"]
+
+    def deep():
+        config = load_config(words, world_size=4)
+        dense, mixture, *_ = config.model_spec.model.layers
+        config.model_spec.model.layers = [copy.deepcopy(dense) for _ in range(3)]
+        config.model_spec.model.layers += [copy.deepcopy(mixture) for _ in range(7)]
+        return config
+
+    whole = make_plan(deep(), 4, load_hardware("h100-sxm"), every_pass=False)
+    peak, speed = changes.peak_and_speed(deep(), whole)
+    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
+    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
+
+
 def test_what_is_used_to_the_full_is_no_advice():
     def tried(*flags, ranks=4):
         plan = dataclasses.replace(planned(), config=load_config(flags), world_size=ranks)
