@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -223,6 +224,17 @@ def test_torchtitan_prefetches_and_needs_more():
 def too_small(plan: Plan) -> Hardware:
     room = plan.need.allocated / GIB - 0.01
     return dataclasses.replace(plan.hardware, memory_gib=room, memory_reserved_gib=0.0)
+
+
+def test_torchtitan_checkpoints_cudnns_attention_which_draws_nothing():
+    words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel", *FLAGS]
+    config = load_config([*words, "--activation_checkpoint.type", "selective"], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    hardware = load_hardware("b200")
+    plan = make_plan(config, 4, hardware, runtime=TORCHTITAN, every_pass=False)
+    named = Counter(str(node.target) for node in plan.simulation.joint.graph.nodes)
+    attention = "aten._scaled_dot_product_cudnn_attention{}.default"
+    assert named[attention.format("")] == named[attention.format("_backward")] == 2
 
 
 def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
