@@ -44,6 +44,7 @@ from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal,
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 _OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
 """Losses that take the one prediction of a model."""
@@ -395,6 +396,15 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if not folder.strip() or "\0" in folder or os.path.isfile(folder):
         remedy = "Name a folder, new or existing."
         yield Problem("dump_folder", "not a folder to write to", remedy)
+    spec, routing = config.model_spec, getattr(config.metrics, "save_routing", None)
+    if routing is not None and spec is not None and not mixtures_of(spec.model):
+        yield Problem(
+            SAVE_ROUTING,
+            f"{spec.name} {spec.flavor} has no experts whose tokens it could count",
+            "Leave it out, or train a mixture of experts.",
+        )
+    elif routing is not None and os.path.isdir(os.path.join(folder, routing)):
+        yield Problem(SAVE_ROUTING, "a folder", "Name a file below dump_folder.")
     section, hardware = config.activation_checkpoint, config.compile.hardware
     try:
         activation_settings(section)

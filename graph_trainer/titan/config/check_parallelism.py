@@ -8,6 +8,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
+from graph_trainer.titan.routing import mixtures_of
 
 _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
@@ -99,12 +100,8 @@ def expert_parallel_problems(
     if spec is None:
         return
     model = f"{spec.name} {spec.flavor}"
-    layers = [
-        *getattr(spec.model, "layers", ()),
-        *(getattr(spec.model, "mtp_layers", None) or ()),
-    ]
-    mixtures = [moe for moe in (getattr(layer, "moe", None) for layer in layers) if moe is not None]
-    for moe in mixtures:
+    mixtures = mixtures_of(spec.model)
+    for moe in mixtures.values():
         dispatcher = type(moe.routed_experts.token_dispatcher)
         if dispatcher is not AllToAllTokenDispatcher.Config:
             yield Problem(
@@ -124,7 +121,7 @@ def expert_parallel_problems(
             f"Set {key} to 1, or train a mixture of experts.",
         )
         return
-    for moe in mixtures:
+    for moe in mixtures.values():
         if moe.num_experts % degree:
             yield Problem(
                 key,
