@@ -403,8 +403,10 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"{spec.name} {spec.flavor} has no experts whose tokens it could count",
             "Leave it out, or train a mixture of experts.",
         )
-    elif routing is not None and os.path.isdir(os.path.join(folder, routing)):
-        yield Problem(SAVE_ROUTING, "a folder", "Name a file below dump_folder.")
+    elif routing is not None and (
+        not routing.strip() or "\0" in routing or os.path.isdir(os.path.join(folder, routing))
+    ):
+        yield Problem(SAVE_ROUTING, "not a file to write to", "Name a file below dump_folder.")
     section, hardware = config.activation_checkpoint, config.compile.hardware
     try:
         activation_settings(section)

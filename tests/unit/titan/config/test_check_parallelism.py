@@ -47,6 +47,14 @@ def test_what_does_not_fit_is_refused_with_key_value_and_remedy(model, given, ra
     assert said in message and ". Set " in message
 
 
+@pytest.mark.parametrize("path", ["", "folder", "a\0b"])
+def test_a_routing_that_is_no_file_is_refused(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    words = [*QWEN3, "--dump_folder", str(tmp_path), "--metrics.save_routing", path]
+    with pytest.raises(gt.ConfigError, match=r"save_routing = .*: not a file to write to\. Name a"):
+        load_config(words, world_size=2)
+
+
 @pytest.mark.parametrize("degree", [1, 2])
 def test_other_dispatchers_than_the_standard_one_are_refused(degree):
     config = load_config([*QWEN3, *flags(degree)], world_size=4)
