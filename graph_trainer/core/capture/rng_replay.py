@@ -251,9 +251,9 @@ def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    if given_value(func._schema, args, kwargs, "philox_seed") is not None:
+    if given_value(func, args, kwargs, "philox_seed") is not None:
         return False
-    return bool(given_value(func._schema, args, kwargs, "dropout_p", 1.0) != 0.0)
+    return bool(given_value(func, args, kwargs, "dropout_p", 1.0) != 0.0)
 
 
 def _own_generator(
