@@ -28,6 +28,9 @@ GIB = 1024**3
 H100 = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3"
 A100 = "pytorch/torchtitan, docs/performance.md as of 2024, Llama 3 on 64 A100 (80 GB)"
 
+TITAN_3816 = "pytorch/torchtitan issue 3816: expert parallelism 1, the loss compiled alone"
+PITH_79 = "mlc-ai/pith-train issue 79: torchtitan, blocks and loss compiled"
+
 
 @dataclass(frozen=True, slots=True)
 class Published:
@@ -57,6 +60,17 @@ _70B = (
     *("--parallelism.tensor_parallel_degree", "1"),
 )
 
+_EXPERTS = ("--activation_checkpoint.type", "selective", "--loss.type", "chunked_cross_entropy")
+_DEEPSEEK_16B = (
+    *("--module", "graph_trainer.deepseek_v3", "--config", "16b", *_EXPERTS),
+    *("--training.local_batch_size", "4", "--compile.backend", "eager"),
+)
+_QWEN3_30B = (
+    *("--module", "graph_trainer.qwen3", "--config", "30b-a3b", *_EXPERTS),
+    *("--training.seq_len", "8192", "--training.local_batch_size", "8"),
+    *("--training.global_batch_size", "64", "--compile.backend", "inductor"),
+)
+
 RUNS = (
     Published("8B, 8 H100", H100, "h100-grand-teton", 8, _8b(2, "eager"), 5762, 82.4),
     Published("8B, 8 H100, compile", H100, "h100-grand-teton", 8, _8b(2, "inductor"), 6667, 77.0),
@@ -66,6 +80,8 @@ RUNS = (
     ),
     Published("8B, 64 A100", A100, "a100-80g", 64, _8b(1, "eager"), 2973, None),
     Published("70B, 64 A100, full AC", A100, "a100-80g", 64, _70B, 331, None),
+    Published("DeepSeek 16B, 8 B200", TITAN_3816, "b200", 8, _DEEPSEEK_16B, 17_500, None),
+    Published("Qwen3 30B-A3B, 8 B200", PITH_79, "b200", 8, _QWEN3_30B, 19_500, 141.8),
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,7 +21,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
-from graph_trainer.planner.files import check_outputs, published
+from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.plan_report import plan_report
@@ -37,6 +38,8 @@ from graph_trainer.titan.config.check import (
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.files import check_outputs, published
+from graph_trainer.titan.routing import Routing, mixtures_of, read_routing
 
 _DESCRIPTION = """\
 Say what a run will communicate, need in memory and take in time, without a GPU: the train step of
@@ -53,6 +56,8 @@ examples:
       --compare training.local_batch_size=1,2,4 \\
       --compare parallelism.fsdp_reshard_after_forward=always,never
   graph-trainer plan --config 8b --world-size 8 --memory-curve --html plan.html
+  graph-trainer plan --module graph_trainer.deepseek_v3 --config 16b --world-size 64 \\
+      --parallelism.expert_parallel_degree 8 --expert-imbalance 1.0,1.5,2.0
   graph-trainer plan --config 8b --world-size 128 --verify-order
   graph-trainer plan --config 70b --world-size 256 --hardware my_cluster.toml --json plan.json
 """
@@ -85,6 +90,7 @@ def main(argv: Sequence[str]) -> int:
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
     _check_table(flags, config)
+    routing = _checked_routing(flags, config)
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
 
@@ -112,6 +118,11 @@ def main(argv: Sequence[str]) -> int:
         return _compare(flags, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
+    # first: other plans end the process groups of this one
+    if flags.expert_imbalance or routing:
+        with progress("experts") as say:
+            loads = expert_loads(plan, flags.expert_imbalance, routing, say)
+            plan = replace(plan, expert_loads=loads)
     if not plan.fits:
         with progress("what would help") as say:
             plan = replace(plan, advice=tuple(advise(plan, load, say)))
@@ -145,7 +156,7 @@ def _check_together(flags: argparse.Namespace) -> None:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
         return
-    for name in ("compare", "rank", "memory_curve", *_WRITERS):
+    for name in ("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
         if getattr(flags, name):
             flag = name.replace("_", "-")
             raise ConfigError(f"--verify-order plans nothing: leave it or --{flag} out")
@@ -160,6 +171,17 @@ def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
             '--table: there is none to write, as activation_checkpoint.type is neither "budget" '
             'nor "file": set one of them, or leave --table out'
         )
+
+
+def _checked_routing(flags: argparse.Namespace, config: GraphTrainerConfig) -> Routing | None:
+    """Refuse flags about experts that the config has no use for; read the file of --routing."""
+    if flags.expert_imbalance:
+        check_imbalances("--expert-imbalance", flags.expert_imbalance, config)
+    if not flags.routing:
+        return None
+    check_imbalances("--routing", (), config)
+    assert config.model_spec is not None
+    return read_routing(flags.routing, "--routing", mixtures_of(config.model_spec.model))
 
 
 def _check_misspelt(words: Sequence[str], names: Iterable[str]) -> None:
@@ -191,6 +213,9 @@ def _write_table(plan: Plan, file: IO[str]) -> None:
     file.write(plan.memory_table.to_toml())
 
 
+_OF_ONE_PLAN = ("memory_curve", "expert_imbalance", "routing")
+"""Flags that add to one plan."""
+
 _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
     "json": (_write_json, "write the plan as JSON"),
     "trace": (
@@ -221,7 +246,7 @@ def _compare(
     world_size: int,
 ) -> int:
     wanted = settings(flags.compare)
-    for name in ("memory_curve", *_WRITERS):
+    for name in (*_OF_ONE_PLAN, *_WRITERS):
         if name != "json" and getattr(flags, name):
             flag = name.replace("_", "-")
             raise ConfigError(
@@ -308,6 +333,22 @@ def _parser() -> argparse.ArgumentParser:
         "limits: step time over memory, as a table, on the page and in the JSON",
     )
     parser.add_argument(
+        "--expert-imbalance",
+        type=_imbalances,
+        default=(),
+        metavar="A,B,C",
+        help="with expert parallelism: memory and time also where a rank receives so many times "
+        "its even share of the tokens in every layer, or all of them, and the greatest imbalance "
+        "that fits",
+    )
+    parser.add_argument(
+        "--routing",
+        type=Path,
+        metavar="FILE",
+        help="the same for the routing that happened: tokens by step, layer and expert, a file "
+        "that training writes with --metrics.save_routing; for other ranks or batches it is scaled",
+    )
+    parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
     )
     for name, (_, help_text) in _WRITERS.items():
@@ -319,3 +360,15 @@ def _positive(text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: write 1 or more")
     return int(text)
+
+
+def _imbalances(text: str) -> tuple[float, ...]:
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError:
+        numbers = ()
+    if not numbers or not all(1 <= number < math.inf for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of imbalances: write numbers of 1 or more, such as 1.0,1.5,2.0"
+        )
+    return numbers

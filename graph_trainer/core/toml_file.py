@@ -27,7 +27,7 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         siblings = sorted(p.name for p in path.parent.glob("*.toml"))
         near = nearest(path.name, siblings)
         guess = f"Did you mean {' or '.join(near)}? " if near else ""
-        remedy = f"{path.parent} has {', '.join(siblings)}." if siblings else "Check the path."
+        remedy = f"TOML files there: {', '.join(siblings)}." if siblings else "Check the path."
         raise ConfigError(f"{key} {path}: there is no such file. {guess}{remedy}") from None
     except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a NUL in the path
         reason = getattr(error, "strerror", None) or error

@@ -22,6 +22,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.routing import mixtures_of
 
 SCHEMA = "graph_trainer.plan.comparison/2"
 """Of the JSON document of a comparison: bytes and seconds."""
@@ -106,6 +107,9 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
                 degree = 2 * getattr(parallelism, key.rpartition(".")[2])
                 if parallelism.data_parallel_shard_degree == -1 and plan.world_size % degree == 0:
                     yield {key: str(degree)}
+            case "parallelism.expert_parallel_degree":
+                if config.model_spec and mixtures_of(config.model_spec.model):
+                    yield {key: str(2 * parallelism.expert_parallel_degree)}
             case "parallelism.data_parallel_shard_degree":
                 if parallelism.data_parallel_replicate_degree > 1:
                     yield {"parallelism.data_parallel_replicate_degree": "1", key: "-1"}
@@ -169,14 +173,22 @@ def _estimator(
 def peak_and_speed(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float]:
     """Estimate a config's peak bytes and tokens/s/GPU from its first three and first five layers.
 
+    Layers of another kind before those that repeat, as dense ones before mixtures of experts, are
+    kept beside them.
+
     What is alive at a node of the first or the last layer, or outside the layers, grows linearly
     with the number of layers, and between the first and the last layer it changes evenly. So the
     peak is the highest of these lines at the model's depth, wherever the peak of the shallow models
     is. The time of a step grows linearly too.
     """
     assert config.model_spec is not None
-    depth = len(getattr(config.model_spec.model, "layers", ()))
-    few, more = (_planned(config, plan, layers) for layers in (_FEW, _MORE))
+    routed = [
+        getattr(layer, "moe", None) is not None
+        for layer in getattr(config.model_spec.model, "layers", ())
+    ]
+    before = routed.index(routed[-1]) if routed else 0
+    few, more = (_planned(config, plan, before + layers) for layers in (_FEW, _MORE))
+    depth = len(routed) - before
     times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
     low, high = _memory_by_place(few), _memory_by_place(more)
     common = low.keys() & high.keys()

@@ -31,10 +31,15 @@ def plain_table(title: str, title_style: str = "bold") -> Table:
 
 
 def print_table(table: RenderableType, *, stderr: bool = False) -> None:
-    """Print a table: 100 columns wide where the output is not a terminal, at most 100 on one."""
+    """Print a table: 100 columns wide where the output is not a terminal, at most 100 on one.
+
+    One that needs more than the terminal has is as wide as it needs, since its digits would be cut.
+    """
     terminal = Console(stderr=stderr)
-    width = min(terminal.width, WIDTH) if terminal.is_terminal else WIDTH
-    Console(stderr=stderr, width=width, highlight=False).print(table)
+    page = Console(stderr=stderr, width=WIDTH, highlight=False)
+    if terminal.is_terminal and page.measure(table).minimum <= terminal.width:
+        page.width = min(terminal.width, WIDTH)
+    page.print(table)
 
 
 def report_table(report: Report) -> Table:

@@ -58,6 +58,36 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """What a step needs and takes where a rank's experts receive so many tokens."""
+
+    what: str
+    imbalance: float
+    """What the rank receives in a layer, in times of an even share; the greatest of all layers."""
+    peak_bytes: int
+    """Of the rank that needs most."""
+    needed_bytes: int
+    """Of that rank too."""
+    step_seconds: float
+    """Of a whole train step, at the pace of the slowest rank of experts."""
+    fits: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoads:
+    """A step under several spreads of tokens over the ranks of experts."""
+
+    degree: int
+    """Of expert parallelism: the imbalance of a rank that receives all tokens."""
+    rows: tuple[ExpertLoad, ...]
+    """The last one is of a rank that receives all tokens."""
+    greatest_that_fits: float | None
+    """The greatest imbalance with which the step fits; None where even shares do not."""
+    layers: dict[str, float]
+    """By layer, the greatest imbalance of a routing that happened; empty where none was given."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What one rank of a run will need, issue and take in time."""
 
@@ -89,6 +119,8 @@ class Plan:
     """Changes for a run that does not fit, the most helpful first; empty where it fits."""
     memory_curve: tuple[Outcome, ...] = ()
     """The run under other policies and limits, where that was asked for."""
+    expert_loads: ExpertLoads | None = None
+    """The run under other spreads of tokens over experts, where that was asked for."""
     captures: Captures = field(default_factory=Captures, repr=False, compare=False)
     """What was captured for it, for plans of changed configs."""
 

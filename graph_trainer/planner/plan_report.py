@@ -73,6 +73,7 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "advice": [_advice(each) for each in plan.advice],
         "memory_table": _memory_table(plan),
         "memory_curve": [_curve_point(each) for each in plan.memory_curve],
+        "expert_loads": dataclasses.asdict(plan.expert_loads) if plan.expert_loads else None,
         "microbatches": plan.microbatches,
         "graph_seconds": simulation.timeline.step_seconds,
         "outside_seconds": plan.outside_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from heapq import nlargest
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,6 +18,7 @@ from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 
 _MODULES_SHOWN = 8
 _WAITS_SHOWN = 5
+_LAYERS_SHOWN = 5
 
 
 def report_text(report: dict[str, Any]) -> RenderableType:
@@ -39,6 +41,8 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _kept_table(report["memory_table"])
     if report["memory_curve"]:
         yield _curve_table(report)
+    if report["expert_loads"]:
+        yield from _expert_loads(report["expert_loads"])
     yield Text(fit_and_speed(report))
     if not report["fits"]:
         yield _advice_table(report)
@@ -174,6 +178,43 @@ def _curve_table(report: dict[str, Any]) -> Table:
             f"{each['step_seconds'] * 1e3:,.1f}",
         )
     return table
+
+
+def _expert_loads(loads: dict[str, Any]) -> Iterator[RenderableType]:
+    """Yield the table of loads, which imbalance fits, and the layers that are spread worst."""
+    rows = loads["rows"]
+    unit, size = unit_of(max(each["needed_bytes"] for each in rows))
+    table = plain_table("Experts: what the fullest rank receives, in times of an even share")
+    table.add_column("tokens", overflow="fold")
+    for heading in ("imbalance", f"peak {unit}", f"needs {unit}", "step ms", "fits"):
+        table.add_column(heading, justify="right")
+    for each in rows:
+        table.add_row(
+            Text(each["what"]),
+            f"{each['imbalance']:,.2f}",
+            f"{each['peak_bytes'] / size:,.2f}",
+            f"{each['needed_bytes'] / size:,.2f}",
+            f"{each['step_seconds'] * 1e3:,.1f}",
+            "yes" if each["fits"] else "NO",
+        )
+    yield table
+    yield Text(f"{what_imbalance_fits(loads)}\n")
+
+
+def what_imbalance_fits(loads: dict[str, Any]) -> str:
+    """Format the greatest imbalance that fits, and where a routing was most uneven."""
+    greatest, degree = loads["greatest_that_fits"], loads["degree"]
+    if greatest is None:
+        text = "Even shares of the tokens do not fit."
+    elif greatest == degree:
+        text = "Any routing fits, all tokens to one rank too."
+    else:
+        text = f"Fits up to an imbalance of {greatest:.2f} in every layer."
+    if loads["layers"]:
+        worst = nlargest(_LAYERS_SHOWN, loads["layers"].items(), key=lambda item: item[1])
+        listed = ", ".join(f"{name} {imbalance:.2f}" for name, imbalance in worst)
+        text += f" As routed, most uneven: {listed}."
+    return text
 
 
 def _advice_table(report: dict[str, Any]) -> RenderableType:

@@ -43,6 +43,7 @@ from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
+from graph_trainer.titan.routing import RoutingRecorder
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
 from graph_trainer.titan.validator import with_captured_forward
 
@@ -72,6 +73,7 @@ class GraphTrainer(Trainer):
         super().__init__(checked)
         (model,) = self.model_parts
         attach_loss(self.loss_fn, model)
+        self._routing: RoutingRecorder | None = None
         chunked = isinstance(self.loss_fn, ChunkedCrossEntropyLoss)
         if config.replaces_chunked_loss and not chunked and dist.get_rank() == 0:
             logger.info(
@@ -93,6 +95,9 @@ class GraphTrainer(Trainer):
                 )
         else:
             self._memory = self._device_memory()
+            if file := getattr(config.metrics, "save_routing", None):
+                path = Path(config.dump_folder) / file
+                self._routing = RoutingRecorder(model, self.parallel_dims, path)
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
@@ -172,7 +177,8 @@ class GraphTrainer(Trainer):
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
-        with self.train_context(), self.observer.microbatch():
+        routed = self._routing.microbatch(self.step) if self._routing else contextlib.nullcontext()
+        with self.train_context(), self.observer.microbatch(), routed:
             loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
         self.observer.gradients_ready(model.parameters())
@@ -206,6 +212,8 @@ class GraphTrainer(Trainer):
         """
         with self._naming_who_is_missing(), self.observer.step():
             super().train_step(data_iterator)
+        if self._routing and self.metrics_processor.should_log(self.step):
+            self._routing.write()
 
     @contextlib.contextmanager
     def _naming_who_is_missing(self) -> Iterator[None]:
@@ -238,6 +246,9 @@ class GraphTrainer(Trainer):
             except NotFiniteError:
                 self.checkpointer.maybe_wait_for_saving()
                 raise
+            finally:
+                if self._routing:
+                    self._routing.write()
             self.checkpointer.maybe_wait_for_saving()
         (model,) = self.model_parts
         self.observer.finished(model.parameters(), self.optimizers)

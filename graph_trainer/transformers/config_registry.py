@@ -42,7 +42,7 @@ class TransformersConfig(GraphTrainerConfig):
     def model_problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield what [model] and the degrees of parallelism make impossible."""
         try:
-            self.model_spec.model.read()
+            self.model_spec.model.check()
         except ConfigError as error:
             yield "model.path", str(error), ""
         for kind in ("tensor", "context", "expert", "pipeline"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -76,6 +77,22 @@ class TransformersModel(BaseModel):
             self.hf = self.hf or read_config(self.path)
             return self.hf
 
+        def check(self) -> None:
+            """Refuse, without the key, a model that is none or weights that are not the model's."""
+            self.read()
+            try:
+                with torch.device("meta"):
+                    model = TransformersModel(self)
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever the library says about a config
+                reason = " ".join(str(error).split())
+                raise ConfigError(
+                    f"transformers cannot make its model ({reason}). Change config.json, or name "
+                    "another model"
+                ) from error
+            _check_weights(self.path, model.causal_lm)
+
         @property
         def vocab_size(self) -> int | None:
             return getattr(self.hf and self.hf.get_text_config(), "vocab_size", None)
@@ -111,8 +128,8 @@ class TransformersModel(BaseModel):
         self.path, self.causal_lm = config.path, AutoModelForCausalLM.from_config(hf, **of)
         if not all(getattr(each, "is_causal", True) for each in self.causal_lm.modules()):
             raise ConfigError(
-                f"model.path {config.path}: with this config {cls.__name__} sees the tokens that "
-                "it is to predict. Set is_decoder in config.json, or name another model"
+                f"with this config {cls.__name__} sees the tokens that it is to predict. Set "
+                "is_decoder in config.json, or name another model"
             )
         self.takes_positions = "position_ids" in signature(cls.forward).parameters
 
@@ -152,41 +169,56 @@ class TransformersModel(BaseModel):
                 rows = torch.arange(module.num_embeddings, device=module.weight.device)
                 local, padding = _local(module.weight, rows[:, None] == module.padding_idx)
                 local.masked_fill_(padding, 0)
-        folder = folder_of(self.path)
-        files = sorted(folder.glob("*.safetensors")) if folder else []
-        if files:
-            self._load(files)
-        elif folder and any(folder.glob("*.bin")):
-            raise ConfigError(
-                f"model.path {self.path}: the weights are pickles (*.bin), which are not read. "
-                "Load the folder with from_pretrained and save it again with save_pretrained"
-            )
+        # this rank's part of every weight; one whole weight is in memory at a time
+        for ours, weights, name in _weights(self.path, self.causal_lm):
+            if ours is not None:
+                local, part = _local(ours, weights.get_tensor(name))
+                local.copy_(part)
 
-    def _load(self, files: list[Path]) -> None:
-        """Copy this rank's part of every weight; one whole weight is in memory at a time."""
-        from safetensors import safe_open
 
-        state = self.causal_lm.state_dict(keep_vars=True)
-        prefix = f"{self.causal_lm.base_model_prefix}."
-        loaded: set[int] = set()
-        for file in files:
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():  # noqa: SIM118
-                    # a folder of the model without its head leaves the prefix out
-                    ours = state.get(name, state.get(prefix + name))
-                    whole = weights.get_tensor(name)
-                    if ours is not None and ours.shape == whole.shape:
-                        local, part = _local(ours, whole)
-                        local.copy_(part)
-                        loaded.add(id(ours))
-        missing = [name for name, tensor in state.items() if id(tensor) not in loaded]
-        if missing:
+def _weights(path: str, lm: Any) -> Iterator[tuple[torch.Tensor | None, Any, str]]:
+    """Yield the weights in the safetensors of a folder, a name and the file that has it.
+
+    With each comes the tensor of the model that takes it; None where the model has none.
+    """
+    from safetensors import safe_open
+
+    state, prefix = lm.state_dict(keep_vars=True), f"{lm.base_model_prefix}."
+    folder = folder_of(path)
+    for file in sorted(folder.glob("*.safetensors")) if folder else []:
+        with safe_open(file, framework="pt") as weights:
+            for name in weights.keys():  # noqa: SIM118
+                # a folder of the model without its head leaves the prefix out
+                yield state.get(name, state.get(prefix + name)), weights, name
+
+
+def _check_weights(path: str, lm: Any) -> None:
+    """Refuse a folder whose weights are pickles, or not all of the model's; reads no weight."""
+    folder = folder_of(path)
+    if folder is None:
+        return
+    if not any(folder.glob("*.safetensors")):
+        if any(folder.glob("*.bin")):
             raise ConfigError(
-                f"model.path {self.path}: the safetensors lack {len(missing)} of the model's "
-                f"weights, or have another shape: {missing[0]} is to be "
-                f"{list(state[missing[0]].shape)}. Save the model, loaded by from_pretrained, with "
-                "save_pretrained(save_original_format=False), or remove the safetensors"
+                "the weights are pickles (*.bin), which are not read. Load the folder with "
+                "from_pretrained and save it again with save_pretrained"
             )
+        return
+    found: set[int] = set()
+    try:
+        for ours, weights, name in _weights(path, lm):
+            if ours is not None and list(ours.shape) == weights.get_slice(name).get_shape():
+                found.add(id(ours))
+    except Exception as error:  # safetensors has one class of its own for all
+        raise ConfigError(f"its safetensors cannot be read ({error}). Copy them again") from error
+    state = lm.state_dict(keep_vars=True)
+    if missing := [name for name, tensor in state.items() if id(tensor) not in found]:
+        raise ConfigError(
+            f"the safetensors lack {len(missing)} of the model's weights, or have another shape: "
+            f"{missing[0]} is to be {list(state[missing[0]].shape)}. Save the model, loaded by "
+            "from_pretrained, with save_pretrained(save_original_format=False), or remove the "
+            "safetensors"
+        )
 
 
 def _local(parameter: torch.Tensor, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
+from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import data_sizes_of
+from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.sharding.simple_fsdp import ShardOver
+from graph_trainer.titan.routing import mixtures_of, read_routing
 from tests.integration.checkpoint_cases import resumed
 from tests.integration.matrix import (
     FP32,
@@ -24,6 +30,7 @@ from tests.integration.matrix import (
     SELECTIVE,
     VALIDATE,
     Flags,
+    context,
     replicate,
     rows,
     shard,
@@ -63,7 +70,8 @@ class ExpertCase:
 
 
 def _case(name: str, ranks: int, flags: Flags, **captured: Any) -> ExpertCase:
-    data = ranks // flags.get("parallelism.tensor_parallel_degree", 1)
+    shared = ("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")
+    data = ranks // math.prod(flags.get(key, 1) for key in shared)
     given = {"captured": {}} | captured
     return ExpertCase(name, ranks, flags | FP32 | rows(ROWS // data), **given)
 
@@ -76,6 +84,9 @@ CASES = (
     _case("deepseek_ep2_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(2)),
     _case("deepseek_ep4_tp2", 4, DEEPSEEK | shard(2) | tensor(2) | experts(4)),
     _case("deepseek_ep2_hsdp", 4, DEEPSEEK | replicate(2) | shard(2) | experts(2)),
+    # attention's ranks are those of the experts, then half of them
+    _case("deepseek_ep2_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(2) | VALIDATE),
+    _case("deepseek_ep4_cp2", 4, DEEPSEEK | shard(2) | context(2) | experts(4), captured=FULL),
     _case("deepseek_ep2_regional", 2, DEEPSEEK | shard(2) | experts(2), captured=REGIONAL),
     _case("deepseek_ep2_inductor", 2, DEEPSEEK | shard(2) | experts(2), captured=INDUCTOR),
     # each rank has one row of its own: expert parallelism splits them, then sharding
@@ -215,8 +226,9 @@ def route(recorded: Recorded, favoured: list[int]) -> None:
     """Let every token choose these experts, by a bias that the graph reads as any other buffer."""
     for name, buffer in recorded.trainer.model_parts[0].named_buffers():
         if name.endswith("expert_bias_E"):
-            buffer.zero_()
-            buffer[favoured] = 100.0
+            local = getattr(buffer, "_local_tensor", buffer)
+            local.zero_()
+            local[favoured] = 100.0
 
 
 def other_routing(folder: Path, name: str) -> dict[str, Any]:
@@ -260,6 +272,59 @@ def _tokens_by_expert(recorded: Recorded) -> Any:
 
     recorded.trainer.forward_backward_step = watched
     return lambda: seen[0]
+
+
+def saved_routing(folder: Path, name: str) -> dict[str, Any]:
+    """The file of a run of two microbatches a step whose tokens favour some experts, and what each
+    microbatch made of memory on this rank, as measured and as predicted at its routing."""
+    file = folder / f"routing_{name}.json"
+    case = case_of(name)
+    # so many tokens that activations, and not weights, are the peak
+    several = {"training.global_batch_size": 2 * ROWS, "training.seq_len": 256}
+    several |= {"metrics.save_routing": file}
+    recorded = Recorded(case.flags | several, folder)
+    trainer, step = recorded.trainer, recorded.trainer.captured_step
+    measured, own = [], []
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = _local_counts(recorded)
+        with LiveStorages() as live:
+            result = step(*args, **kwargs)
+        measured.append(live.peak_bytes)
+        own.append((_local_counts(recorded) - before).tolist())
+        return result
+
+    trainer.captured_step = watched
+    for favoured in ([], [0, 1, 2], [7], []):
+        route(recorded, favoured)
+        recorded.step()
+    trainer.captured_step = step
+    trainer._routing.write()
+    dist.barrier()
+    routing = read_routing(file, "", mixtures_of(trainer.config.model_spec.model))
+    joint, rank = recorded.joint(), dist.get_rank()
+    sizes = data_sizes_of(value_of(joint.placeholders()[0]))
+    predicted = []
+    for each in routing.microbatches:
+        with sizes.assuming([ranks[rank] for ranks in each.received]):
+            predicted.append(lifetimes(joint).peak_bytes)
+    result = {
+        # the first call captures, and makes more than its graph
+        "measured": measured[1:],
+        "predicted": predicted[1:],
+        "own": own,
+        "routing": json.loads(file.read_text()),
+        "experts": trainer.parallel_dims.get_mesh("ep").get_local_rank(),
+        "group": trainer.parallel_dims.get_mesh("ep").mesh.tolist(),
+    }
+    recorded.close()
+    return result
+
+
+def _local_counts(recorded: Recorded) -> torch.Tensor:
+    """What this rank's tokens chose since the optimizer's last step: [layer, expert]."""
+    buffers = _buffers(recorded)
+    return torch.stack([b for n, b in buffers.items() if n.endswith("tokens_per_expert_E")]).long()
 
 
 def many_routings(folder: Path, count: str) -> dict[str, Any]:

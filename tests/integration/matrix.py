@@ -79,7 +79,9 @@ class Model:
     """Whether a part of it computes in bfloat16 whatever the dtype, as torchtitan's experts do."""
 
     exchanged: float = 0.0
-    """How much of an expert's gradient one token is that another expert gets."""
+    """The relative error of the experts' gradient after one choice of another expert, which two
+    scores that differ by rounding alone allow: of that many independent contributions of equal norm
+    (tokens times the experts that each chooses) one is missing and one is new."""
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ QWEN3_MOE = Model(
     23,
     2 * (19 * LAYERS + 4),
     in_bfloat16=True,
-    exchanged=math.sqrt(2 / (8 * 16 * 8)),
+    exchanged=math.sqrt(2 / (8 * 16 * 8)),  # rows, tokens of each, experts of a token
 )
 DEEPSEEK_V3 = Model(_DEEPSEEK, 41, 2 * (15 + 21 * LAYERS + 4), in_bfloat16=True)
 # one layer more, and before it two norms and the projection of both
@@ -306,6 +308,7 @@ MATRIX = (
     Case("qwen3_fsdp2", 2, QWEN3.flags | FSDP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_tp2", 2, QWEN3.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_fsdp2_tp2", 4, QWEN3.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),
+    Case("qwen3_cp2", 2, QWEN3.flags | CP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_fsdp2", 2, QWEN3_MOE.flags | FSDP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_tp2", 2, QWEN3_MOE.flags | TP2 | FP32, DEFAULT, TRAINS),
     Case("qwen3_moe_fsdp2_tp2", 4, QWEN3_MOE.flags | FSDP2_TP2 | FP32, DEFAULT, TRAINS),

@@ -11,6 +11,7 @@ more patience.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -25,6 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import graph_trainer as gt
 from graph_trainer.core.analysis.memory import given_bytes
+from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.data_sizes import data_sizes_of
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import load_hardware
@@ -39,6 +42,15 @@ from tests.integration.matrix import Flags, arguments
 COMMON: Flags = {"debug.seed": 42, "metrics.log_freq": 100}
 WIDE: Flags = {"training.seq_len": 64, "training.local_batch_size": 1}
 """Few tokens: the weights and their collectives are the peak, not activations."""
+
+EXPERTS: Flags = {
+    "module": "graph_trainer.deepseek_v3",
+    "config": "debugmodel",
+    "training.seq_len": 512,
+    "parallelism.expert_parallel_degree": 2,
+    "metrics.save_routing": "routing.json",
+}
+"""So many tokens that activations of experts are a good part of the peak."""
 
 LIMIT_GIB = 0.0566
 """Of the case "budget": between 52.7 MiB with everything recomputed and 63.4 with nothing."""
@@ -108,7 +120,8 @@ class Measured:
             if all_given_back:
                 break
         other = other_memory_of(config, self._data_ranks())(joint)
-        memory = simulate(joint, load_hardware("cpu"), other).memory
+        with self._as_routed(joint):
+            memory = simulate(joint, load_hardware("cpu"), other).memory
         order = list(joint.graph.nodes)
         return {
             "measured": state + peak,
@@ -118,6 +131,16 @@ class Measured:
             "left": left,
             "at": order[memory.peak_position].name,
         }
+
+    def _as_routed(self, joint: gt.JointGraph) -> contextlib.AbstractContextManager[None]:
+        """While entered: this rank's experts are expected to receive what they just have."""
+        sizes = data_sizes_of(value_of(joint.placeholders()[0]))
+        if sizes is None:
+            return contextlib.nullcontext()
+        received = [self.trainer._routing._kept[-1:]]  # rank 0 has it
+        dist.broadcast_object_list(received)
+        (latest,) = received[0]
+        return sizes.assuming([ranks[dist.get_rank()] for ranks in latest.received])
 
     def _data_ranks(self) -> int:
         dims = self.trainer.parallel_dims
@@ -176,6 +199,7 @@ def cases(ranks: int) -> dict[str, tuple[str, Flags, tuple[str, ...]]]:
         found["budget"] = ("debug", {"training.seq_len": 64} | BUDGET, ("auto",))
         tensor = {"parallelism.tensor_parallel_degree": 2}
         found["tensor_parallel"] = ("wide", WIDE | tensor, ("never",))
+        found["experts"] = ("debug", EXPERTS, ("never",))
         context = {"parallelism.context_parallel_degree": 2}
         found["context_parallel"] = ("debug", {"training.seq_len": 128} | context, ("never",))
     return found

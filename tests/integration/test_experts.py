@@ -14,6 +14,10 @@ MANY = Job(4, "expert_cases:many_routings:2000")
 SECOND = Job(4, "expert_cases:second_dimension:")
 SAVED = Job(4, "expert_cases:saved:")
 ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)
+SAVED_ROUTINGS = [
+    Job(4, f"expert_cases:saved_routing:{name}")
+    for name in ("deepseek_ep2_full", "deepseek_ep2_tp2")
+]
 TOKENS = ROWS // 4 * 16
 """Of one rank, each of which chooses three experts."""
 
@@ -83,6 +87,39 @@ def test_one_graph_serves_every_routing(launches: Launches, other: Job) -> None:
         # ranks 2 and 3 have experts 4 to 7, and get nothing in the second step
         assert first == [TOKENS] * 3 + [0.0] * 5 and last == [0.0] * 5 + [TOKENS] * 3
         assert rank["tokens"][0] not in (first, last)
+
+
+@pytest.mark.parametrize("other", SAVED_ROUTINGS, ids=["ep2", "ep2_tp2"])
+def test_the_saved_routing_is_what_the_ranks_counted(launches: Launches, other: Job) -> None:
+    ranks = launches(other)
+    saved = ranks[0]["routing"]
+    assert (saved["world_size"], saved["expert_parallel_degree"]) == (4, 2)
+    assert saved["layers"] == ["layers.1", "layers.2"]
+    places = [(each["step"], each["microbatch"]) for each in saved["microbatches"]]
+    assert places == [(step, number) for step in (1, 2, 3, 4) for number in (0, 1)]
+    for number, each in enumerate(saved["microbatches"]):
+        own = [rank["own"][number] for rank in ranks]
+        layers = range(len(saved["layers"]))
+        summed = [[sum(c) for c in zip(*(o[layer] for o in own), strict=True)] for layer in layers]
+        assert each["tokens"] == summed
+        for place, rank in enumerate(ranks):
+            members = [own[member] for member in rank["group"]]
+            first = 4 * rank["experts"]
+            for layer in layers:
+                received = sum(sum(o[layer][first : first + 4]) for o in members)
+                assert each["received"][layer][place] == received
+    assert len({rank for layer in saved["microbatches"][2]["received"] for rank in layer}) > 1
+
+
+@pytest.mark.parametrize("other", SAVED_ROUTINGS, ids=["ep2", "ep2_tp2"])
+def test_predicted_bytes_are_those_of_the_routing_that_happened(
+    launches: Launches, other: Job
+) -> None:
+    ranks = launches(other)
+    for rank in ranks:
+        assert rank["predicted"] == rank["measured"] and len(rank["measured"]) == 7
+    # or the routing made no difference
+    assert len({number for rank in ranks for number in rank["measured"]}) > 2
 
 
 @pytest.mark.parametrize("other", [ON_ONE_RANK], ids=["ep2"])

@@ -7,7 +7,7 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role, purpose_of
+from graph_trainer.core.graph.annotations import Role, counts_of, purpose_of
 
 
 class Traffic(StrEnum):
@@ -17,17 +17,20 @@ class Traffic(StrEnum):
     REDUCE_GRAD = "reduce_grad"
     TENSOR_PARALLEL = "tensor_parallel"
     CONTEXT_PARALLEL = "context_parallel"
+    EXPERT_PARALLEL = "expert_parallel"
     OTHER = "other"
 
 
 def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
-    FSDP's collectives have a role, and those of context parallelism a purpose. Of the others, a
-    collective belongs to tensor parallelism if its group shares no two ranks with a data-parallel
-    group: its members then compute on the same batch.
+    FSDP's collectives have a role, and those of context parallelism a purpose. Expert parallelism's
+    are the all-to-alls whose splits data decide, and those of its group, which exchange the counts.
+    Of the others, a collective belongs to tensor parallelism if its group shares no two ranks with
+    a data-parallel group: its members then compute on the same batch.
     """
     data_parallel = data_parallel_groups(issued)
+    of_experts = {c.ranks for c in issued if counts_of(c.node) is not None}
     known: dict[tuple[int, ...], Traffic] = {}
     traffic = {}
     for c in issued:
@@ -36,6 +39,9 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
             continue
         if (purpose := purpose_of(c.node)) is not None:
             traffic[c.node] = Traffic(purpose)
+            continue
+        if c.kind == "all_to_all_single" and c.ranks in of_experts:
+            traffic[c.node] = Traffic.EXPERT_PARALLEL
             continue
         if c.ranks not in known:
             apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)

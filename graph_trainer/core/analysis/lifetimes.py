@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
+from graph_trainer.core.graph.content import once_per_graph
 from graph_trainer.core.graph.data_sizes import nbytes_of, storage_bytes
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
@@ -75,46 +76,21 @@ def lifetimes(
             memory are counted apart, as what torch's allocator of pinned memory takes for them: a
             power of two each.
     """
-    graph = joint.graph
-    results = value_storages(graph)
-    size = _sizes(graph, results)
-    size |= {(node, SCRATCH): num for node, num in (scratch or {}).items()}
-    order = list(graph.nodes)
-    position = {node: place for place, node in enumerate(order)}
-    born = {storage: position[storage[0]] for storage in size}
-    last_use = dict(born)
-    pending: dict[Storage, list[fx.Node]] = defaultdict(list)
-
-    def use(storages: Iterable[Storage], place: int) -> None:
-        for storage in storages:
-            if storage in size:
-                last_use[storage] = place
-
-    def use_work(started: fx.Node, place: int) -> None:
-        for entry in (started, *started.all_input_nodes):
-            use(storages_in(results[entry]), place)
-
-    for place, node in enumerate(order):
-        for source in node.all_input_nodes:
-            use(storages_in(results[source]), place)
-        if is_collective(node):
-            for storage in storages_in(results[node]):
-                pending[storage].append(node)
-        elif is_wait(node):
-            for storage in storages_in(results[node]):
-                for started in pending.pop(storage, ()):
-                    use_work(started, place)
-                    use([(started, SCRATCH)], place)
-    # never waited for: in use to the end
-    for started in {n for several in pending.values() for n in several}:
-        use_work(started, len(order) - 1)
+    uses, size = _uses(joint.graph), dict(_sizes(joint.graph))
+    born = {storage: uses.position[storage[0]] for storage in size}
+    last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
+    for node, num in (scratch or {}).items():
+        storage = (node, SCRATCH)
+        size[storage], born[storage] = num, uses.position[node]
+        last_use[storage] = uses.waited.get(node, born[storage])
     on_host = {s: num for s, num in size.items() if is_copy_to_host(s[0])}
     if not host_is_device:
         on_host = {s: 1 << (num - 1).bit_length() for s, num in on_host.items() if num}
         size = {s: num for s, num in size.items() if s not in on_host}
 
     def live(of: Mapping[Storage, int]) -> list[int]:
-        return live_bytes(len(order), ((born[s], last_use[s], num) for s, num in of.items()))
+        lifespans = ((born[s], last_use[s], num) for s, num in of.items())
+        return live_bytes(len(uses.position), lifespans)
 
     return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
 
@@ -124,8 +100,7 @@ def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
 
     Each storage counts once, without inputs of the graph and copies in host memory.
     """
-    results = value_storages(graph)
-    size = _sizes(graph, results)
+    results, size = value_storages(graph), _sizes(graph)
     kept = {storage for node in nodes for storage in storages_in(results[node])}
     return sum(size.get(s, 0) for s in kept if not is_copy_to_host(s[0]))
 
@@ -144,8 +119,49 @@ def live_bytes(nodes: int, lifespans: Iterable[tuple[int, int, int]], always: in
     return list(accumulate(change[:nodes]))
 
 
-def _sizes(graph: fx.Graph, results: Mapping[fx.Node, ValueStorages]) -> dict[Storage, int]:
+@dataclass(frozen=True, slots=True)
+class _Uses:
+    """When storages are read, whatever their sizes."""
+
+    position: dict[fx.Node, int]
+    last: dict[Storage, int]
+    """Position of the last reader of a storage, views and waits included."""
+    waited: dict[fx.Node, int]
+    """Position of the last wait for each collective that is waited for."""
+
+
+@once_per_graph
+def _uses(graph: fx.Graph) -> _Uses:
+    results = value_storages(graph)
+    position = {node: place for place, node in enumerate(graph.nodes)}
+    last: dict[Storage, int] = {}
+    waited: dict[fx.Node, int] = {}
+    pending: dict[Storage, list[fx.Node]] = defaultdict(list)
+
+    def use(nodes: Iterable[fx.Node], place: int) -> None:
+        for node in nodes:
+            last.update(dict.fromkeys(storages_in(results[node]), place))
+
+    for node, place in position.items():
+        use(node.all_input_nodes, place)
+        if is_collective(node):
+            for storage in storages_in(results[node]):
+                pending[storage].append(node)
+        elif is_wait(node):
+            for storage in storages_in(results[node]):
+                for started in pending.pop(storage, ()):
+                    use((started, *started.all_input_nodes), place)
+                    waited[started] = place
+    # never waited for: in use to the end
+    for started in {n for several in pending.values() for n in several}:
+        use((started, *started.all_input_nodes), len(position) - 1)
+    return _Uses(position, last, waited)
+
+
+@once_per_graph
+def _sizes(graph: fx.Graph) -> Mapping[Storage, int]:
     """Return the bytes of each storage that the graph allocates."""
+    results = value_storages(graph)
     size: dict[Storage, int] = {}
 
     def add(node: fx.Node, storages: ValueStorages, value: Any) -> None:

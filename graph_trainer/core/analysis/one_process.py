@@ -145,7 +145,8 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
     """Make real values for the placeholders, the same for the same seed.
 
     Weights are small enough that a deep model's values stay finite, buffers are positive (some
-    are variances), integers are 0 or 1, which every index may be. Strides are those of the graph.
+    are variances), integers are 0 or 1, which every index may be, and one alone is 1. Strides are
+    those of the graph.
     """
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -161,6 +162,8 @@ def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> to
     numel, dtype = fake.storage_offset() + last + 1, fake.dtype
     if not (dtype.is_floating_point or dtype.is_complex):
         filled = torch.randint(0, 2, (numel,), generator=generator).to(dtype)
+        if fake.ndim == 0:  # a number of something, as of tokens: a loss is divided by it
+            filled.fill_(1)
     elif kind is InputKind.BUFFER:
         filled = (torch.rand(numel, generator=generator) + 0.5).to(dtype)
     else:

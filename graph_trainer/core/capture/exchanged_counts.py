@@ -20,7 +20,7 @@ from graph_trainer.core.graph.annotations import (
     tensor_of,
     value_of,
 )
-from graph_trainer.core.graph.data_sizes import DataSizes, expected
+from graph_trainer.core.graph.data_sizes import DataSizes, Exchange, expected
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
@@ -58,8 +58,11 @@ def trace_counts(graph: fx.Graph) -> None:
         assert isinstance(rows, fx.Node)
         for splits in (sent, received):
             _expect(splits, tensor_of(rows).shape[0])
-        for read in received if not backwards else sent:  # type: ignore[attr-defined]
-            value_of(read).node.shape_env.received.add(value_of(read).node.expr)
+        own = sent if backwards else received
+        sizes = value_of(own[0]).node.shape_env  # type: ignore[index]
+        if number == len(sizes.exchanges):
+            read = tuple(value_of(each).node.expr for each in own)  # type: ignore[attr-defined]
+            sizes.exchanges.append(Exchange(module_of(exchange) or "", read))
     for node in symbols:
         size = value_of(node)
         if size.node.expr not in size.node.shape_env.expected:

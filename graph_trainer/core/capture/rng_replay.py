@@ -33,6 +33,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.ops import (
     OpOverload,
+    given_value,
     is_random,
     schema_of,
     subgraphs,
@@ -97,7 +98,7 @@ class RandomDraws(TorchDispatchMode):
             self._move_to(place + 1)
             with annotate({_RUN_AGAIN: True}) if is_run_again else contextlib.nullcontext():
                 return func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if not _draws(func, args, kwargs):
             return func(*args, **kwargs)
         own = _own_generator(func._schema, args, kwargs)
         if own is not None:
@@ -240,6 +241,19 @@ class UserGenerators:
         self._marks.add(self._next_mark)
         generator.manual_seed(self._next_mark)
         self._next_mark += 1
+
+
+def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tell whether a call draws random numbers: of attention, what drops values in forward does.
+
+    Attention carries torch's tag whatever its dropout, and cuDNN's backward too, which is given
+    what forward has drawn.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    if given_value(func, args, kwargs, "philox_seed") is not None:
+        return False
+    return bool(given_value(func, args, kwargs, "dropout_p", 1.0) != 0.0)
 
 
 def _own_generator(

@@ -8,14 +8,23 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from graph_trainer.core.torch_private import ShapeEnv
 
 Size = int | torch.SymInt
+
+
+class Exchange(NamedTuple):
+    """An exchange of counts, by which ranks know how many rows to expect of each other."""
+
+    module: str
+    """FQN of the module that exchanges them."""
+    received: tuple[object, ...]
+    """The symbols of what each rank sends to this one."""
 
 
 class DataSizes(ShapeEnv):
@@ -26,20 +35,34 @@ class DataSizes(ShapeEnv):
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
         self.expected: dict[object, int] = {}
         self.bounds: dict[object, int] = {}
-        self.received: set[object] = set()
-        """The symbols of what other ranks send to this one."""
+        self.exchanges: list[Exchange] = []
+        """In the order of the graph."""
+
+    def received_rows(self) -> list[int]:
+        """Return by exchange the rows that this rank expects to receive of all ranks together."""
+        return [sum(self.expected[s] for s in each.received) for each in self.exchanges]
 
     @contextlib.contextmanager
-    def assuming(self, imbalance: float) -> Iterator[None]:
-        """Multiply the sizes that this rank expects to receive by `imbalance`, up to their bounds.
+    def assuming(self, received: float | Sequence[int]) -> Iterator[None]:
+        """Expect this rank to receive other numbers of rows, an equal share from each rank.
 
         Holds inside the context. Results of earlier analyses do not change.
+
+        Args:
+            received: a factor on all that is expected, or the rows by exchange. What is above its
+                bound stands for that.
         """
-        before = dict(self.expected)
-        for symbol in self.received:
-            more = math.ceil(before[symbol] * imbalance)
-            self.expected[symbol] = min(more, self.bounds[symbol])
+        before = self.expected
+        rows = received
+        if isinstance(rows, (int, float)):
+            rows = [round(number * rows) for number in self.received_rows()]
         try:
+            self.expected = dict(before)
+            for number, exchange in zip(rows, self.exchanges, strict=True):
+                ranks = len(exchange.received)
+                for place, symbol in enumerate(exchange.received):
+                    share = number // ranks + (place < number % ranks)
+                    self.expected[symbol] = min(share, self.bounds[symbol])
             yield
         finally:
             self.expected = before

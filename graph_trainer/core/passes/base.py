@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from enum import IntEnum
@@ -70,6 +71,13 @@ class Pass:
     the ranks agree first."""
 
     def __post_init__(self) -> None:
+        try:
+            inspect.signature(self.function).bind("joint", "options", "context")
+        except TypeError as error:
+            raise PassError(
+                f"the function of the pass '{self.name}' cannot be called with (joint, options, "
+                f"context): {error}; a pass without options takes and ignores NoOptions"
+            ) from error
         kind = self.options_type
         if not (isinstance(kind, type) and is_dataclass(kind)) or any(
             f.default is MISSING and f.default_factory is MISSING for f in fields(kind)

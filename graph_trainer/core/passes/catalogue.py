@@ -296,6 +296,8 @@ def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     if name in known:
         return known[name]
     hint = did_you_mean(name, [*known, "default"], otherwise=".")
+    if "." in name:
+        hint = ": one of your own is written package.module:name."
     raise PassError(
         f"compile.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
     )

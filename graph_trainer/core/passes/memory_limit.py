@@ -239,6 +239,7 @@ HELPS = (
         (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS),
     ),
     Help(("parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree")),
+    Help(("parallelism.expert_parallel_degree",)),
     Help(("loss.type",)),
     Help(("compile.backend",)),
 )

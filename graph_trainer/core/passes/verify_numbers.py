@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
-from graph_trainer.core.graph.data_sizes import storage_bytes
+from graph_trainer.core.graph.data_sizes import Size, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import Input, Output, with_parts
@@ -156,8 +157,6 @@ def why_not(joint: JointGraph) -> str:
     devices = {t.device.type for t in tensors}
     if devices - {"cpu", "cuda"} or ("cuda" in devices and not torch.cuda.is_available()):
         return f"no real values on {', '.join(sorted(devices))} here"
-    if any(not isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride())):
-        return "data decides its sizes"
     inputs = sum(storage_bytes(tensor_of(node)) for node in joint.placeholders())
     needed = inputs + lifetimes(joint).peak_bytes
     if needed > MOST_BYTES:
@@ -206,7 +205,7 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
         results = value if isinstance(value, (tuple, list)) else [value]
         real = [(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor)]
         traced = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
-        if real != traced:
+        if not _matches(real, traced):
             mismatches[node.name] = f"makes {real} of real values and its metadata says {traced}"
 
     tensors = run(joint, alike=alike, observe=compare_with_metadata)
@@ -214,6 +213,18 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
     return {
         result_name(spec): list(parts) for spec, parts in with_parts(specs, tensors)
     }, mismatches
+
+
+_Layout = tuple[tuple[Size, ...], torch.dtype]
+
+
+def _matches(real: Sequence[_Layout], traced: Sequence[_Layout]) -> bool:
+    """Tell whether shapes and dtypes are those of metadata; sizes that data decide are any."""
+    if [(len(shape), dtype) for shape, dtype in real] != [(len(s), dtype) for s, dtype in traced]:
+        return False
+    pairs = zip(real, traced, strict=True)
+    sizes = [pair for (a, _), (b, _) in pairs for pair in zip(a, b, strict=True)]
+    return all(size == said for size, said in sizes if isinstance(said, int))
 
 
 def _is_rounding(difference: Difference, was: Results, grain: float) -> bool:

@@ -6,6 +6,7 @@ r-th chunk from the end, its head and its tail, so that causal attention costs e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,35 +16,24 @@ from torch.fx.traceback import annotate
 from graph_trainer.core.graph.annotations import Purpose, annotation
 from graph_trainer.core.sharding.collectives import all_gather, all_to_all, reduce_scatter
 
+Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
-class _Gather(torch.autograd.Function):
-    """All-gather rows; backward sums their gradients and keeps this rank's."""
 
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
-            return all_gather(rows.contiguous(), group)
+class _Sent(torch.autograd.Function):
+    """Send by one collective; backward sends the gradient by another."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def forward(
+        ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup, there: Collective, back: Collective
+    ) -> torch.Tensor:
+        ctx.group, ctx.back = group, back
         with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
-            return reduce_scatter(grad.contiguous(), ctx.group), None
-
-
-class _Exchange(torch.autograd.Function):
-    """Send block i to rank i; backward sends the gradients back."""
+            return there(sent.contiguous(), group)
 
     @staticmethod
-    def forward(ctx: Any, blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
-            return all_to_all(blocks.contiguous(), group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
-            return all_to_all(grad.contiguous(), ctx.group), None
+            return ctx.back(grad.contiguous(), ctx.group), None, None, None
 
 
 def gather_keys(
@@ -59,7 +49,7 @@ def gather_keys(
     """
     # The sequence comes first, so that what is gathered needs no other layout.
     both = torch.cat([key.transpose(0, 1), value.transpose(0, 1)], dim=-1)
-    whole = _Gather.apply(both, group).transpose(0, 1)
+    whole = _Sent.apply(both, group, all_gather, reduce_scatter).transpose(0, 1)
     keys, values = whole.split([key.shape[-1], value.shape[-1]], dim=-1)
     return keys, values
 
@@ -78,7 +68,7 @@ def heads_to_ranks(
     ranks = group.size()
     parts = [t.unflatten(2, (ranks, -1)) for t in tensors]
     blocks = torch.cat([part.flatten(3) for part in parts], dim=-1).movedim(2, 0)
-    whole = _in_order(_Exchange.apply(blocks, group).transpose(0, 1))
+    whole = _in_order(_Sent.apply(blocks, group, all_to_all, all_to_all).transpose(0, 1))
     given = whole.split([part.shape[3] * part.shape[4] for part in parts], dim=-1)
     return tuple(g.unflatten(2, part.shape[3:]) for g, part in zip(given, parts, strict=True))
 
@@ -86,7 +76,7 @@ def heads_to_ranks(
 def heads_from_ranks(whole: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Undo `heads_to_ranks` for one tensor: a part of the sequence with all heads again."""
     blocks = _by_rank(whole, group.size()).movedim(1, 0)
-    exchanged: torch.Tensor = _Exchange.apply(blocks, group)
+    exchanged: torch.Tensor = _Sent.apply(blocks, group, all_to_all, all_to_all)
     return exchanged.movedim(0, 2).flatten(2, 3)
 
 

@@ -53,7 +53,7 @@ def detect_hardware(device: torch.device | None = None) -> Detected:
         return _instead("h100-sxm", "a GPU that is not here")
     properties = torch.cuda.get_device_properties(device if kind else None)
     name, memory = str(properties.name), properties.total_memory / GIB
-    model = {word.lower() for word in re.findall(r"[A-Za-z]+\d+", name)}
+    model = {word.lower() for word in re.findall(r"[A-Za-z]+\d+[A-Za-z]*", name)}
     profiles = [
         load_hardware(profile, HARDWARE_KEY)
         for profile in known_hardware()

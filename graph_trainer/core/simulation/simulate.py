@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.fusion import Fusion, read_until
@@ -17,6 +19,7 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 from graph_trainer.core.simulation.timeline import Timeline, play
+from graph_trainer.core.torch_private_groups import group_ranks
 
 
 class OtherMemory(NamedTuple):
@@ -59,6 +62,15 @@ class Simulation:
     memory: Memory
     costs: dict[fx.Node, Cost]
     timeline: Timeline
+    other: OtherMemory = NO_OTHER_MEMORY
+
+    def again(self) -> Simulation:
+        """Simulate the same graph with the sizes that are expected now (see `DataSizes`).
+
+        The process groups of the capture may be gone.
+        """
+        groups = {str(argument(c.node, "group_name")): c.ranks for c in self.collectives}
+        return simulate(self.joint, self.hardware, self.other, self.runtime, groups.__getitem__)
 
     def need(self) -> Need:
         """Return what the step needs of its device, as `need_of`."""
@@ -70,18 +82,22 @@ def simulate(
     hardware: Hardware,
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
+    ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks,
 ) -> Simulation:
     """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
+
+    Args:
+        ranks_of_group: as for `collectives`.
 
     Raises:
         VerificationError: a collective cannot be read (see `collectives`).
     """
-    issued = collectives(joint)
+    issued = collectives(joint, ranks_of_group)
     fusion = runtime.fusion(joint, other.fused, other.in_regions)
     cost = costs(joint, hardware, fusion)
     memory = _memory(joint, hardware, other, runtime, fusion)
     timeline = play(joint, issued, cost, hardware, runtime)
-    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline)
+    return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other)
 
 
 def predicted_memory(

@@ -22,6 +22,7 @@ PURPOSES = {
     Traffic.REDUCE_GRAD: "reduces gradients",
     Traffic.TENSOR_PARALLEL: "tensor parallelism",
     Traffic.CONTEXT_PARALLEL: "context parallelism",
+    Traffic.EXPERT_PARALLEL: "expert parallelism",
     Traffic.OTHER: "other communication",
 }
 """The names of the purposes of collectives on the page."""

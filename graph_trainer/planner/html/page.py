@@ -19,6 +19,7 @@ from graph_trainer.core.units import format_bytes
 from graph_trainer.planner.html.drawn import PURPOSES, drawn
 from graph_trainer.planner.plan import Plan
 from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns, plan_report
+from graph_trainer.planner.text import what_imbalance_fits
 
 _ASSETS = resources.files("graph_trainer.planner.html")
 _SCRIPTS = ("series.js", "plots.js")
@@ -41,6 +42,7 @@ def write_page(plan: Plan, file: IO[str]) -> None:
         "purpose": PURPOSES.__getitem__,
         "kind": shown_name,
         "plain": plain,
+        "imbalance": what_imbalance_fits,
     }
     scripts = [_script(get_plotlyjs()), *(_script(_asset(name)) for name in _SCRIPTS)]
     template = environment.from_string(_asset("page.html.jinja"))

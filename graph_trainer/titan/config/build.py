@@ -385,7 +385,7 @@ class _Builder:
         if having:
             guess = f"It belongs to type = {' or '.join(map(show, having))}. "
         if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
-            guess += "A pass of your own has its section where compile.passes names it. "
+            guess += "A pass with options has its section where compile.passes names it. "
         place = f"[{path}]" if path else "the top level"
         self.refuse(key, value, "unknown key", f"{guess}Keys of {place}: {', '.join(siblings)}.")
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
 
@@ -43,6 +44,7 @@ from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal,
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 _OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
 """Losses that take the one prediction of a model."""
@@ -295,11 +297,16 @@ def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Let torchtitan's model look at the config, as it does on every rank."""
     spec = config.model_spec
     assert spec is not None
+    before = dist_utils.get_spmd_backend()
     try:
+        # a model asks torchtitan for the backend of sharding, which is set when ranks start
+        dist_utils.set_spmd_backend(config.parallelism.spmd_backend)
         copy.deepcopy(spec.model).update_from_config(config=config)
     except Exception as error:  # whatever a model raises is about this config
         problem = f"{spec.name} {spec.flavor} refuses the config: {str(error).rstrip('.')}"
         yield Problem("base", problem, "Change that, or choose another base.")
+    finally:
+        dist_utils.set_spmd_backend(before)
 
 
 _KEYS = {
@@ -389,6 +396,17 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if not folder.strip() or "\0" in folder or os.path.isfile(folder):
         remedy = "Name a folder, new or existing."
         yield Problem("dump_folder", "not a folder to write to", remedy)
+    spec, routing = config.model_spec, getattr(config.metrics, "save_routing", None)
+    if routing is not None and spec is not None and not mixtures_of(spec.model):
+        yield Problem(
+            SAVE_ROUTING,
+            f"{spec.name} {spec.flavor} has no experts whose tokens it could count",
+            "Leave it out, or train a mixture of experts.",
+        )
+    elif routing is not None and (
+        not routing.strip() or "\0" in routing or os.path.isdir(os.path.join(folder, routing))
+    ):
+        yield Problem(SAVE_ROUTING, "not a file to write to", "Name a file below dump_folder.")
     section, hardware = config.activation_checkpoint, config.compile.hardware
     try:
         activation_settings(section)

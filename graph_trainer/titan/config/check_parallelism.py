@@ -8,6 +8,7 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
+from graph_trainer.titan.routing import mixtures_of
 
 _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
@@ -78,7 +79,7 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             "the model predicts several tokens, for which a whole sequence is shifted",
             f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
         )
-    if sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
+    elif sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
         yield Problem(
             _DEGREE,
             "the model has attention beside its layers, as that of images, which is not split",
@@ -96,14 +97,23 @@ def expert_parallel_problems(
     """
     key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
-    if degree == 1 or spec is None:
+    if spec is None:
         return
     model = f"{spec.name} {spec.flavor}"
-    layers = [
-        *getattr(spec.model, "layers", ()),
-        *(getattr(spec.model, "mtp_layers", None) or ()),
-    ]
-    mixtures = [moe for moe in (getattr(layer, "moe", None) for layer in layers) if moe is not None]
+    mixtures = mixtures_of(spec.model)
+    for moe in mixtures.values():
+        dispatcher = type(moe.routed_experts.token_dispatcher)
+        if dispatcher is not AllToAllTokenDispatcher.Config:
+            yield Problem(
+                "base",
+                f"{model} sends tokens to experts by "
+                f"{dispatcher.__qualname__.removesuffix('.Config')}, whose kernels no graph holds",
+                "Name an entry with torchtitan's standard dispatcher, moe_comm_backend = "
+                '"standard".',
+            )
+            return
+    if degree == 1:
+        return
     if not mixtures:
         yield Problem(
             key,
@@ -111,23 +121,12 @@ def expert_parallel_problems(
             f"Set {key} to 1, or train a mixture of experts.",
         )
         return
-    for moe in mixtures:
-        dispatcher = moe.routed_experts.token_dispatcher
+    for moe in mixtures.values():
         if moe.num_experts % degree:
             yield Problem(
                 key,
                 f"does not divide the {moe.num_experts} experts of {model}",
                 f"Set it to a divisor of {moe.num_experts}.",
-            )
-            return
-        if type(dispatcher) is not AllToAllTokenDispatcher.Config:
-            yield Problem(
-                key,
-                f"{model} sends tokens to experts by "
-                f"{type(dispatcher).__qualname__.removesuffix('.Config')}, whose kernels no graph "
-                "holds",
-                "Make the model with torchtitan's standard dispatcher, moe_comm_backend = "
-                f'"standard", or set {key} to 1.',
             )
             return
     replicate = parallelism.data_parallel_replicate_degree

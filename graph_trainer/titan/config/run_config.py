@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import torch
 import tyro
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import (
@@ -38,6 +39,7 @@ from graph_trainer.titan.context_parallel import Method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.parallelize import parallelize_decoder
+from graph_trainer.titan.routing import SAVE_ROUTING, MetricsWithRouting
 
 # help, schema and checks of compile.backend show what the registry lists
 if TYPE_CHECKING:
@@ -185,6 +187,7 @@ class GraphTrainerConfig(Trainer.Config):
     _owner: ClassVar[type | None] = None
 
     parallelism: GraphParallelismConfig = field(default_factory=GraphParallelismConfig)
+    metrics: MetricsWithRouting.Config = field(default_factory=MetricsWithRouting.Config)
     activation_checkpoint: activation_policies.Section = field(default_factory=SelectiveAC.Config)
     compile: GraphCompileConfig = field(default_factory=lambda: compile_class()())
 
@@ -238,6 +241,10 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     elif type(loss) is BaseLoss.Config:  # the default of a config, of which no loss can be made
         vocabulary = getattr(config.model_spec.model, "vocab_size", None)
         loss = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
+    metrics = config.metrics
+    if type(metrics) is MetricsProcessor.Config:
+        named = {name: getattr(metrics, name) for name in _names(metrics)}
+        metrics = MetricsWithRouting.Config(**named)
     values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
     del values["compile"]
     values |= {
@@ -247,6 +254,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
             **{name: getattr(config.parallelism, name) for name in _names(config.parallelism)}
             | {"spmd_backend": "partial_dtensor"}
         ),
+        "metrics": metrics,
         "checkpoint": with_checked_checkpoints(config.checkpoint),
         "tokenizer": ByteBPETokenizer.Config(),
         "dataloader": TextDataLoader.Config(),
@@ -380,6 +388,8 @@ def of_captured_steps(config: GraphTrainerConfig) -> list[str]:
     ]
     if config.parallelism.fsdp_reshard_after_forward != "default":
         changed.append("parallelism.fsdp_reshard_after_forward")
+    if getattr(config.metrics, "save_routing", None) is not None:
+        changed.append(SAVE_ROUTING)
     return changed
 
 

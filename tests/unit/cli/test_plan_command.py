@@ -8,6 +8,8 @@ from graph_trainer.cli import main as cli
 from graph_trainer.cli import plan_command as command
 
 TP = "--parallelism.tensor_parallel_degree"
+DEEPSEEK = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
+EP = "--parallelism.expert_parallel_degree"
 SHARD = "--parallelism.data_parallel_shard_degree"
 
 
@@ -80,6 +82,40 @@ BAD = {
     "proof and a file": (
         ["--verify-order", "--json", "TMP/x"],
         "--verify-order plans nothing: leave it or --json out",
+    ),
+    "imbalance without experts": (
+        ["--expert-imbalance", "1.5"],
+        "--expert-imbalance: the model has no experts that tokens could be spread over",
+    ),
+    "routing without experts": (["--routing", "TMP/x"], "--routing: the model has no experts"),
+    "imbalance without expert parallelism": (
+        [*DEEPSEEK, "--expert-imbalance", "1.5"],
+        "--expert-imbalance: parallelism.expert_parallel_degree = 1: every rank has all experts",
+    ),
+    "routing without expert parallelism": (
+        [*DEEPSEEK, "--routing", "TMP/x"],
+        "--routing: parallelism.expert_parallel_degree = 1: every rank has all experts",
+    ),
+    "more than all tokens": (
+        [*DEEPSEEK, EP, "2", "--world-size", "2", "--expert-imbalance", "1,2.5"],
+        "--expert-imbalance 2.5: parallelism.expert_parallel_degree = 2",
+    ),
+    "less than an even share": (
+        [*DEEPSEEK, "--expert-imbalance", "0.5"],
+        "'0.5' is not a list of imbalances: write numbers of 1 or more, such as 1.0,1.5,2.0",
+    ),
+    "no imbalance": ([*DEEPSEEK, "--expert-imbalance", "1,,nan"], "is not a list of imbalances"),
+    "routing that is not there": (
+        [*DEEPSEEK, EP, "2", "--world-size", "2", "--routing", "TMP/x"],
+        "--routing TMP/x: cannot be read: No such file or directory. Name a file that metrics.save",
+    ),
+    "imbalance and a comparison": (
+        ["--compare", "training.seq_len=64,128", "--expert-imbalance", "2"],
+        "--expert-imbalance",
+    ),
+    "routing and a proof": (
+        ["--verify-order", "--routing", "TMP/x"],
+        "--verify-order plans nothing: leave it or --routing out",
     ),
     "all ranks of no proof": (["--all-ranks"], "--all-ranks is for --verify-order"),
 }  # fmt: skip

@@ -7,6 +7,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 import graph_trainer as gt
+from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import (
     counts_of,
@@ -53,6 +54,16 @@ def after_passes(*flags, rank=0):
     gt.run_passes(joint, fake.pass_config())
     joint.validate()
     return joint
+
+
+@pytest.mark.parametrize("mesh", QUICK)
+def test_all_to_alls_and_the_counts_before_them_are_for_experts(mesh):
+    issued = collectives(after_passes(*MESHES[mesh]))
+    traffic = traffic_of(issued)
+    exchanges = [c for c in issued if c.kind == "all_to_all_single"]
+    assert exchanges and any(counts_of(c.node) is None for c in exchanges)
+    for c in issued:
+        assert (traffic[c.node] is Traffic.EXPERT_PARALLEL) == (c in exchanges)
 
 
 def numbers_read(joint):

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -28,11 +29,11 @@ from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.planner import changes
 from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
-from graph_trainer.planner.files import published
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (
     optimizer_bytes,
     other_memory_of,
@@ -225,6 +226,17 @@ def too_small(plan: Plan) -> Hardware:
     return dataclasses.replace(plan.hardware, memory_gib=room, memory_reserved_gib=0.0)
 
 
+def test_torchtitan_checkpoints_cudnns_attention_which_draws_nothing():
+    words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel", *FLAGS]
+    config = load_config([*words, "--activation_checkpoint.type", "selective"], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    hardware = load_hardware("b200")
+    plan = make_plan(config, 4, hardware, runtime=TORCHTITAN, every_pass=False)
+    named = Counter(str(node.target) for node in plan.simulation.joint.graph.nodes)
+    attention = "aten._scaled_dot_product_cudnn_attention{}.default"
+    assert named[attention.format("")] == named[attention.format("_backward")] == 2
+
+
 def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     hardware = too_small(planned())
     plan = make_plan(small(), 4, hardware)
@@ -275,6 +287,24 @@ def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
     assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
 
 
+@pytest.mark.full
+def test_advice_for_experts_after_several_dense_layers_keeps_these():
+    words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel", *FLAGS]
+    words += ["--parallelism.expert_parallel_degree", "2"]
+
+    def deep():
+        config = load_config(words, world_size=4)
+        dense, mixture, *_ = config.model_spec.model.layers
+        config.model_spec.model.layers = [copy.deepcopy(dense) for _ in range(3)]
+        config.model_spec.model.layers += [copy.deepcopy(mixture) for _ in range(7)]
+        return config
+
+    whole = make_plan(deep(), 4, load_hardware("h100-sxm"), every_pass=False)
+    peak, speed = changes.peak_and_speed(deep(), whole)
+    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
+    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
+
+
 def test_what_is_used_to_the_full_is_no_advice():
     def tried(*flags, ranks=4):
         plan = dataclasses.replace(planned(), config=load_config(flags), world_size=ranks)
@@ -284,6 +314,9 @@ def test_what_is_used_to_the_full_is_no_advice():
     assert not any("parallelism.fsdp_reshard_after_forward" in change for change in fewer)
     assert {"training.local_batch_size": "1"} in fewer
     assert {"loss.type": "chunked_cross_entropy"} in fewer
+    deepseek = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
+    assert {"parallelism.expert_parallel_degree": "2"} in tried(*deepseek)
+    assert not any("parallelism.expert_parallel_degree" in change for change in fewer)
     words = ["--training.local_batch_size", "1", "--loss.type", "cross_entropy"]
     assert not any("training.local_batch_size" in change for change in tried(*words))
 

@@ -26,10 +26,10 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, Simulation, simulate
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner import trace
-from graph_trainer.planner.files import check_outputs, published
 from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.trace import WAITS, nanoseconds
 from graph_trainer.testing import mean_square
+from graph_trainer.titan.files import check_outputs, published
 from tests.unit.graphs import Decoder, fake_world
 
 HOSTILE = '</script><img src=x onerror="document.title=1">\\ "quoted"\n'

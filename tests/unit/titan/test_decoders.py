@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.titan import meshes
 from tests.unit.titan.decoders import CAPTURED, EVERY, HEAD, decoders, outcome, row
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "models.md"
@@ -37,6 +38,10 @@ def _quick(entry: str) -> list[pytest.MarkDecorator]:
 @pytest.mark.filterwarnings("ignore:In CPU autocast:UserWarning")
 def test_a_decoder_does_what_the_table_says(family: str, entry: str) -> None:
     assert row(family, entry, outcome(family, entry)) in _rows()
+
+
+def test_the_page_has_the_meshes_of_the_tests() -> None:
+    assert "\n".join(meshes.table()) in PAGE.read_text()
 
 
 def test_the_table_has_every_decoder_and_no_other() -> None:

@@ -23,7 +23,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument
+from graph_trainer.core.graph.ops import argument, aten
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
@@ -142,20 +142,23 @@ def _places(joint: JointGraph) -> dict[str, str]:
     # the position of the first node of forward that computes with each parameter
     shows = computed_from_one_parameter(joint, is_form_in_forward)
     read: dict[str, int] = {}
+    experts: set[str] = set()
     for position, node in enumerate(joint.graph.nodes):
         if node.op != "call_function" or node in shows or is_backward(node):
             continue
         for source in node.all_input_nodes:
             if source in shows:
                 read.setdefault(shows[source], position)
+                # one product of each expert with its tokens, whatever a model names them
+                if node.target is aten._grouped_mm.default:
+                    experts.add(shows[source])
     names = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
     end = max((read.get(n, -1) for n in names if block_of(n) is not None), default=-1)
     places = {}
     for name in names:
         block = block_of(name)
         if block is not None:
-            is_expert = _EXPERTS in name.split(".")
-            places[name] = f"{block}.{_EXPERTS}" if is_expert else block
+            places[name] = f"{block}.{_EXPERTS}" if name in experts else block
         elif 0 <= end < read.get(name, -1):
             places[name] = _HEAD
         else:

@@ -59,12 +59,29 @@ def test_more_may_be_expected_than_an_equal_share():
         sent, received = (
             [expected(value_of(n)) for n in symbols(joint)[i : i + 4]] for i in (0, 4)
         )
-        assert (sent, received) == ([3, 3, 2, 2], [6, 6, 4, 4])
+        assert (sent, received) == ([3, 3, 2, 2], [5, 5, 5, 5])
         twice = lifetimes(joint).peak_bytes
     with sizes.assuming(100):
         assert [expected(value_of(n)) for n in symbols(joint)[4:]] == [ROWS] * RANKS
         everything = lifetimes(joint).peak_bytes
     assert peak < twice < everything and lifetimes(joint).peak_bytes == peak
+
+
+def test_each_exchange_may_be_given_rows_of_its_own():
+    joint = exchanging(layers=2)
+    sizes = data_sizes_of(value_of(joint.placeholders()[0]))
+    assert sizes.received_rows() == [ROWS, ROWS]
+    peaks = []
+    for rows in ([0, 0], [30, 0], [0, 30], [30, 30]):
+        with sizes.assuming(rows):
+            assert sizes.received_rows() == rows
+            peaks.append(lifetimes(joint).peak_bytes)
+    assert peaks[0] < min(peaks[1:3]) and max(peaks[1:3]) < peaks[3]
+    with sizes.assuming([ROWS * RANKS + 1, 0]):
+        assert sizes.received_rows() == [ROWS * RANKS, 0]
+    with pytest.raises(ValueError, match="zip"), sizes.assuming([1]):
+        pass
+    assert sizes.received_rows() == [ROWS, ROWS]
 
 
 def test_a_sized_tensor_stands_for_one_of_the_expected_size():

@@ -172,3 +172,18 @@ def test_options_that_cannot_be_made_are_refused():
     for kind in (Needs, int):
         with pytest.raises(PassError, match="fields all have defaults"):
             graph_pass(stage=Stage.TAG, summary="no", options_type=kind)(lambda *_: None)
+
+
+def test_a_function_that_no_pipeline_can_call_is_no_pass():
+    with pytest.raises(PassError, match=r"'short' cannot be called with \(joint, options, context"):
+
+        @graph_pass(stage=Stage.CLEANUP, summary="lacks the context")
+        def short(joint, options): ...
+
+
+def test_a_module_without_a_name_is_told_how_to_write_it():
+    refused(
+        "there is no pass 'my_package.passes': ",
+        "package.module:name",
+        passes=["my_package.passes"],
+    )

@@ -8,11 +8,13 @@ import torch.distributed as dist
 from torch import nn
 
 import graph_trainer as gt
-from graph_trainer.core.graph.annotations import copy_annotations, infer_value
-from graph_trainer.core.passes import verify_numbers
+from graph_trainer.core.graph.annotations import copy_annotations, counts_of, infer_value, tensor_of
+from graph_trainer.core.graph.data_sizes import has_data_sizes
+from graph_trainer.core.passes import pipeline, verify_numbers
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.fuse_chained_collectives import fuse_chained_all_gathers
 from graph_trainer.testing import Builder, become, captured
+from tests.unit.core.capture.exchanging import exchanging
 from tests.unit.core.passes.rank_order import inner_first
 from tests.unit.graphs import ALL_REDUCE, GATHER, SCATTER, aten, c10d, captured_decoder, hungry
 
@@ -115,6 +117,33 @@ def test_what_keeps_every_bit_is_said_to():
     state = torch.get_rng_state()
     assert verified(joint, twice_negated, lambda joint: None) == ["bitwise equal"] * 2
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_sizes_that_data_decide_follow_from_the_values():
+    joint = exchanging(layers=2)
+    assert verified(joint, lambda joint: None) == ["bitwise equal"]
+    name = "experts.0.weight"
+    assert f"gradient of {name} " in refused(joint, scale(name, 2))
+
+    def send_other_rows(joint):
+        first, *_ = (n for n in joint.graph.nodes if counts_of(n) == "0")
+        rows = first.args[0]
+        insert(rows, aten.flip.default, [0], reader=first)
+
+    assert "loss is another than before the pass" in refused(exchanging(), send_other_rows)
+
+
+def test_beside_sizes_that_data_decide_others_are_compared_with_metadata(monkeypatch):
+    # what fake kernels compute is compared first
+    monkeypatch.setattr(pipeline, "verify_values", lambda joint: None)
+
+    def narrow(joint):
+        relu, *_ = joint.graph.find_nodes(op="call_function", target=aten.relu.default)
+        assert has_data_sizes(tensor_of(relu))
+        relu.meta["val"] = relu.meta["val"][:, :2]
+
+    said = refused(exchanging(), narrow)
+    assert re.search(r"'relu' makes \[\(\(\d+, 4\), .* and its metadata says .*, 2\), ", said)
 
 
 @pytest.mark.parametrize("world", [3, 8])

@@ -1,5 +1,6 @@
 """The profile of the machine that is there, and ranks that agree on it."""
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 import graph_trainer as gt
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.simulation import detect
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, detect_for, detect_hardware
-from graph_trainer.core.simulation.hardware import known_hardware
+from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.units import GIB
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import captured_decoder, hungry
@@ -58,6 +60,19 @@ def test_any_other_gpu_gets_one_with_a_reason(monkeypatch, name, gib, capability
     assert not found.exact and found.hardware.name == profile
     for words in (f"{profile} in place of {name}", HARDWARE_KEY, *known_hardware()):
         assert words in found.why
+
+
+@pytest.mark.parametrize("name", ["AMD Instinct MI300X", "NVIDIA L40S"])
+def test_a_letter_after_the_number_belongs_to_the_name(monkeypatch, name):
+    own = name.split()[-1].lower()
+    profile = dataclasses.replace(load_hardware("h100-sxm"), name=own)
+    monkeypatch.setattr(detect, "known_hardware", lambda: {own: None, own[:-1]: None})
+    monkeypatch.setattr(
+        detect, "load_hardware", lambda each, key: dataclasses.replace(profile, name=each)
+    )
+    has(monkeypatch, name, profile.memory_gib)
+    found = detect.detect_hardware()
+    assert found.exact and found.hardware.name == own
 
 
 def test_what_is_no_gpu(monkeypatch):

@@ -204,6 +204,11 @@ IN_FILES = (
     Bad("training.max_norm = 0", "to a positive number"),
     Bad("training.max_norm = nan", "to a positive number"),
     Bad("metrics.log_freq = 0", "1 or more"),
+    Bad(
+        'metrics.save_routing = "r.json": llama3 debugmodel has no experts',
+        "Leave it out",
+        '[metrics]\nsave_routing = "r.json"',
+    ),
     Bad("lr_scheduler.decay_ratio = 1.5", "fraction"),
     Bad("checkpoint.keep_latest_k = 1", "at least 2 checkpoint replicas"),
     Bad("checkpoint.load_step = -2", "-1 for the last one"),

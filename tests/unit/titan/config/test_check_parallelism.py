@@ -3,11 +3,12 @@
 import copy
 
 import pytest
-from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher
 
 import graph_trainer as gt
 from graph_trainer.titan.config.check import check_config, wanted_ranks
 from graph_trainer.titan.config.load import load_config
+
+from torchtitan.models.common.token_dispatcher import HybridEPTokenDispatcher  # isort: skip
 
 QWEN3 = ["--module", "graph_trainer.qwen3", "--config", "debugmodel_moe"]
 LLAMA3 = ["--module", "graph_trainer.llama3", "--config", "debugmodel"]
@@ -46,8 +47,17 @@ def test_what_does_not_fit_is_refused_with_key_value_and_remedy(model, given, ra
     assert said in message and ". Set " in message
 
 
-def test_other_dispatchers_than_the_standard_one_are_refused():
-    config = load_config([*QWEN3, *flags(2)], world_size=4)
+@pytest.mark.parametrize("path", ["", "folder", "a\0b"])
+def test_a_routing_that_is_no_file_is_refused(tmp_path, path):
+    (tmp_path / "folder").mkdir()
+    words = [*QWEN3, "--dump_folder", str(tmp_path), "--metrics.save_routing", path]
+    with pytest.raises(gt.ConfigError, match=r"save_routing = .*: not a file to write to\. Name a"):
+        load_config(words, world_size=2)
+
+
+@pytest.mark.parametrize("degree", [1, 2])
+def test_other_dispatchers_than_the_standard_one_are_refused(degree):
+    config = load_config([*QWEN3, *flags(degree)], world_size=4)
     config = copy.deepcopy(config)
     for layer in config.model_spec.model.layers:
         experts = layer.moe.routed_experts
@@ -55,7 +65,7 @@ def test_other_dispatchers_than_the_standard_one_are_refused():
             num_experts=64, top_k=8, hidden_dim=256, num_max_tokens_per_rank=64
         )
     with pytest.raises(
-        gt.ConfigError, match=r"by HybridEPTokenDispatcher, whose kernels.*standard"
+        gt.ConfigError, match=r"base = .* by HybridEPTokenDispatcher, whose kernels.*standard"
     ):
         check_config(config, 4)
 

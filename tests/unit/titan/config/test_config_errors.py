@@ -299,7 +299,12 @@ _MTP = "--module torchtitan.models.deepseek_v3 --config deepseek_v3_debugmodel_m
         (
             "--module torchtitan.models.qwen3 --config qwen3_moe_deepep "
             "--parallelism.expert_parallel_degree 1",
-            'base = "qwen3_moe_deepep": qwen3 debugmodel_moe refuses the config: DeepEP',
+            'base = "qwen3_moe_deepep": qwen3 debugmodel_moe sends tokens to experts by DeepEP',
+            "Name an entry with torchtitan's standard dispatcher",
+        ),
+        (
+            "--module torchtitan.models.llama3 --config llama3_debugmodel_dist_gemm",
+            'base = "llama3_debugmodel_dist_gemm": llama3 debugmodel refuses the config: tp_gemm',
             "choose another base",
         ),
         (

@@ -110,15 +110,6 @@ def test_a_block_is_a_bucket_on_every_mesh(mode):
     assert reductions == (10 if mode == "hybrid_shard" else 5)  # scattered, then reduced
 
 
-def test_experts_have_a_bucket_of_their_own():
-    b = Builder()
-    names = ("layers.0.router", "layers.0.experts.w1", "layers.0.experts.w2", "layers.0.norm")
-    joint = gathering(b, [(name, "g", torch.float32) for name in names])
-    bucket(joint, strategy="transformer_block")
-    found = [parameters_of(n) for n in collectives_of(joint, Role.UNSHARD, False)]
-    assert sorted(found) == sorted([(names[0], names[3]), (names[1], names[2])])
-
-
 def sizes(joint, role, backward):
     return [
         max(sum(t.nbytes for t in each) for each in (collective_inputs(n), tensors_of(n)))

@@ -1,0 +1,211 @@
+"""What a step needs and takes where tokens are spread unevenly over the ranks of experts.
+
+Nothing is captured again: the sizes of one graph are read under other assumptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+
+from graph_trainer.core.analysis.memory import Memory
+from graph_trainer.core.graph.annotations import block_of, value_of
+from graph_trainer.core.graph.data_sizes import DataSizes, data_sizes_of
+from graph_trainer.core.simulation.simulate import need_of, predicted_memory
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.plan import ExpertLoad, ExpertLoads, Plan
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.routing import RoutedMicrobatch, Routing, mixtures_of
+
+_DEGREE = "parallelism.expert_parallel_degree"
+
+
+def check_imbalances(flag: str, imbalances: Sequence[float], config: GraphTrainerConfig) -> None:
+    """Refuse what needs expert parallelism where there is none, and more tokens than there are.
+
+    Args:
+        flag: what asks for it, for messages.
+
+    Raises:
+        ConfigError: as said.
+    """
+    degree, spec = config.parallelism.expert_parallel_degree, config.model_spec
+    if spec is None or not mixtures_of(spec.model):
+        raise ConfigError(
+            f"{flag}: the model has no experts that tokens could be spread over: plan a mixture of "
+            "experts, or leave the flag out"
+        )
+    if degree == 1:
+        raise ConfigError(
+            f"{flag}: {_DEGREE} = 1: every rank has all experts and computes its own tokens, "
+            "wherever they go: set a greater degree, or leave the flag out"
+        )
+    for each in imbalances:
+        if each > degree:
+            raise ConfigError(
+                f"{flag} {each:g}: {_DEGREE} = {degree}, so a rank that receives all tokens has "
+                f"{degree} times its even share: write 1 to {degree}"
+            )
+
+
+def expert_loads(
+    plan: Plan,
+    imbalances: Sequence[float],
+    routing: Routing | None,
+    on_progress: OnProgress = lambda line: None,
+) -> ExpertLoads:
+    """Compute the loads of a planned step, and the greatest imbalance with which it fits.
+
+    An imbalance is what a rank's experts receive, in times of an even share, in every layer.
+
+    Args:
+        plan: of a run with expert parallelism.
+        imbalances: a row each.
+        routing: where the tokens of a run went, of the same model. Scaled to the tokens of this
+            plan, where it had others. What each rank received is known if it had as many ranks and
+            the same degree; otherwise its experts are divided anew, and the tokens of an expert are
+            the same from every group.
+    """
+    sizes = data_sizes(plan)
+    degree = plan.config.parallelism.expert_parallel_degree
+    rows = []
+    for imbalance in imbalances:
+        on_progress(f"an imbalance of {imbalance:g}")
+        rows.append(_load(f"{imbalance:g}", imbalance, _with(plan, imbalance)))
+    layers: dict[str, float] = {}
+    if routing is not None:
+        on_progress("the routing that happened")
+        load, layers = _replayed(plan, sizes, routing)
+        rows.append(load)
+    on_progress("all tokens to one rank")
+    rows.append(_load("all tokens to one rank", degree, _with(plan, degree)))
+    on_progress("the greatest imbalance that fits")
+    greatest = _greatest_that_fits(plan, sizes, degree)
+    return ExpertLoads(degree, tuple(rows), greatest, layers)
+
+
+def data_sizes(plan: Plan) -> DataSizes:
+    """Return the sizes that data decide of a run with expert parallelism."""
+    sizes = data_sizes_of(value_of(plan.simulation.joint.placeholders()[0]))
+    assert sizes is not None, "there is expert parallelism"
+    return sizes
+
+
+def _with(plan: Plan, received: float | Sequence[int]) -> Plan:
+    """Return a plan of the same graph whose rank receives other numbers of rows."""
+    with data_sizes(plan).assuming(received):
+        simulation = plan.simulation.again()
+        return replace(plan, simulation=simulation, need=simulation.need())
+
+
+def _memory(plan: Plan, sizes: DataSizes, received: float | Sequence[int]) -> Memory:
+    """Return the memory alone of what `_with` simulates."""
+    done = plan.simulation
+    with sizes.assuming(received):
+        return predicted_memory(done.joint, plan.hardware, done.other, done.runtime)
+
+
+def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
+    needed, seconds = plan.need.total, plan.step_seconds
+    return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits)
+
+
+def _greatest_that_fits(plan: Plan, sizes: DataSizes, degree: int) -> float | None:
+    """Bisect between an even share and all tokens; None where even shares do not fit."""
+
+    def fits(imbalance: float) -> bool:
+        memory = _memory(plan, sizes, imbalance)
+        need = need_of(memory, plan.hardware, plan.simulation.runtime)
+        return need.total <= plan.allowed_bytes
+
+    if not fits(1):
+        return None
+    if fits(degree):
+        return float(degree)
+    low, high = 100, 100 * degree  # hundredths of an even share
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle / 100) else (low, middle)
+    return low / 100
+
+
+def _replayed(
+    plan: Plan, sizes: DataSizes, routing: Routing
+) -> tuple[ExpertLoad, dict[str, float]]:
+    """Return the load of a routing, and by layer its greatest imbalance.
+
+    Memory is that of the rank with the highest peak. Time is that of the microbatch in which the
+    fullest ranks of all layers receive most: in every layer each rank waits for the fullest one.
+    """
+    even = sizes.received_rows()
+    peak_of = _peaks(plan, sizes)
+    highest, worst, worst_step = 0.0, even, 0
+    most, slowest, slow_step = 0, even, 0
+    fullest = [0 for _ in even]
+    for each in routing.microbatches:
+        ranks = received_rows(plan, routing, each)
+        peaks = peak_of(ranks)
+        rank = max(range(len(ranks)), key=peaks.__getitem__)
+        if peaks[rank] > highest:
+            highest, worst, worst_step = peaks[rank], ranks[rank], each.step
+        of_any = [max(layer) for layer in zip(*ranks, strict=True)]
+        if sum(of_any) > most:
+            most, slowest, slow_step = sum(of_any), of_any, each.step
+        fullest = [max(pair) for pair in zip(fullest, of_any, strict=True)]
+    layers = {
+        block_of(exchange.module) or "": number / share
+        for exchange, number, share in zip(sizes.exchanges, fullest, even, strict=True)
+    }
+    what = f"as routed: memory of step {worst_step}, time of step {slow_step}"
+    load = _load(what, max(layers.values()), _with(plan, worst))
+    return replace(load, step_seconds=_with(plan, slowest).step_seconds), layers
+
+
+def _peaks(plan: Plan, sizes: DataSizes) -> Callable[[list[list[int]]], list[float]]:
+    """Return a function that gives the peak bytes of ranks, from the rows of their exchanges.
+
+    The bytes alive at a node grow by as much with each row of an exchange, so that one more row of
+    each shows what all others need. One analysis for each exchange.
+    """
+    even = sizes.received_rows()
+    alive = torch.tensor(_memory(plan, sizes, even).total, dtype=torch.float64)
+    growth = torch.empty(len(even), len(alive), dtype=torch.float64)
+    for number in range(len(even)):
+        rows = [share + (place == number) for place, share in enumerate(even)]
+        growth[number] = torch.tensor(_memory(plan, sizes, rows).total) - alive
+    shares = torch.tensor(even, dtype=torch.float64)
+    without = alive - shares @ growth
+    # the peak is at none of the nodes that need less with all rows than another one without any
+    degree = plan.config.parallelism.expert_parallel_degree
+    near = without + degree * shares @ growth >= without.max()
+    without, growth = without[near], growth[:, near]
+
+    def peaks(ranks: list[list[int]]) -> list[float]:
+        rows = torch.tensor(ranks, dtype=torch.float64)
+        highest: list[float] = (without + rows @ growth).amax(dim=1).tolist()
+        return highest
+
+    return peaks
+
+
+def received_rows(plan: Plan, routing: Routing, each: RoutedMicrobatch) -> list[list[int]]:
+    """Return by rank, of the run or of one expert-parallel group, the rows of every exchange."""
+    degree = plan.config.parallelism.expert_parallel_degree
+    sizes = data_sizes(plan)
+    of_ranks = each.received
+    if (routing.world_size, routing.expert_parallel_degree) != (plan.world_size, degree):
+        of_ranks = None
+    if of_ranks is None:  # the experts of a rank follow each other
+        part = routing.num_experts // degree
+        starts = range(0, routing.num_experts, part)
+        of_ranks = [[sum(layer[i : i + part]) for i in starts] for layer in each.tokens]
+    rows = []
+    for exchange, even in zip(sizes.exchanges, sizes.received_rows(), strict=True):
+        tokens = of_ranks[routing.layers.index(block_of(exchange.module) or "")]
+        total, ranks = sum(tokens), len(tokens)
+        # rounded up; of the same run, `even` is the total divided by the ranks, and this is exact
+        rows.append([-(-number * even * ranks // total) for number in tokens])
+    return [list(rank) for rank in zip(*rows, strict=True)]
