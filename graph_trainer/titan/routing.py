@@ -49,9 +49,9 @@ class MetricsWithRouting(MetricsProcessor):
         """
         A .json file, by a path from dump_folder on, for the tokens that each expert receives, by
         step and layer, which `graph-trainer plan --routing` takes. It has the microbatches in which
-        tokens are spread most unevenly, at most 200. Written whenever a step is logged and when training ends;
-        a run that is resumed goes on with the file. A microbatch then waits for one more
-        all-reduce, with expert parallelism for two.
+        tokens are spread most unevenly, at most 200. Written whenever a step is logged and when
+        training ends; a run that is resumed goes on with the file. A microbatch then waits for one
+        more all-reduce, with expert parallelism for two.
         """
 
 
