@@ -1,7 +1,7 @@
 """graph_trainer: one train step as one graph, and passes that decide how it communicates.
 
-The names below are imported when they are first used: torch takes seconds, which nobody should wait
-for who mistypes a command.
+The names below are imported when they are first used: importing torch takes seconds, and a mistyped
+command has its answer without.
 """
 
 from importlib import import_module
@@ -106,3 +106,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
 from graph_trainer.errors import ConfigError, GraphTrainerError
@@ -200,9 +200,11 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"{_RULES}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version", action="version", version=f"%(prog)s {version('graph_trainer')}"
-    )
+    try:
+        installed = version("graph_trainer")
+    except PackageNotFoundError:
+        installed = "of a checkout that is not installed"
+    parser.add_argument("--version", action="version", version=f"%(prog)s {installed}")
     commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(_COMMANDS)}}}")
     for name, (_, text) in _COMMANDS.items():
         commands.add_parser(name, help=text)

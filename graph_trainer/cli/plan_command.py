@@ -118,7 +118,6 @@ def main(argv: Sequence[str]) -> int:
         return _compare(flags, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
-    # first: other plans end the process groups of this one
     if flags.expert_imbalance or routing:
         with progress("experts") as say:
             loads = expert_loads(plan, flags.expert_imbalance, routing, say)

@@ -1,7 +1,8 @@
-"""Captured steps, each made once for all plans that differ only behind the capture."""
+"""Captured steps, each made once for all plans that differ in what acts on the graph alone."""
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from dataclasses import replace
 
@@ -11,7 +12,6 @@ from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.serialize import config_to_toml
 
 
 class Captures:
@@ -31,10 +31,7 @@ class Captures:
         Raises:
             CaptureError: the step cannot be captured.
         """
-        assert run.config.model_spec is not None
-        layers = len(getattr(run.config.model_spec.model, "layers", ()))
-        config = config_to_toml(_without_what_acts_later(run.config))
-        key = (config, layers, run.world_size, run.rank, run.device)
+        key = (what_is_captured(run.config), run.world_size, run.rank, run.device)
         if key not in self._joints:
             on_progress("capturing the train step")
             self._joints[key] = run.capture()
@@ -44,8 +41,12 @@ class Captures:
         return copy_graph(self._joints[key])
 
 
-def _without_what_acts_later(config: GraphTrainerConfig) -> GraphTrainerConfig:
-    """Set what only passes, backend and train loop read to one value, whatever it is."""
+def what_is_captured(config: GraphTrainerConfig) -> str:
+    """Return what tells the captured step of a config from that of another.
+
+    That is the config, its model included, without [compile], the policy of activations and that
+    of resharding, which only passes and backend read.
+    """
     same = replace(
         config,
         parallelism=replace(config.parallelism, fsdp_reshard_after_forward="default"),
@@ -54,4 +55,5 @@ def _without_what_acts_later(config: GraphTrainerConfig) -> GraphTrainerConfig:
     # torchtitan's own wrappers recompute while the step is captured.
     if type(config.activation_checkpoint) in POLICIES and config.compile.mode != "eager":
         same = replace(same, activation_checkpoint=None)
-    return same
+    # functions of equal names: each loaded config has its own, of initial values for example
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(same))

@@ -17,6 +17,7 @@ from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
+from graph_trainer.planner.captures import what_is_captured
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
@@ -300,6 +301,11 @@ def compare(
             errors = [each for each in loaded if isinstance(each, ConfigError)]
             if len(errors) == len(loaded):
                 raise errors[0]
+    # rows of one captured step follow each other, so that it is captured once
+    first: dict[str, int] = {}
+    for _, config in configs:
+        first.setdefault(_captured_for(config), len(first))
+    configs.sort(key=lambda each: first[_captured_for(each[1])])
     outcomes = []
     for number, (change, config) in enumerate(configs, 1):
         words = ", ".join(f"{key} = {value}" for key, value in change.items())
@@ -312,6 +318,10 @@ def compare(
             outcomes.append(Outcome(config=change, error=str(error)))
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
+
+
+def _captured_for(config: GraphTrainerConfig | ConfigError) -> str:
+    return "" if isinstance(config, ConfigError) else what_is_captured(config)
 
 
 def memory_curve(plan: Plan, on_progress: OnProgress) -> list[Outcome]:

@@ -33,7 +33,7 @@ def plain_table(title: str, title_style: str = "bold") -> Table:
 def print_table(table: RenderableType, *, stderr: bool = False) -> None:
     """Print a table: 100 columns wide where the output is not a terminal, at most 100 on one.
 
-    One that needs more than the terminal has is as wide as it needs, since its digits would be cut.
+    A table that needs more than a narrow terminal has is 100 wide too: its digits would be cut.
     """
     terminal = Console(stderr=stderr)
     page = Console(stderr=stderr, width=WIDTH, highlight=False)

@@ -201,7 +201,7 @@ def make_plan(
         every_pass: simulate after each pass, for the ledger; otherwise only the graph that runs,
             which is then the only row.
         agreement: the ranks that decide together; None for this one alone.
-        captures: of earlier plans, for one that differs only behind the capture.
+        captures: of earlier plans, for one that differs in what acts on the graph alone.
         on_progress: called with a line before each part of the work.
 
     Raises:

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -133,21 +132,13 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _check_experts(model: nn.Module, degree: int) -> None:
-    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
+    """Refuse a model that expert parallelism leaves as it was."""
     key = f"parallelism.expert_parallel_degree is {degree}"
     if not any(map(_is_expert, model.parameters())):
         raise ConfigError(
             f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
             "mixture of experts"
         )
-    for name, module in model.named_modules():
-        dispatcher = getattr(module, "token_dispatcher", None)
-        if dispatcher is not None and type(dispatcher) is not AllToAllTokenDispatcher:
-            raise ConfigError(
-                f"{key}, and '{name}' sends tokens to experts by {type(dispatcher).__name__}, "
-                "whose kernels no graph holds: use torchtitan's standard dispatcher, "
-                "AllToAllTokenDispatcher, or set the degree to 1"
-            )
 
 
 def _tie_again(model: nn.Module) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
 
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.errors import ConfigError
@@ -28,8 +30,8 @@ SCHEMA: Final = "graph_trainer.routing/1"
 
 SAVE_ROUTING = "metrics.save_routing"
 
-KEPT = 200
-"""The most microbatches that a file has."""
+_MOST_MICROBATCHES, _MOST_NUMBERS = 200, 4_000_000
+"""How much a file has at most: a microbatch has a number for each layer and expert or rank."""
 
 _COUNTER = "tokens_per_expert_E"
 
@@ -45,19 +47,20 @@ class MetricsWithRouting(MetricsProcessor):
 
         save_routing: str | None = None
         """
-        A file below dump_folder for the tokens that each expert receives, by step and layer, which
-        `graph-trainer plan --routing` takes. It has the 200 microbatches in which tokens are spread
-        most unevenly. Written whenever a step is logged and when training ends. A step then waits
-        for one more all-reduce.
+        A .json file, by a path from dump_folder on, for the tokens that each expert receives, by
+        step and layer, which `graph-trainer plan --routing` takes. It has the microbatches in which
+        tokens are spread most unevenly, at most 200. Written whenever a step is logged and when
+        training ends; a run that is resumed goes on with the file. A microbatch then waits for one
+        more all-reduce, with expert parallelism for two.
         """
 
 
 def mixtures_of(model: Any) -> dict[str, Any]:
-    """Return the configs of a model's mixtures of experts, by the FQN of their layer."""
+    """Return the configs of torchtitan's mixtures of experts in a model, by FQN of their layer."""
     lists = ((name, getattr(model, name, None) or ()) for name in ("layers", "mtp_layers"))
     layers = {f"{name}.{i}": layer for name, several in lists for i, layer in enumerate(several)}
     mixtures = {name: getattr(layer, "moe", None) for name, layer in layers.items()}
-    return {name: moe for name, moe in mixtures.items() if moe is not None}
+    return {name: moe for name, moe in mixtures.items() if hasattr(moe, "routed_experts")}
 
 
 class RoutedMicrobatch(Strict):
@@ -109,6 +112,12 @@ class Routing(Strict):
                         "length": length,
                     },
                 )
+            of_ranks = each.received if self.expert_parallel_degree > 1 else None
+            if of_ranks is not None and [*map(sum, each.tokens)] != [*map(sum, of_ranks)]:
+                problem = "tokens and received have different sums in a layer"
+                raise PydanticCustomError(
+                    "sums", "microbatches.{number}: " + problem, {"number": number}
+                )
         return self
 
     @property
@@ -159,9 +168,10 @@ def _several(layers: Sequence[str]) -> str:
 class RoutingRecorder:
     """Counts the tokens of experts in every microbatch, and writes them on rank 0.
 
-    torchtitan's mixtures add a rank's tokens to a buffer, which a hook before the optimizer's step
-    sets to zero. Summed over ranks that is how often each expert was chosen. What a rank's experts
-    receive is the sum over its expert-parallel group, for the experts that the rank has.
+    torchtitan's mixtures add a rank's tokens to a buffer of float32, from which they are counted
+    while it begins at zero. Summed over ranks that is how often each expert was chosen. What a
+    rank's experts receive is the sum over its expert-parallel group, for the experts that the rank
+    has. Rank 0 keeps the most uneven microbatches.
 
     Args:
         model: with torchtitan's mixtures of experts.
@@ -177,7 +187,10 @@ class RoutingRecorder:
         self._dims = dims
         self._path = path
         self._step = self._microbatch = -1
-        self._kept: list[RoutedMicrobatch] = []
+        self._kept: list[tuple[tuple[int, int], int, RoutedMicrobatch]] = []
+        """A heap: unevenness, a number that tells equal ones apart, what is kept."""
+        self._seen = 0
+        self._has_news = False
         if dist.get_rank() == 0:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -191,32 +204,65 @@ class RoutingRecorder:
     @contextlib.contextmanager
     def microbatch(self, step: int) -> Iterator[None]:
         """While entered: one microbatch of a step. All ranks leave it together."""
-        before = self._counts()
-        yield
-        tokens, received = self._summed(self._counts() - before)
-        self._microbatch = self._microbatch + 1 if step == self._step else 0
+        buffers = list(self._buffers().values())
+        before = [buffer.clone() for buffer in buffers]
+        for buffer in buffers:
+            buffer.zero_()
+        try:
+            yield
+        finally:
+            counts = self._counts()
+            for buffer, earlier in zip(buffers, before, strict=True):
+                buffer.add_(earlier)
+        both = self._summed(counts)
+        is_first, self._microbatch = self._step == -1, self._microbatch + 1
+        if step != self._step:
+            self._microbatch = 0
         self._step = step
         if dist.get_rank() == 0:
-            self._keep(tokens, received)
-
-    def _keep(self, tokens: list[list[int]], received: list[list[int]]) -> None:
-        self._kept.append(
-            RoutedMicrobatch(
-                step=self._step, microbatch=self._microbatch, tokens=tokens, received=received
+            if is_first and step > 1:
+                self._take_over(step)
+            experts = counts.shape[1]
+            tokens, received = both[:, :experts], both[:, experts:]
+            each = RoutedMicrobatch(
+                step=step,
+                microbatch=self._microbatch,
+                tokens=(tokens // self._counted_by).tolist(),
+                received=received.tolist(),
             )
-        )
-        if len(self._kept) > KEPT:
-            self._kept.remove(min(self._kept, key=_unevenness))
+            self._keep(each, _unevenness(tokens, received), both.numel())
+
+    def _keep(self, each: RoutedMicrobatch, unevenness: tuple[int, int], numbers: int) -> None:
+        self._seen += 1
+        entry = (unevenness, self._seen, each)
+        if len(self._kept) < min(_MOST_MICROBATCHES, max(1, _MOST_NUMBERS // numbers)):
+            heapq.heappush(self._kept, entry)
+            self._has_news = True
+        elif heapq.heappushpop(self._kept, entry) is not entry:
+            self._has_news = True
+
+    def _take_over(self, step: int) -> None:
+        """Go on with the file of the run that this one resumes, up to a step."""
+        try:
+            earlier = Routing.model_validate_json(self._path.read_bytes())
+        except (OSError, ValueError):  # there is none, or not one of ours: it is replaced
+            return
+        shape = (dist.get_world_size(), self._dims.ep, tuple(self._buffers()))
+        if (earlier.world_size, earlier.expert_parallel_degree, earlier.layers) != shape:
+            return
+        for each in earlier.microbatches:
+            if each.step < step and each.received is not None:
+                tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
+                numbers = tokens.numel() + received.numel()
+                self._keep(each, _unevenness(tokens, received), numbers)
 
     def write(self) -> None:
-        """Write what is kept, on rank 0; the file is whole at any time.
-
-        Raises:
-            ConfigError: it cannot be written.
-        """
-        if dist.get_rank() != 0 or not self._kept:
+        """Write what is kept, on rank 0, if it is not what the file has, which is whole at any
+        time. Where that is impossible the log says so: no training ends for it."""
+        if dist.get_rank() != 0 or not self._has_news:
             return
-        kept = sorted(self._kept, key=lambda each: (each.step, each.microbatch))
+        kept = [each for _, _, each in self._kept]
+        kept.sort(key=lambda each: (each.step, each.microbatch))
         document = {
             "schema": SCHEMA,
             "world_size": dist.get_world_size(),
@@ -224,8 +270,12 @@ class RoutingRecorder:
             "layers": list(self._buffers()),
             "microbatches": [each.model_dump() for each in kept],
         }
-        with published(self._path) as file:
-            file.write(json.dumps(document, separators=(",", ":")) + "\n")
+        try:
+            with published(self._path) as file:
+                file.write(json.dumps(document, separators=(",", ":")) + "\n")
+            self._has_news = False
+        except ConfigError as error:
+            logger.warning(f"{SAVE_ROUTING}: {error}")
 
     def _buffers(self) -> dict[str, torch.Tensor]:
         """Return by layer the buffer to which its mixture adds this rank's tokens."""
@@ -237,9 +287,18 @@ class RoutingRecorder:
         buffers = self._buffers().values()
         return torch.stack([b.to_local() if isinstance(b, DTensor) else b for b in buffers]).long()
 
-    def _summed(self, counts: torch.Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """Return the tokens of all ranks by layer and expert, and by layer and rank what a rank's
-        experts received, given the tokens of this rank [layer, expert]."""
+    @property
+    def _counted_by(self) -> int:
+        """How many ranks count the same tokens: without expert parallelism those of tensor
+        parallelism."""
+        return 1 if self._dims.ep_enabled else self._dims.tp
+
+    def _summed(self, counts: torch.Tensor) -> torch.Tensor:
+        """Return by layer the tokens of each expert that all ranks have counted, then what the
+        experts of each rank received, given the tokens of this rank [layer, expert].
+
+        [layer, experts + ranks]: on CPU on rank 0, where it is read.
+        """
         dims, (layers, experts) = self._dims, counts.shape
         received = counts
         if dims.ep_enabled:
@@ -252,15 +311,10 @@ class RoutingRecorder:
         both[:, :experts] = counts
         both[:, experts + dist.get_rank()] = received.sum(dim=1)
         dist.all_reduce(both)
-        both = both.cpu()
-        # without expert parallelism the ranks of tensor parallelism have counted the same tokens
-        twice = 1 if dims.ep_enabled else dims.tp
-        return (both[:, :experts] // twice).tolist(), both[:, experts:].tolist()
+        return both.cpu() if dist.get_rank() == 0 else both
 
 
-def _unevenness(each: RoutedMicrobatch) -> tuple[int, int]:
+def _unevenness(tokens: torch.Tensor, received: torch.Tensor) -> tuple[int, int]:
     """Return what to compare microbatches by: the most that one rank's experts received in all
     layers, then the most that one expert received in a layer."""
-    assert each.received is not None
-    most = max(sum(layers) for layers in zip(*each.received, strict=True))
-    return most, max(map(max, each.tokens))
+    return int(received.sum(dim=0).max()), int(tokens.max())

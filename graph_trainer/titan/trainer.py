@@ -178,7 +178,8 @@ class GraphTrainer(Trainer):
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
         (model,) = self.model_parts
         routed = self._routing.microbatch(self.step) if self._routing else contextlib.nullcontext()
-        with self.train_context(), self.observer.microbatch(), routed:
+        # around the observer, whose measure of memory is of the step alone
+        with routed, self.train_context(), self.observer.microbatch():
             loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
         accumulate_gradients(model, gradients)
         self.observer.gradients_ready(model.parameters())

@@ -78,7 +78,7 @@ class TransformersModel(BaseModel):
             return self.hf
 
         def check(self) -> None:
-            """Refuse, without the key, a model that is none or weights that are not the model's."""
+            """Refuse what cannot be made a model, or weights of another one. Names no key."""
             self.read()
             try:
                 with torch.device("meta"):
@@ -179,7 +179,8 @@ class TransformersModel(BaseModel):
 def _weights(path: str, lm: Any) -> Iterator[tuple[torch.Tensor | None, Any, str]]:
     """Yield the weights in the safetensors of a folder, a name and the file that has it.
 
-    With each comes the tensor of the model that takes it; None where the model has none.
+    With each comes the tensor of the model that takes it; None where the model has none of this
+    shape.
     """
     from safetensors import safe_open
 
@@ -189,7 +190,10 @@ def _weights(path: str, lm: Any) -> Iterator[tuple[torch.Tensor | None, Any, str
         with safe_open(file, framework="pt") as weights:
             for name in weights.keys():  # noqa: SIM118
                 # a folder of the model without its head leaves the prefix out
-                yield state.get(name, state.get(prefix + name)), weights, name
+                ours = state.get(name, state.get(prefix + name))
+                if ours is not None and list(ours.shape) != weights.get_slice(name).get_shape():
+                    ours = None  # of another model, left over in the folder
+                yield ours, weights, name
 
 
 def _check_weights(path: str, lm: Any) -> None:
@@ -206,8 +210,8 @@ def _check_weights(path: str, lm: Any) -> None:
         return
     found: set[int] = set()
     try:
-        for ours, weights, name in _weights(path, lm):
-            if ours is not None and list(ours.shape) == weights.get_slice(name).get_shape():
+        for ours, _, _ in _weights(path, lm):
+            if ours is not None:
                 found.add(id(ours))
     except Exception as error:  # safetensors has one class of its own for all
         raise ConfigError(f"its safetensors cannot be read ({error}). Copy them again") from error

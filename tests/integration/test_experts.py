@@ -10,7 +10,7 @@ from tests.integration.expert_cases import CASES, ROWS, TOLERANCE, ExpertCase
 from tests.integration.launches import Job, Launches
 
 ROUTINGS = Job(4, "expert_cases:other_routing:deepseek_ep4")
-MANY = Job(4, "expert_cases:many_routings:2000")
+MANY = Job(2, "expert_cases:many_routings:2000")
 SECOND = Job(4, "expert_cases:second_dimension:")
 SAVED = Job(4, "expert_cases:saved:")
 ON_ONE_RANK = Job(1, "expert_cases:resumed_on_one_rank:", (SAVED,), phase=2)

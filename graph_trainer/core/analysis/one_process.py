@@ -145,8 +145,8 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
     """Make real values for the placeholders, the same for the same seed.
 
     Weights are small enough that a deep model's values stay finite, buffers are positive (some
-    are variances), integers are 0 or 1, which every index may be, and one alone is 1. Strides are
-    those of the graph.
+    are variances), integers are 0 or 1, which every index may be; that of an input with one element
+    is 1, since a step may divide by it. Strides are those of the graph.
     """
     generator = torch.Generator().manual_seed(seed)
     made = []

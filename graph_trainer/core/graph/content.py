@@ -14,14 +14,15 @@ from graph_trainer.core.graph.data_sizes import data_sizes_of
 
 Fact = TypeVar("Fact")
 Content = list[list[object]]
-"""Nodes, targets, arguments, keyword arguments and values, in graph order, each a list; the sizes
-to expect of what data decide; then the same of the graphs that higher-order ops run."""
+"""Nodes, kinds of nodes, targets, arguments, keyword arguments and values, in graph order, each a
+list; the sizes to expect of what data decide; then the same of the graphs that higher-order ops
+run."""
 
 _ATTRIBUTE = "graph_trainer_facts"
 """Of a graph: its content and the facts of that, so that all of them are freed together."""
 
 _METAS = operator.attrgetter("meta")
-_READ = tuple(map(operator.attrgetter, ("target", "args", "kwargs")))
+_READ = tuple(map(operator.attrgetter, ("op", "target", "args", "kwargs")))
 
 
 def subgraph_of(node: fx.Node) -> fx.GraphModule | None:
@@ -70,10 +71,11 @@ def once_per_graph(function: Callable[[fx.Graph], Fact]) -> Callable[[fx.Graph],
         content = content_of(graph)
         before, facts = graph.__dict__.get(_ATTRIBUTE, (content, {}))
         if not is_same(before, content):
-            facts = {}
-        if function.__qualname__ not in facts:
-            facts[function.__qualname__] = function(graph)
-        graph.__dict__[_ATTRIBUTE] = content, facts
-        return facts[function.__qualname__]
+            before, facts = content, {}
+        # First, as the function may ask for facts of its own.
+        graph.__dict__[_ATTRIBUTE] = before, facts
+        if function not in facts:
+            facts[function] = function(graph)
+        return facts[function]
 
     return remembered

@@ -42,6 +42,10 @@ class DataSizes(ShapeEnv):
         """Return by exchange the rows that this rank expects to receive of all ranks together."""
         return [sum(self.expected[s] for s in each.received) for each in self.exchanges]
 
+    def most_rows(self) -> list[int]:
+        """Return by exchange the most rows that all ranks together may send to this one."""
+        return [sum(self.bounds[s] for s in each.received) for each in self.exchanges]
+
     @contextlib.contextmanager
     def assuming(self, received: float | Sequence[int]) -> Iterator[None]:
         """Expect this rank to receive other numbers of rows, an equal share from each rank.
@@ -49,8 +53,8 @@ class DataSizes(ShapeEnv):
         Holds inside the context. Results of earlier analyses do not change.
 
         Args:
-            received: a factor on all that is expected, or the rows by exchange. What is above its
-                bound stands for that.
+            received: a factor on all that is expected, or the rows by exchange. A size above its
+                bound becomes the bound.
         """
         before = self.expected
         rows = received

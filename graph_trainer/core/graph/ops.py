@@ -268,9 +268,11 @@ def has_effect(node: fx.Node) -> bool:
         return True
     if is_wait(node):
         # another node may read the collective's result, or the buffer that the collective writes,
-        # and rely on this wait having run before it
+        # and rely on this wait having run before it; its size is known before
         (source,) = node.all_input_nodes
-        return not is_collective(source) or len(source.users) > 1 or has_effect(source)
+        others = (n for n in source.users if n is not node)
+        awaited = any(not isinstance(value_of(n), torch.SymInt) for n in others)
+        return not is_collective(source) or awaited or has_effect(source)
     return bool(written_arguments(node)) or runs_once(node)
 
 

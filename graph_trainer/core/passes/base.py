@@ -73,7 +73,7 @@ class Pass:
     def __post_init__(self) -> None:
         try:
             inspect.signature(self.function).bind("joint", "options", "context")
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # ValueError: a function of C without one
             raise PassError(
                 f"the function of the pass '{self.name}' cannot be called with (joint, options, "
                 f"context): {error}; a pass without options takes and ignores NoOptions"

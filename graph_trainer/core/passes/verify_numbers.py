@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of
-from graph_trainer.core.graph.data_sizes import Size, storage_bytes
+from graph_trainer.core.graph.data_sizes import Size, data_sizes_of, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import Input, Output, with_parts
@@ -157,8 +158,11 @@ def why_not(joint: JointGraph) -> str:
     devices = {t.device.type for t in tensors}
     if devices - {"cpu", "cuda"} or ("cuda" in devices and not torch.cuda.is_available()):
         return f"no real values on {', '.join(sorted(devices))} here"
-    inputs = sum(storage_bytes(tensor_of(node)) for node in joint.placeholders())
-    needed = inputs + lifetimes(joint).peak_bytes
+    inputs = [tensor_of(node) for node in joint.placeholders()]
+    sizes = data_sizes_of(inputs[0]) if inputs else None
+    # of sizes that data decide the greatest: the values made here may send all tokens to one rank
+    with sizes.assuming(sizes.most_rows()) if sizes is not None else contextlib.nullcontext():
+        needed = sum(map(storage_bytes, inputs)) + lifetimes(joint).peak_bytes
     if needed > MOST_BYTES:
         return f"a run needs {needed / GIB:.1f} GiB, more than {MOST_BYTES / GIB:.1f} GiB"
     # an unknown op may wait for the other ranks, which may not run it

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -397,16 +398,22 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         remedy = "Name a folder, new or existing."
         yield Problem("dump_folder", "not a folder to write to", remedy)
     spec, routing = config.model_spec, getattr(config.metrics, "save_routing", None)
-    if routing is not None and spec is not None and not mixtures_of(spec.model):
-        yield Problem(
-            SAVE_ROUTING,
-            f"{spec.name} {spec.flavor} has no experts whose tokens it could count",
-            "Leave it out, or train a mixture of experts.",
-        )
-    elif routing is not None and (
-        not routing.strip() or "\0" in routing or os.path.isdir(os.path.join(folder, routing))
-    ):
-        yield Problem(SAVE_ROUTING, "not a file to write to", "Name a file below dump_folder.")
+    if routing is not None and spec is not None:
+        experts = {moe.num_experts for moe in mixtures_of(spec.model).values()}
+        if len(experts) != 1:
+            counted = "layers with different numbers of experts" if experts else "no experts"
+            yield Problem(
+                SAVE_ROUTING,
+                f"{spec.name} {spec.flavor} has {counted}, whose tokens it could not count",
+                "Leave it out, or train another mixture of experts.",
+            )
+        elif (
+            "\0" in routing
+            or Path(routing).suffix != ".json"  # no other file of the run has its name
+            or os.path.isdir(os.path.join(folder, routing))
+        ):
+            remedy = "Name a .json file, by a path from dump_folder on."
+            yield Problem(SAVE_ROUTING, "not a file to write to", remedy)
     section, hardware = config.activation_checkpoint, config.compile.hardware
     try:
         activation_settings(section)

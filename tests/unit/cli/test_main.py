@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+import graph_trainer as gt
 from graph_trainer.cli import launcher
 from graph_trainer.cli import main as cli
 
@@ -189,3 +190,14 @@ main(sys.argv[1:])
         [sys.executable, "-c", program, word], capture_output=True, text=True, check=False
     )
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
+    assert done.returncode == (2 if word == "trian" else 0)
+    said = {"--help": "usage: ", "--version": "0.1.0", "trian": "invalid choice: 'trian'"}[word]
+    assert said in done.stdout + done.stderr
+
+
+def test_every_public_name_is_imported_when_it_is_used():
+    assert set(gt._MODULES) < set(gt.__all__) <= set(dir(gt))
+    for name in gt.__all__:
+        assert getattr(gt, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'captur'"):
+        _ = gt.captur

@@ -81,6 +81,42 @@ def test_what_acts_behind_a_capture_shares_it_and_the_plans_are_equal(captured):
         assert report(ours) == report(theirs), change
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        ("--parallelism.data_parallel_replicate_degree", "2")
+        + ("--parallelism.tensor_parallel_degree", "2"),
+        ("--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2"),
+    ],
+    ids=["hsdp_tp", "ep2"],
+)
+def test_groups_of_a_mesh_that_was_made_anew_are_those_of_the_capture(mesh, captured):
+    def of_mesh(*more, captures=None):
+        config = load_config([*FLAGS, *mesh, *more], world_size=8)
+        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        return make_plan(config, 8, HARDWARE, captures=captures, every_pass=False)
+
+    shared = Captures()
+    of_mesh(captures=shared)
+    planned()  # another mesh in between
+    always = ("--parallelism.fsdp_reshard_after_forward", "always")
+    ours = of_mesh(*always, captures=shared)
+    assert len(captured) == 2
+    assert report(ours) == report(of_mesh(*always))
+
+
+def test_a_model_that_was_edited_is_another(captured):
+    shared = Captures()
+    for width in (16, 32):
+        config = config_of()
+        inner = config.model_spec.model.layers[0].feed_forward
+        inner.w1.out_features += width
+        inner.w3.out_features += width
+        inner.w2.in_features += width
+        make_plan(config, 4, HARDWARE, captures=shared, every_pass=False)
+    assert len(captured) == 2
+
+
 def test_what_acts_before_is_captured_anew(captured):
     shared = Captures(most=20)
     planned(captures=shared)

@@ -118,7 +118,11 @@ def test_a_routing_of_the_same_run_is_replayed_to_the_token():
 
 @pytest.mark.parametrize(
     ("world_size", "degree", "received"),
-    [(8, 2, [[5] * 8] * 2), (4, 4, [[5] * 4] * 2), (4, 2, None)],
+    [
+        (8, 2, [[5] * 8, [1, 1, 1, 1, 1, 1, 2, 2]]),
+        (4, 4, [[10] * 4, [1, 2, 3, 4]]),
+        (4, 2, None),
+    ],
     ids=["other ranks", "other degree", "unknown ranks"],
 )
 def test_experts_of_another_run_are_divided_anew_and_scaled(world_size, degree, received):
@@ -130,7 +134,7 @@ def test_experts_of_another_run_are_divided_anew_and_scaled(world_size, degree, 
 
 
 def test_other_batches_are_scaled_rank_by_rank():
-    happened = routing((EVEN, [[4, 0, 2, 2], [1, 3, 3, 1]]))
+    happened = routing(([[1] * EXPERTS] * 2, [[4, 0, 2, 2], [1, 3, 3, 1]]))
     found = received_rows(planned("cpu"), happened, happened.microbatches[0])
     half = ROWS // 2
     assert found == [[4 * half, half], [0, 3 * half], [2 * half, 3 * half], [2 * half, half]]

@@ -14,7 +14,9 @@ from graph_trainer.core.graph.annotations import (
     input_name,
     is_backward,
     set_recompute_policy,
+    tensors_of,
 )
+from graph_trainer.core.graph.data_sizes import has_data_sizes
 from graph_trainer.core.graph.ops import written_arguments
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import issued_by
@@ -118,7 +120,20 @@ def test_counts_are_added_once_and_numbers_read_once_under_every_policy(policy):
     assert not any(map(is_backward, numbers_read(joint)))
     products = [n for n in joint.graph.nodes if n.target is torch.ops.aten._grouped_mm.default]
     # three of forward, six of backward, and those of forward again
-    assert len(products) == LAYERS * (12 if policy in ("full", "layers") else 9)
+    again = policy in ("full", "layers")
+    assert len(products) == LAYERS * (12 if again else 9)
+    # tokens are sent to experts in forward, their gradients back, and the tokens again
+    sent = Counter(counts_of(c.node) for c in collectives(joint))
+    for layer in range(LAYERS):
+        assert sent[f"{layer}"] == (3 if again else 2)
+    kept = {
+        node
+        for node in joint.graph.nodes
+        if not is_backward(node)
+        and any(map(is_backward, node.users))
+        and any(map(has_data_sizes, tensors_of(node)))
+    }
+    assert bool(kept) != again, kept
 
 
 def test_a_number_that_data_decide_is_never_read_again():

@@ -350,6 +350,24 @@ def test_comparison_has_every_combination_those_that_fit_first():
     assert speed == sorted(speed, reverse=True)
 
 
+def test_rows_of_one_capture_follow_each_other():
+    planned_in_order = []
+
+    def plan(config):
+        reshard = config.parallelism.fsdp_reshard_after_forward
+        planned_in_order.append((reshard, config.training.local_batch_size))
+        return planned()
+
+    wanted = settings(
+        [
+            "parallelism.fsdp_reshard_after_forward=always,never",
+            "training.local_batch_size=1,2,4",
+        ]
+    )
+    compare(wanted, lambda flags: small(*flags), plan, lambda line: None)
+    assert planned_in_order == [(r, b) for b in (1, 2, 4) for r in ("always", "never")]
+
+
 def test_a_combination_that_cannot_be_is_told_and_a_value_that_never_can_is_refused():
     def load(flags):
         return load_config([*FLAGS, *flags], world_size=4)

@@ -72,13 +72,17 @@ def test_a_routing_is_read(tmp_path):
             document(microbatches=[microbatch(tokens=[[1, 1, 1, 1], [0, 0, 0, 0]])]),
             "microbatches.0.tokens: a layer has no token",
         ),
+        (
+            document(microbatches=[microbatch(received=[[8, 4], [12, 1]])]),
+            "microbatches.0: tokens and received have different sums in a layer",
+        ),
         (document(microbatches=[microbatch(tokens=[], received=None)]), "2 layers of 0 numbers"),
         (
             document(layers=["layers.0", "layers.1"]),
             "layers = layers.0 and layers.1, and the model has experts in layers.1 and layers.2",
         ),
         (
-            document(microbatches=[microbatch(tokens=[[1, 1]] * 2)]),
+            document(microbatches=[microbatch(tokens=[[1, 1]] * 2, received=None)]),
             "microbatches.0.tokens: 2 experts a layer, and the model has 4",
         ),
     ],
@@ -118,7 +122,7 @@ class Mixture(nn.Module):
 
 def test_the_most_uneven_microbatches_are_kept_and_written_in_order(tmp_path, monkeypatch):
     fake_world(1)
-    monkeypatch.setattr(routing, "KEPT", 3)
+    monkeypatch.setattr(routing, "_MOST_MICROBATCHES", 3)
     model, path = Mixture(), tmp_path / "new" / "routing.json"
     dims = SimpleNamespace(ep_enabled=False, ep=1, tp=1)
     recorder = RoutingRecorder(model, dims, path)
@@ -139,6 +143,57 @@ def test_the_most_uneven_microbatches_are_kept_and_written_in_order(tmp_path, mo
     assert [each.name for each in path.parent.iterdir()] == ["routing.json"]
 
 
+def test_a_resumed_run_goes_on_with_the_file_and_a_new_one_does_not(tmp_path):
+    fake_world(1)
+    path, dims = tmp_path / "routing.json", SimpleNamespace(ep_enabled=False, ep=1, tp=1)
+
+    def run(*steps):
+        model = Mixture()
+        recorder = RoutingRecorder(model, dims, path)
+        for step in steps:
+            with recorder.microbatch(step):
+                model.layers["1"].tokens_per_expert_E += torch.tensor([1.0, 0, 0, 2])
+        recorder.write()
+        return [each["step"] for each in json.loads(path.read_text())["microbatches"]]
+
+    assert run(1, 2, 3) == [1, 2, 3]
+    assert run(3, 4) == [1, 2, 3, 4]
+    assert run(1) == [1]
+    path.write_text("{}")
+    assert run(5) == [5]
+
+
+def test_counts_of_a_buffer_that_nobody_sets_to_zero_stay_exact(tmp_path):
+    """float32 cannot count on from 2**24; the buffer is what it would have been."""
+    fake_world(1)
+    model, dims = Mixture(), SimpleNamespace(ep_enabled=False, ep=1, tp=1)
+    counts = model.layers["1"].tokens_per_expert_E
+    counts += 2.0**24
+    recorder = RoutingRecorder(model, dims, tmp_path / "routing.json")
+    with recorder.microbatch(1):
+        counts += torch.tensor([1.0, 3, 5, 7])
+    ((_, _, kept),) = recorder._kept
+    assert kept.tokens == [[1, 3, 5, 7]]
+    assert counts.tolist() == (torch.full((4,), 2.0**24) + torch.tensor([1.0, 3, 5, 7])).tolist()
+
+
+def test_a_disk_that_is_full_ends_no_training(tmp_path, monkeypatch, caplog):
+    fake_world(1)
+    model, dims = Mixture(), SimpleNamespace(ep_enabled=False, ep=1, tp=1)
+    recorder = RoutingRecorder(model, dims, tmp_path / "routing.json")
+    with recorder.microbatch(1):
+        model.layers["1"].tokens_per_expert_E += 1
+
+    def full(path):
+        raise gt.ConfigError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(routing, "published", full)
+    warned = []
+    monkeypatch.setattr(routing.logger, "warning", warned.append)
+    recorder.write()
+    assert "metrics.save_routing" in warned[0] and "No space left" in warned[0]
+
+
 def test_tensor_parallel_ranks_without_expert_parallelism_count_the_same_tokens(tmp_path):
     fake_world(2)  # whose all-reduces add nothing
     model = Mixture()
@@ -146,7 +201,7 @@ def test_tensor_parallel_ranks_without_expert_parallelism_count_the_same_tokens(
     recorder = RoutingRecorder(model, dims, tmp_path / "routing.json")
     with recorder.microbatch(1):
         model.layers["1"].tokens_per_expert_E += torch.tensor([8.0, 0, 2, 0])
-    (kept,) = recorder._kept
+    ((_, _, kept),) = recorder._kept
     assert kept.tokens == [[4, 0, 1, 0]] and kept.received == [[10, 0]]
 
 

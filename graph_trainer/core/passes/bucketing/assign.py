@@ -23,7 +23,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument, aten
+from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
@@ -150,7 +150,7 @@ def _places(joint: JointGraph) -> dict[str, str]:
             if source in shows:
                 read.setdefault(shows[source], position)
                 # one product of each expert with its tokens, whatever a model names them
-                if node.target is aten._grouped_mm.default:
+                if "grouped_mm" in str(node.target):
                     experts.add(shows[source])
     names = [spec.name for spec, _ in joint.inputs_of(InputKind.PARAMETER)]
     end = max((read.get(n, -1) for n in names if block_of(n) is not None), default=-1)

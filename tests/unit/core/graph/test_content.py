@@ -4,21 +4,35 @@ import pytest
 import torch
 from torch import fx, nn
 
+from graph_trainer.core.analysis import lifetimes
+from graph_trainer.core.analysis.fusible import free_nodes, fusible_nodes
+from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.content import content_of, is_same, once_per_graph
+from graph_trainer.core.graph.data_sizes import data_sizes_of
 from graph_trainer.core.graph.ops import storage_roots, value_storages
-from graph_trainer.core.graph.writes import access_order
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.graph.writes import Writes, access_order, writes_of
 from tests.unit.graphs import captured
+from tests.unit.planner.test_expert_parallel import fake_rank
 
 aten = torch.ops.aten
+
+
+FACTS = (
+    *(value_storages, storage_roots, writes_of, access_order, free_nodes, fusible_nodes),
+    *(lifetimes._uses, lifetimes._sizes),
+)
 
 
 class Twice(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
-        return self.linear(self.linear(x).relu()).sin().sum()
+        self.calls.add_(1)
+        return (self.linear(self.linear(x).relu()).sin() * self.calls).sum()
 
 
 def joint():
@@ -46,7 +60,7 @@ def move(graph):
 
 
 def change_target(graph):
-    node_of(graph, aten.sin.default).target = aten.cos.default
+    node_of(graph, aten.sin.default).target = aten.alias.default
 
 
 def change_argument(graph):
@@ -116,16 +130,51 @@ def test_every_way_to_change_a_graph_is_seen(change):
     assert len(calls) == 2
 
 
+def shown(fact):
+    """A fact as text, in which equal nodes of two graphs are equal."""
+    if isinstance(fact, Writes):
+        return str(fact.writers)
+    return str(sorted(map(str, fact)) if isinstance(fact, frozenset) else fact)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_facts_are_those_of_a_graph_that_was_never_asked_before(change):
     asked, fresh = prepared(), prepared()
-    facts = (value_storages, storage_roots, access_order)
-    for fact in facts:
-        fact(asked)
+    before = [shown(fact(asked)) for fact in FACTS]
     for graph in (asked, fresh):
         change(graph)
-    for fact in facts:
-        assert str(fact(asked)) == str(fact(fresh))
+    after = [shown(fact(asked)) for fact in FACTS]
+    assert after == [shown(fact(fresh)) for fact in FACTS]
+    assert after != before or change in (change_keyword, change_value)
+
+
+def test_a_fact_that_another_one_asks_for_is_remembered():
+    calls = []
+
+    @once_per_graph
+    def inner(graph):
+        calls.append(graph)
+        return len(graph.nodes)
+
+    @once_per_graph
+    def outer(graph):
+        return inner(graph) + 1
+
+    graph = prepared()
+    assert outer(graph) == inner(graph) + 1 == outer(graph)
+    assert len(calls) == 1
+    insert(graph)
+    assert outer(graph) == inner(graph) + 1
+    assert len(calls) == 2
+
+
+def test_sizes_that_are_expected_are_part_of_the_content():
+    joint = fake_rank("--parallelism.expert_parallel_degree", "2").capture()
+    sizes = data_sizes_of(tensor_of(joint.placeholders()[0]))
+    even = sum(lifetimes._sizes(joint.graph).values())
+    with sizes.assuming(2.0):
+        assert sum(lifetimes._sizes(joint.graph).values()) > even
+    assert sum(lifetimes._sizes(joint.graph).values()) == even
 
 
 def test_a_change_inside_a_graph_that_an_op_runs_is_seen():
@@ -143,6 +192,7 @@ def test_a_change_inside_a_graph_that_an_op_runs_is_seen():
 def test_a_copy_has_no_facts_of_its_original():
     original = joint()
     roots = storage_roots(original.graph)
-    copied = fx.Graph()
-    copied.graph_copy(original.graph, {})
-    assert storage_roots(copied).keys().isdisjoint(roots)
+    copied = copy_graph(original).graph
+    change_argument(copied)
+    assert storage_roots(copied).keys() == set(copied.nodes)
+    assert storage_roots(original.graph) is roots
