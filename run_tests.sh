@@ -33,9 +33,10 @@ gate ruff check .
 gate ruff format --check .
 gate mypy
 # Tests on real ranks take every core; unit tests take one each, and two processes keep two busy.
-# The files that take longest come first, so that neither process waits for the other at the end.
+# In the order of their names the files that take minutes come long before the last: sorted by their
+# number of tests, as xdist would, those of one long test came at the end, and one process waited.
 gate pytest tests/integration -m "$integration"
-gate pytest tests/docs tests/unit -m "$unit" --numprocesses 2 --dist loadfile
+gate pytest tests/docs tests/unit -m "$unit" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 if ((${#failed[@]} > 0)); then
     printf 'failed: %s\n' "${failed[@]}" >&2

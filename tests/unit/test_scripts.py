@@ -109,7 +109,8 @@ def test_every_gate_runs_even_where_one_fails(machine, words, integration, unit,
         "-m ruff format --check .",
         "-m mypy",
         f"-m pytest tests/integration -m {integration}",
-        f"-m pytest tests/docs tests/unit -m {unit} --numprocesses 2 --dist loadfile",
+        f"-m pytest tests/docs tests/unit -m {unit} --numprocesses 2 --dist loadfile"
+        " --no-loadscope-reorder",
     ]
 
 
