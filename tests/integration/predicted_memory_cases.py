@@ -137,10 +137,10 @@ class Measured:
         sizes = data_sizes_of(value_of(joint.placeholders()[0]))
         if sizes is None:
             return contextlib.nullcontext()
-        received = [self.trainer._routing._kept[-1:]]  # rank 0 has it
-        dist.broadcast_object_list(received)
-        (latest,) = received[0]
-        return sizes.assuming([ranks[dist.get_rank()] for ranks in latest.received])
+        kept = [each for *_, each in self.trainer._routing._kept]  # rank 0 has all
+        latest = [max(kept, key=lambda each: (each.step, each.microbatch), default=None)]
+        dist.broadcast_object_list(latest)
+        return sizes.assuming([ranks[dist.get_rank()] for ranks in latest[0].received])
 
     def _data_ranks(self) -> int:
         dims = self.trainer.parallel_dims
