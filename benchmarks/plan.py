@@ -4,8 +4,9 @@
     python -m benchmarks.plan --work "8b on 128" order     # whose names contain one of these
 
 Each kind of work is a process of its own. Phases are seconds of wall time between the lines of
-progress that the command prints: until the first is imports and config, then capture of the step
-(of all steps, where there are several), and the rest, which is passes, simulation and files.
+progress that the command prints: until the first is imports and config, then capture of the step,
+and the rest, which is passes, simulation and files. Rows of --compare and ranks of --verify-order
+are one line each: all of such a line is the rest.
 """
 
 from __future__ import annotations

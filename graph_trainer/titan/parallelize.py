@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointingConfig
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -25,6 +26,13 @@ from graph_trainer.core.sharding.simple_fsdp import (
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.context_parallel import apply_context_parallel
+
+SUPPORTED: dict[str, bool | int | str] = {
+    "training.enable_cpu_offload": False,
+    "parallelism.spmd_backend": "partial_dtensor",
+    "parallelism.pipeline_parallel_degree": 1,
+}
+"""Key -> the only value that sharding supports."""
 
 
 def parallelize_decoder(
@@ -45,12 +53,11 @@ def parallelize_decoder(
     passes. Gradients are summed, not averaged: torchtitan's loss is divided by the global number of
     tokens already.
 
-    Degrees and settings that a captured step does not support are refused where the config is
-    checked, before any model is made.
-
     Raises:
-        ConfigError: expert parallelism of a model that has no experts that it could divide.
+        ConfigError: a parallelism that a captured step does not support. The check of a config says
+            so before any rank starts; here it is said to who makes a config in Python.
     """
+    _check_supported(parallel_dims, parallelism, training)
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     apply_context_parallel(
@@ -102,6 +109,22 @@ def _is_captured(compile_config: CompileConfig) -> bool:
     return getattr(compile_config, "mode", "eager") != "eager"
 
 
+def _check_supported(
+    parallel_dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
+) -> None:
+    given = {
+        "parallelism.spmd_backend": parallelism.spmd_backend,
+        "parallelism.pipeline_parallel_degree": parallel_dims.pp,
+        "training.enable_cpu_offload": training.enable_cpu_offload,
+    }
+    for key, supported in SUPPORTED.items():
+        if given[key] != supported:
+            raise ConfigError(
+                f"{key} is {given[key]!r}, which graph_trainer's sharding does not support: set it "
+                f"to {supported!r}"
+            )
+
+
 def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
     if not parallel_dims.dp_replicate_enabled:
         return "fully_shard", parallel_dims.get_mesh("fsdp")
@@ -132,13 +155,21 @@ def _is_expert(parameter: nn.Parameter) -> bool:
 
 
 def _check_experts(model: nn.Module, degree: int) -> None:
-    """Refuse a model that expert parallelism leaves as it was."""
+    """Refuse a model that expert parallelism leaves as it was, or whose dispatcher is not ours."""
     key = f"parallelism.expert_parallel_degree is {degree}"
     if not any(map(_is_expert, model.parameters())):
         raise ConfigError(
             f"{key}, and {type(model).__name__} has no experts to divide: set it to 1, or train a "
             "mixture of experts"
         )
+    for name, module in model.named_modules():
+        dispatcher = getattr(module, "token_dispatcher", None)
+        if dispatcher is not None and type(dispatcher) is not AllToAllTokenDispatcher:
+            raise ConfigError(
+                f"{key}, and '{name}' sends tokens to experts by {type(dispatcher).__name__}, "
+                "whose kernels no graph holds: use torchtitan's standard dispatcher, "
+                "AllToAllTokenDispatcher, or set the degree to 1"
+            )
 
 
 def _tie_again(model: nn.Module) -> None:

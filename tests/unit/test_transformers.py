@@ -122,6 +122,9 @@ def test_a_rank_reads_its_part_of_the_folders_weights(family, tmp_path):
     # as the hub has GPT-2: without the name of the model below the head
     bare = {name.removeprefix("transformer."): value for name, value in weights.items()}
     save_file(bare, path / "model.safetensors", metadata={"format": "pt"})
+    # of another model: it would spread over every row
+    left = {name: torch.full_like(value[:1], 9.0) for name, value in bare.items()}
+    save_file(left, path / "z_left_over.safetensors")
     model = initialized(FakeRank(loaded(path), RANKS, rank=2, device="cpu").model)
     parameters = dict(model.named_parameters())
     assert len(parameters) == len(weights)

@@ -56,6 +56,7 @@ from graph_trainer.titan.config.sources import (
 )
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.parallelize import SUPPORTED
 
 NONE = "none"
 """The `type` of an optional section that is switched off."""
@@ -136,9 +137,8 @@ _ONLY: dict[str, tuple[bool | int | str, str]] = {
         True,
         "torchtitan's CUDA graphs cannot wrap a step that graph_trainer runs",
     ),
-    "training.enable_cpu_offload": (False, _NOT_SHARDED),
-    "parallelism.spmd_backend": ("partial_dtensor", "not what graph_trainer shards with"),
     "parallelism.enable_fsdp_symm_mem": (False, _NOT_SHARDED),
+    **{key: (value, _NOT_SHARDED) for key, value in SUPPORTED.items()},
     "parallelism.pipeline_parallel_degree": (1, "graph_trainer has no pipeline parallelism yet"),
 }
 """Key -> the only value that works, and why."""

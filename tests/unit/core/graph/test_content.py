@@ -63,6 +63,10 @@ def change_target(graph):
     node_of(graph, aten.sin.default).target = aten.alias.default
 
 
+def change_kind(graph):
+    node_of(graph, aten.sin.default).op = "call_method"
+
+
 def change_argument(graph):
     sine = node_of(graph, aten.sin.default)
     sine.args = (sine.args[0].args[0],)
@@ -99,8 +103,8 @@ def change_output(graph):
 
 
 CHANGES = (
-    *(insert, erase, move, change_target, change_argument, update_argument, change_keyword),
-    *(replace_input, replace_uses, change_value, change_output),
+    *(insert, erase, move, change_kind, change_target, change_argument, update_argument),
+    *(change_keyword, replace_input, replace_uses, change_value, change_output),
 )
 
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 
 import graph_trainer as gt
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.check import check_config, wanted_ranks
 from graph_trainer.titan.config.load import load_config
 
@@ -76,3 +77,13 @@ def test_other_dispatchers_than_the_standard_one_are_refused(degree):
 )
 def test_open_shards_are_as_many_as_experts_need(degree, others, ranks):
     assert wanted_ranks(load_config([*QWEN3, *flags(degree, **others)])) == ranks
+
+
+@pytest.mark.parametrize("key", ["training.enable_cpu_offload", "parallelism.spmd_backend"])
+def test_a_config_of_python_meets_what_sharding_supports_too(key):
+    """Nobody has checked it: it was changed after it was loaded."""
+    config = load_config(["--config", "debugmodel"], world_size=2)
+    section, name = key.split(".")
+    setattr(getattr(config, section), name, True if "offload" in name else "full_dtensor")
+    with pytest.raises(gt.ConfigError, match=f"{key} is .*does not support: set it to"):
+        FakeRank(config, 2)
