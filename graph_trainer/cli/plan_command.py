@@ -71,7 +71,7 @@ def _few_collections() -> Iterator[None]:
     Python would walk through them a hundred times."""
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(50_000, *before[1:])
+    gc.set_threshold(200_000, *before[1:])
     try:
         yield
     finally:
