@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +31,7 @@ from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
 from graph_trainer.titan.strict import Strict
 
 _OF_INDICES = (aten.ge.Scalar, aten.lt.Scalar, aten.sub.Tensor)
+"""Ops that compare an index with a number, or subtract one from it."""
 
 Item = tuple[str, str]
 """What both steps must have at the same position, compared literally; and for messages its module
@@ -131,8 +131,12 @@ def step_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_nod
         machines = [placement(group, devices_per_node) for group in (ranks, shifted)]
         groups.append((len(ranks), machines, classes.axes_of_group(ranks, rank) or ranks))
     key = hashlib.sha256(repr((groups, joint.rounding)).encode())
-    for spec in (*joint.signature.inputs, *joint.signature.outputs):
-        key.update(repr(replace(spec, layout=spec.layout.num_tensors)).encode())
+    # a layout has the mesh of this rank; its tensors are those of the nodes
+    for given in joint.signature.inputs:
+        what = (given.kind, given.name, given.requires_grad, given.aliases, given.mutated)
+        key.update(repr((what, given.layout.num_tensors)).encode())
+    for returned in joint.signature.outputs:
+        key.update(repr((returned.kind, returned.name, returned.layout.num_tensors)).encode())
     offsets: dict[object, int] = {}
 
     def without_offset(value: Any) -> Any:
@@ -143,16 +147,14 @@ def step_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_nod
         return f"group {place_of[value]}" if known else value
 
     for node in joint.graph.nodes:
-        given: Any = (node.args, node.kwargs)
+        arguments: Any = (node.args, node.kwargs)
         if is_collective(node):
-            given = fx.node.map_aggregate(given, without_name)
-        elif (
-            node.target in _OF_INDICES
-            and not tensor_of(node.all_input_nodes[0]).is_floating_point()
-        ):
-            given = fx.node.map_aggregate(given, without_offset)
-        annotated = {key: without_name(value) for key, value in annotations_of(node).items()}
-        value = [(t.dtype, t.device, exact_layout(t)) for t in tensors_of(node)]
-        what = (node.name, node.op, str(node.target), given, annotated, tags_of(node))
-        key.update(repr((what, input_name(node), value)).encode())
+            arguments = fx.node.map_aggregate(arguments, without_name)
+        elif node.target in _OF_INDICES and not tensor_of(node).is_floating_point():
+            arguments = fx.node.map_aggregate(arguments, without_offset)
+        annotated = {name: without_name(value) for name, value in annotations_of(node).items()}
+        values = [(t.dtype, t.device, exact_layout(t)) for t in tensors_of(node)]
+        tags = (tags_of(node), input_name(node))
+        described = (node.name, node.op, str(node.target), arguments, annotated, tags, values)
+        key.update(repr(described).encode())
     return key.digest()
