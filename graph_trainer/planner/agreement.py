@@ -35,6 +35,7 @@ def as_agreed(
     ranks: Sequence[int],
     run: Callable[[int, Agreement], tuple[T, Passes]],
     on_progress: OnProgress,
+    step_of: Callable[[int], object] = lambda rank: rank,
 ) -> dict[int, T]:
     """Run the ranks until all run the same passes, as in training; return each rank's result.
 
@@ -47,18 +48,25 @@ def as_agreed(
         ranks: the ranks to run.
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
+        step_of: what decides all that `run` returns for a rank: of ranks with equal steps the first
+            is run.
     """
     maxima: list[int] = []
+    steps: dict[int, object] = {}
     while True:
-        numbers: dict[int, list[int]] = {rank: [] for rank in ranks}
-        agreed: dict[int, T] = {}
+        numbers: dict[object, list[int]] = {}
+        agreed: dict[object, T] = {}
         decided: set[Passes] = set()
         for rank in ranks:
-            agreed[rank], passes = run(rank, _AsFarAsKnown(maxima, numbers[rank]))
-            decided.add(passes)
+            if rank not in steps:
+                steps[rank] = step_of(rank)
+            if (step := steps[rank]) not in agreed:
+                numbers[step] = []
+                agreed[step], passes = run(rank, _AsFarAsKnown(maxima, numbers[step]))
+                decided.add(passes)
         unknown = [each[len(maxima)] for each in numbers.values() if len(each) > len(maxima)]
         if len(decided) == 1 or not unknown:
-            return agreed
+            return {rank: agreed[steps[rank]] for rank in ranks}
         maxima.append(max(unknown))
         # agreed_on of plan_memory all-reduces all costs as one number
         number = f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"

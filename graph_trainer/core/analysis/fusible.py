@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import tensors_of
-from graph_trainer.core.graph.content import once_per_graph
+from graph_trainer.core.graph.content import once_per_node
 from graph_trainer.core.graph.ops import (
     OpOverload,
     aliased_input,
@@ -70,18 +70,6 @@ def is_free(node: fx.Node) -> bool:
     return (aliased_input(node) is not None or listed) and not written_arguments(node)
 
 
-@once_per_graph
-def free_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the nodes that compute nothing. Linear in nodes."""
-    return frozenset(filter(is_free, graph.nodes))
-
-
-@once_per_graph
-def fusible_nodes(graph: fx.Graph) -> frozenset[fx.Node]:
-    """Return the nodes that a compiler can fuse with adjacent ones. Linear in nodes."""
-    return frozenset(filter(is_fusible, graph.nodes))
-
-
 def has_own_buffer(node: fx.Node) -> bool:
     """Tell whether a fusible node's result is in memory even if all its readers could fuse with it.
 
@@ -113,3 +101,10 @@ def is_fusible(node: fx.Node) -> bool:
             return False
     assert isinstance(node.target, OpOverload)
     return schema.name in _FUSIBLE or torch.Tag.pointwise in node.target.tags
+
+
+free_nodes = once_per_node(is_free)
+"""Tells of every node of a graph whether it computes nothing. Linear in nodes."""
+
+fusible_nodes = once_per_node(is_fusible)
+"""Tells of every node of a graph whether a compiler can fuse it. Linear in nodes."""

@@ -17,18 +17,19 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import value_of
-from graph_trainer.core.graph.content import once_per_graph
+from graph_trainer.core.graph.collective_kinds import Effect
+from graph_trainer.core.graph.content import once_per_graph, once_per_node
 from graph_trainer.core.graph.data_sizes import nbytes_of, storage_bytes
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import (
     Storage,
     ValueStorages,
-    is_collective,
-    is_wait,
+    collective_kinds,
     storages_in,
     value_storages,
 )
+from graph_trainer.core.torch_private import inputs_of
 
 SCRATCH = -1
 """In place of the index of a result: the scratch memory of a node."""
@@ -76,10 +77,16 @@ def lifetimes(
             memory are counted apart, as what torch's allocator of pinned memory takes for them: a
             power of two each.
     """
-    uses, size = _uses(joint.graph), dict(_sizes(joint.graph))
+    if not scratch and not host_is_device:
+        return _plain_lifetimes(joint.graph)
+    return _lifetimes(joint.graph, scratch or {}, host_is_device)
+
+
+def _lifetimes(graph: fx.Graph, scratch: Mapping[fx.Node, int], host_is_device: bool) -> Lifetimes:
+    uses, size = _uses(graph), dict(_sizes(graph))
     born = {storage: uses.position[storage[0]] for storage in size}
     last_use = {storage: uses.last.get(storage, place) for storage, place in born.items()}
-    for node, num in (scratch or {}).items():
+    for node, num in scratch.items():
         storage = (node, SCRATCH)
         size[storage], born[storage] = num, uses.position[node]
         last_use[storage] = uses.waited.get(node, born[storage])
@@ -93,6 +100,11 @@ def lifetimes(
         return live_bytes(len(uses.position), lifespans)
 
     return Lifetimes(live(size), born, last_use, size, max(live(on_host), default=0))
+
+
+@once_per_graph
+def _plain_lifetimes(graph: fx.Graph) -> Lifetimes:
+    return _lifetimes(graph, {}, False)
 
 
 def bytes_kept(graph: fx.Graph, nodes: Iterable[fx.Node]) -> int:
@@ -132,7 +144,7 @@ class _Uses:
 
 @once_per_graph
 def _uses(graph: fx.Graph) -> _Uses:
-    results = value_storages(graph)
+    results, kinds = value_storages(graph), collective_kinds(graph)
     position = {node: place for place, node in enumerate(graph.nodes)}
     last: dict[Storage, int] = {}
     waited: dict[fx.Node, int] = {}
@@ -140,42 +152,63 @@ def _uses(graph: fx.Graph) -> _Uses:
 
     def use(nodes: Iterable[fx.Node], place: int) -> None:
         for node in nodes:
-            last.update(dict.fromkeys(storages_in(results[node]), place))
+            storages = results[node]
+            if isinstance(storages, tuple):
+                last[storages] = place
+            else:
+                last.update(dict.fromkeys(storages_in(storages), place))
 
     for node, place in position.items():
-        use(node.all_input_nodes, place)
-        if is_collective(node):
+        use(inputs_of(node), place)
+        kind = kinds[node]
+        if kind is None:
+            continue
+        if kind.effect is Effect.STARTS:
             for storage in storages_in(results[node]):
                 pending[storage].append(node)
-        elif is_wait(node):
+        elif kind.effect is Effect.WAITS:
             for storage in storages_in(results[node]):
                 for started in pending.pop(storage, ()):
-                    use((started, *started.all_input_nodes), place)
+                    use((started, *inputs_of(started)), place)
                     waited[started] = place
     # never waited for: in use to the end
     for started in {n for several in pending.values() for n in several}:
-        use((started, *started.all_input_nodes), len(position) - 1)
+        use((started, *inputs_of(started)), len(position) - 1)
     return _Uses(position, last, waited)
 
 
 @once_per_graph
 def _sizes(graph: fx.Graph) -> Mapping[Storage, int]:
     """Return the bytes of each storage that the graph allocates."""
-    results = value_storages(graph)
+    results, stored = value_storages(graph), _stored_bytes(graph)
     size: dict[Storage, int] = {}
 
-    def add(node: fx.Node, storages: ValueStorages, value: Any) -> None:
+    def add(node: fx.Node, storages: ValueStorages, num: Any) -> None:
         if isinstance(storages, list):
-            if value is not None:
-                for part, entry in zip(storages, value, strict=True):
+            if num is not None:
+                for part, entry in zip(storages, num, strict=True):
                     add(node, part, entry)
-        elif storages[0] is node and isinstance(value, torch.Tensor):
-            # Only an op with strides as an argument makes a result with gaps. A real kernel of
-            # any other op makes none, even if its fake kernel repeats those of an input.
-            keeps_gaps = "strided" in str(node.target)
-            span_bytes = storage_bytes(value)
-            size[storages] = span_bytes if keeps_gaps else min(span_bytes, nbytes_of(value))
+        elif storages[0] is node and num is not None:
+            size[storages] = num
 
     for node in compute_nodes(graph):
-        add(node, results[node], value_of(node))
+        add(node, results[node], stored[node])
     return size
+
+
+@once_per_node
+def _stored_bytes(node: fx.Node) -> Any:
+    """Return the bytes of a node's result where it is stored anew, in a list for several, and None
+    in place of what is not a tensor."""
+    # Only an op with strides as an argument makes a result with gaps. A real kernel of any other
+    # op makes none, even if its fake kernel repeats those of an input.
+    keeps_gaps = "strided" in str(node.target)
+
+    def of(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return list(map(of, value))
+        if not isinstance(value, torch.Tensor):
+            return None
+        return storage_bytes(value) if keeps_gaps else min(storage_bytes(value), nbytes_of(value))
+
+    return of(value_of(node))

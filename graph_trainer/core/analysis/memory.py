@@ -20,6 +20,7 @@ from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, is_collective, storage_roots
 from graph_trainer.core.graph.signature import InputKind
+from graph_trainer.core.torch_private import inputs_of
 
 
 class Category(StrEnum):
@@ -125,11 +126,11 @@ def memory_of(
     sent: set[Storage] = set()
     computed: set[Storage] = set()
     for node in order:
-        for source in node.all_input_nodes:
-            if is_collective(node):
-                sent.add(roots[source])
-            elif roots[node] != roots[source]:  # else a view of it or a wait for it
-                computed.add(roots[source])
+        read = {roots[source] for source in inputs_of(node)}
+        if is_collective(node):
+            sent |= read
+        else:
+            computed |= read - {roots[node]}  # else a view of it or a wait for it
     backward = [place for place, node in enumerate(order) if is_backward(node)] or [len(order), -1]
 
     def category_of(storage: Storage) -> Category:

@@ -18,7 +18,7 @@ from graph_trainer.core.graph.collective_kinds import (
     Effect,
     kind_of_op,
 )
-from graph_trainer.core.graph.content import once_per_graph, subgraph_of
+from graph_trainer.core.graph.content import once_per_graph, once_per_node, subgraph_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
 from graph_trainer.core.torch_private import (
     HigherOrderOperator,
@@ -135,6 +135,10 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     return argument_nodes(written_values(node.target, node.args, node.kwargs))
 
 
+written_by_node = once_per_node(written_arguments)
+"""Lists what each node of a graph writes in place, as `written_arguments`. Linear in nodes."""
+
+
 @functools.cache
 def may_write(target: object) -> bool:
     """Tell whether an op may write an argument in place, by its schema; a higher-order op may."""
@@ -181,6 +185,10 @@ def collective_kind(node: fx.Node) -> CollectiveKind | None:
     An unknown op in a namespace of collectives has the row `UNKNOWN`.
     """
     return _kind_of(node.target) if node.op == "call_function" else None
+
+
+collective_kinds = once_per_node(collective_kind)
+"""Has the row of each node of a graph, as `collective_kind`. Linear in nodes."""
 
 
 @functools.cache
@@ -251,6 +259,10 @@ def runs_once(node: fx.Node) -> bool:
     if schema is None:
         return any(runs_once(inner) for module in subgraphs(node) for inner in module.graph.nodes)
     return not schema.returns or schema.name.startswith("aten::_functional_assert")
+
+
+once_nodes = once_per_node(runs_once)
+"""Tells of every node of a graph whether it runs exactly once, as `runs_once`. Linear in nodes."""
 
 
 def has_effect(node: fx.Node) -> bool:
@@ -327,6 +339,9 @@ def _shared_names(target: Any) -> list[str | None]:
     return names
 
 
+_shared_by_node = once_per_node(_shared_inputs)
+
+
 def is_getitem(node: fx.Node) -> bool:
     """Tell whether a node takes one result of a multi-output op."""
     return node.op == "call_function" and node.target is operator.getitem
@@ -347,7 +362,7 @@ def storage_roots(graph: fx.Graph) -> Mapping[fx.Node, Storage]:
     them into given buffers; the results of a split share their input's.
     """
     return {
-        node: next(storages_in(storages), (node, 0))
+        node: storages if isinstance(storages, tuple) else next(storages_in(storages), (node, 0))
         for node, storages in value_storages(graph).items()
     }
 
@@ -359,6 +374,7 @@ def value_storages(graph: fx.Graph) -> Mapping[fx.Node, ValueStorages]:
     Linear in nodes and their results.
     """
     known: dict[fx.Node, ValueStorages] = {}
+    shared_by_node = _shared_by_node(graph)
 
     def of_shared(source: fx.Node | list[fx.Node]) -> ValueStorages:
         # a list is written in place: each result is one of its elements
@@ -377,10 +393,13 @@ def value_storages(graph: fx.Graph) -> Mapping[fx.Node, ValueStorages]:
                 known[node] = (source, index) if results[0] is source else results
             continue
         # an input's storage where a result shares it, else a new one
+        shared = shared_by_node[node]
+        if len(shared) == 1 and shared[0] is not None:
+            known[node] = of_shared(shared[0])
+            continue
         new = _new_storages(node)
-        shared = _shared_inputs(node)
         if len(shared) <= 1:
-            known[node] = new if not shared or shared[0] is None else of_shared(shared[0])
+            known[node] = new
             continue
         if not isinstance(new, list):
             new = [(node, index) for index in range(len(shared))]
@@ -405,6 +424,9 @@ def _new_storages(node: fx.Node) -> ValueStorages:
 
     Results that are not tensors, such as gradients that are not needed, are counted too.
     """
+    result = value_of(node)
+    if not isinstance(result, (list, tuple)):
+        return (node, 0)
     place = itertools.count()
 
     def number(value: object) -> ValueStorages:
@@ -412,7 +434,7 @@ def _new_storages(node: fx.Node) -> ValueStorages:
             return [number(part) for part in value]
         return (node, next(place))
 
-    return number(value_of(node))
+    return number(result)
 
 
 def erase_unused(graph: fx.Graph, among: set[fx.Node] | None = None) -> None:

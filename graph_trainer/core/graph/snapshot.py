@@ -6,7 +6,9 @@ import dataclasses
 
 from torch import fx
 
+from graph_trainer.core.graph.content import copy_facts
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.torch_private import LazyGraphModule
 
 
 def copy_graph(joint: JointGraph) -> JointGraph:
@@ -21,14 +23,17 @@ def copy_graph(joint: JointGraph) -> JointGraph:
     returned = graph.graph_copy(joint.graph, copies)
     output = graph.output(returned)
     output.meta = joint.output_node().meta
-    for node in (*copies.values(), output):
+    copies[joint.output_node()] = output
+    for node in copies.values():
         # node_copy shares the values, the dictionary of annotations among them
         node.meta = {
             key: value.copy() if type(value) in (dict, list, set) else value
             for key, value in node.meta.items()
         }
+    copy_facts(joint.graph, graph, copies)
+    # its code is generated when it is called: most copies never are
     kind = type(joint.graph_module).__name__
-    graph_module = fx.GraphModule(joint.graph_module, graph, class_name=kind)
+    graph_module = LazyGraphModule(joint.graph_module, graph, class_name=kind)
     graph_module.meta = dict(joint.graph_module.meta)
     return dataclasses.replace(
         joint,

@@ -15,9 +15,10 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     storages_in,
     value_storages,
-    written_arguments,
+    written_by_node,
 )
 from graph_trainer.core.graph.signature import with_parts
+from graph_trainer.core.torch_private import inputs_of
 from graph_trainer.errors import VerificationError
 
 
@@ -28,8 +29,8 @@ class Writes:
         self._roots = storage_roots(graph)
         self.writers: dict[Storage, list[fx.Node]] = {}
         """The nodes that write each storage, in order."""
-        for node in graph.nodes:
-            for target in written_arguments(node):
+        for node, written in written_by_node(graph).items():
+            for target in written:
                 self.writers.setdefault(self._roots[target], []).append(node)
 
     def between(self, first: fx.Node, last: fx.Node | None, source: fx.Node) -> fx.Node | None:
@@ -111,9 +112,9 @@ def access_order(graph: fx.Graph) -> AccessOrder:
         for node in nodes:
             written.setdefault(node, []).append(storage)
     for node in graph.nodes:
-        sources = [*node.all_input_nodes]
+        sources = [*inputs_of(node)]
         if is_wait(node):  # until then its collective reads
-            sources += [n for start in sources for n in start.all_input_nodes]
+            sources += [n for start in sources for n in inputs_of(start)]
         for source in sources:
             for storage in storages_in(storages[source]):
                 if storage in done:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from graph_trainer.core.graph.annotations import offload_tag
+from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.graph.writes import access_order
@@ -168,9 +169,10 @@ def pass_by_pass(
                 joint.remarks.clear()
                 if numbers is not None:
                     numbers.start(joint)
-        before_pass, state = state, graph_state(joint)
-        changed = not is_same_state(before_pass, state)
-        row = measure(joint, name, seconds) if changed else rows[-1]
+        with unchanging(joint.graph):
+            before_pass, state = state, graph_state(joint)
+            changed = not is_same_state(before_pass, state)
+            row = measure(joint, name, seconds) if changed else rows[-1]
         if start is None and step.graph_pass.optional:
             raised[name] = row.peak_bytes - rows[-1].peak_bytes
         row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
@@ -362,8 +364,9 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
     _run(joint, step)
     seconds = time.perf_counter() - start
     try:
-        joint.validate()
-        order.check_kept(joint)
+        with unchanging(joint.graph):
+            joint.validate()
+            order.check_kept(joint)
         verified = ""
         if numbers is not None:
             verify_values(joint)

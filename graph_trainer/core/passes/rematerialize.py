@@ -81,7 +81,8 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
         needed: set[fx.Node] = set()
         stack = [reader]
         while stack:
-            inputs = tagged.intersection(stack.pop().all_input_nodes) - needed - copies.keys()
+            sources = tagged.intersection(stack.pop().all_input_nodes)
+            inputs = {n for n in sources if n not in needed and n not in copies}
             needed |= inputs
             stack += inputs
         for node in sorted(needed):

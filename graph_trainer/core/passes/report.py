@@ -15,7 +15,7 @@ from graph_trainer.core.graph.annotations import (
     phase_of,
 )
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
-from graph_trainer.core.graph.content import Content, content_of, is_same
+from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
@@ -80,7 +80,7 @@ GraphState = tuple[Content, list[Mapping[str, str]]]
 
 def graph_state(joint: JointGraph) -> GraphState:
     """Return what changes whenever an analysis of the graph could. Linear in nodes."""
-    return content_of(joint.graph), list(map(annotations_of, joint.graph.nodes))
+    return known_content(joint.graph), list(map(annotations_of, joint.graph.nodes))
 
 
 def is_same_state(before: GraphState, now: GraphState) -> bool:

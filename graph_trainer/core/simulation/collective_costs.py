@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
 
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collective_inputs
 from graph_trainer.core.graph.annotations import tensors_of
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import collective_kind, is_collective
@@ -57,7 +58,8 @@ def collective_seconds(collective: Collective, hardware: Hardware) -> float:
     return hardware.collective_seconds + fastest
 
 
-def placement(ranks: Sequence[int], devices_per_node: int) -> tuple[int, int, int]:
+@functools.cache
+def placement(ranks: Ranks, devices_per_node: int) -> tuple[int, int, int]:
     """Return how many nodes a group spans, and the fewest and the most of its ranks on one.
 
     Ranks fill one node after another, as launchers place them: 0 to 7 on the first of eight.

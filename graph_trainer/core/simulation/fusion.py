@@ -15,6 +15,7 @@ from graph_trainer.core.graph.annotations import phase_of, value_of
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, storage_roots
+from graph_trainer.core.torch_private import inputs_of
 
 # Nodes that are further apart in the graph are not fused: Inductor scores fusions by the distance
 # of their nodes, since a fusion over a long distance keeps a buffer alive.
@@ -61,12 +62,12 @@ def fuse(
     for node in graph.nodes:
         if looks_through(node):
             source_of[node] = node
-            depth[node] = max((depth[n] for n in node.all_input_nodes), default=0)
+            depth[node] = max((depth[n] for n in inputs_of(node)), default=0)
             continue
         place += 1
-        fusible, view = node in could_fuse and may_fuse(node), node in free
-        inputs = node.all_input_nodes
-        source_of[node] = source_of[inputs[0]] if view and inputs else node
+        fusible, view = could_fuse[node] and may_fuse(node), free[node]
+        inputs = inputs_of(node)
+        source_of[node] = source_of[next(iter(inputs))] if view and inputs else node
         barrier = 0 if fusible or view else 1
         depth[node] = max((depth[n] for n in inputs), default=0) + barrier
         if fusible:
@@ -78,9 +79,9 @@ def fuse(
     own = (node for node in group if not has_own_buffer(node))
     inside = {roots[node] for node in own if roots[node] == (node, 0)}
     for node in graph.nodes:
-        if node in free:
+        if free[node]:
             continue
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             root = roots[source]
             if root in inside and group.get(node) != group[root[0]]:
                 inside.discard(root)
@@ -107,7 +108,7 @@ def read_until(joint: JointGraph, fusion: Fusion) -> dict[Storage, int]:
     end: dict[int, int] = {}
     results: dict[int, Counter[int]] = defaultdict(Counter)
     for place, node in enumerate(joint.graph.nodes):
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             last_reader[roots[source]] = (place, node)
         group = fusion.group.get(node)
         if group is not None and roots[node] == (node, 0) and (node, 0) not in fusion.kept_inside:

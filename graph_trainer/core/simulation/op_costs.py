@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx
@@ -16,6 +15,7 @@ from graph_trainer.core.graph.annotations import (
     tensors_of,
     value_of,
 )
+from graph_trainer.core.graph.content import once_per_node
 from graph_trainer.core.graph.data_sizes import nbytes_of, sized, storage_bytes
 from graph_trainer.core.graph.host_copies import starts_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -29,6 +29,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion
 from graph_trainer.core.simulation.hardware import Hardware
+from graph_trainer.core.torch_private import inputs_of
 
 
 class CostKind(StrEnum):
@@ -42,8 +43,7 @@ class CostKind(StrEnum):
     """A GPU's copy to host memory or back, on the link's stream."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
+class Cost(NamedTuple):
     """The cost of one node on the compute stream."""
 
     kind: CostKind
@@ -102,20 +102,20 @@ def costs(joint: JointGraph, hardware: Hardware, fusion: Fusion = NO_FUSION) -> 
     only storages from outside and writes only storages that other nodes read.
     """
     traffic = _Traffic(joint.graph, fusion)
-    free = free_nodes(joint.graph)
+    free, known_flops = free_nodes(joint.graph), _flops_by_node(joint.graph)
     cost = {}
     for node in joint.graph.nodes:
-        if node.op != "call_function" or is_collective(node) or node in free:
+        if free[node] or node.op != "call_function" or is_collective(node):
             cost[node] = _FREE
             continue
         if starts_copy(node) and hardware.device != "cpu":
             cost[node] = Cost(CostKind.HOST_COPY, 0.0, 0, nbytes_of(tensor_of(node)))
             continue
         moved, launches = traffic.of(node)
-        flops, kind = flops_of(node)
+        flops, kind = known_flops[node]
         seconds = moved / (hardware.memory_bytes_per_second * hardware.memory_efficiency)
         if flops:
-            dtype = next((t.dtype for n in node.all_input_nodes for t in tensors_of(n)), None)
+            dtype = next((t.dtype for n in inputs_of(node) for t in tensors_of(n)), None)
             peak = hardware.flops(dtype or torch.float32) * hardware.clock
             attention = kind is CostKind.ATTENTION
             reached = hardware.attention_efficiency if attention else hardware.matmul_efficiency
@@ -131,37 +131,43 @@ class _Traffic:
     def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
         self._fusion = fusion
         self._roots = storage_roots(graph)
+        self._moved = _moved(graph)
         self._read: dict[int, set[Any]] = {}
 
     def of(self, node: fx.Node) -> tuple[int, bool]:
         """Return the bytes that a node moves, and whether a launch belongs to it."""
         group = self._fusion.group.get(node)
-        written, schema = _size(node), schema_of(node)
-        if schema is not None and schema.name in _WRITE_ONE_PART:
-            ranks = argument(node, "group_size")
-            assert isinstance(ranks, int)
-            written //= ranks
+        written, reads = self._moved[node]
         if group is None:
-            return written + sum(self._read_from(node, n) for n in node.all_input_nodes), True
+            return written + sum(reads.values()), True
         launches = group not in self._read
         seen = self._read.setdefault(group, set())
         moved = 0 if self._roots[node] in self._fusion.kept_inside else written
-        for source in node.all_input_nodes:
+        for source, read in reads.items():
             root = self._roots[source]
             inside = self._fusion.group.get(root[0]) == group
-            read = 0 if inside or root in seen else self._read_from(node, source)
-            if read:
+            if read and not inside and root not in seen:
                 seen.add(root)
                 moved += read
         return moved, launches
 
-    def _read_from(self, node: fx.Node, source: fx.Node) -> int:
-        size, schema = _size(source), schema_of(node)
-        if schema is not None and schema.name in _READ_NOT_SELF:
-            return 0 if source is argument(node, "self") else size
-        if schema is not None and schema.name in _LOOKUPS:
-            return min(size, _size(node))
-        return size
+
+@once_per_node
+def _moved(node: fx.Node) -> tuple[int, dict[fx.Node, int]]:
+    """Return the bytes that a node writes, and those that it reads of each input."""
+    written, schema = _size(node), schema_of(node)
+    reads = {source: _size(source) for source in inputs_of(node)}
+    name = "" if schema is None else schema.name
+    if name in _WRITE_ONE_PART:
+        ranks = argument(node, "group_size")
+        assert isinstance(ranks, int)
+        return written // ranks, reads
+    if name in _READ_NOT_SELF:
+        overwritten = argument(node, "self")
+        reads = {source: 0 if source is overwritten else size for source, size in reads.items()}
+    if name in _LOOKUPS:
+        reads = {source: min(size, written) for source, size in reads.items()}
+    return written, reads
 
 
 def _size(node: fx.Node) -> int:
@@ -193,6 +199,9 @@ def flops_of(node: fx.Node) -> tuple[int, CostKind]:
     if "attention" not in schema.name:
         return flops, CostKind.MATMUL
     return (flops // 2 if is_causal(node) else flops), CostKind.ATTENTION
+
+
+_flops_by_node = once_per_node(flops_of)
 
 
 def _grouped_flops(a: Any, b: Any) -> int:

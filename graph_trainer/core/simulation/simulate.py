@@ -10,6 +10,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
+from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.simulation.allocator import reserved_bytes
@@ -92,11 +93,12 @@ def simulate(
     Raises:
         VerificationError: a collective cannot be read (see `collectives`).
     """
-    issued = collectives(joint, ranks_of_group)
-    fusion = runtime.fusion(joint, other.fused, other.in_regions)
-    cost = costs(joint, hardware, fusion)
-    memory = _memory(joint, hardware, other, runtime, fusion)
-    timeline = play(joint, issued, cost, hardware, runtime)
+    with unchanging(joint.graph):
+        issued = collectives(joint, ranks_of_group)
+        fusion = runtime.fusion(joint, other.fused, other.in_regions)
+        cost = costs(joint, hardware, fusion)
+        memory = _memory(joint, hardware, other, runtime, fusion)
+        timeline = play(joint, issued, cost, hardware, runtime)
     return Simulation(joint, hardware, runtime, issued, memory, cost, timeline, other)
 
 
@@ -107,8 +109,9 @@ def predicted_memory(
     runtime: Runtime = GRAPH_TRAINER,
 ) -> Memory:
     """Predict the memory of a step, as `simulate` does. Linear in nodes."""
-    fusion = runtime.fusion(joint, other.fused, other.in_regions)
-    return _memory(joint, hardware, other, runtime, fusion)
+    with unchanging(joint.graph):
+        fusion = runtime.fusion(joint, other.fused, other.in_regions)
+        return _memory(joint, hardware, other, runtime, fusion)
 
 
 def _memory(

@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.analysis.collectives import Collective
 from graph_trainer.core.graph.annotations import Role, role_of
+from graph_trainer.core.graph.collective_kinds import Effect
 from graph_trainer.core.graph.host_copies import is_copy_to_host, waits_for_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import is_collective, is_wait, storage_roots
+from graph_trainer.core.graph.ops import collective_kinds, storage_roots
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, CostKind
@@ -24,8 +26,7 @@ TO_HOST = "copies to host memory"
 FROM_HOST = "copies from host memory"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """A time span in which a stream is busy."""
 
     node: fx.Node
@@ -111,7 +112,7 @@ def play(
     by_node = {c.node: c for c in issued}
     traffic = traffic_of(issued)
     names = stream_names(issued)
-    roots = storage_roots(joint.graph)
+    roots, kinds = storage_roots(joint.graph), collective_kinds(joint.graph)
     copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}
     free: dict[str, float] = defaultdict(float)
     link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
@@ -126,6 +127,7 @@ def play(
     now = 0.0
     for node in joint.graph.nodes:
         starts.append(now)
+        each, kind = cost[node], kinds[node]
         if node in by_node:
             collective = by_node[node]
             stream = names[collective.ranks]
@@ -137,9 +139,9 @@ def play(
             busy[stream] += seconds
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
-        elif cost[node].kind is CostKind.HOST_COPY:
+        elif each.kind is CostKind.HOST_COPY:
             stream = TO_HOST if is_copy_to_host(node) else FROM_HOST
-            seconds = hardware.host_copy_seconds(cost[node].bytes)
+            seconds = hardware.host_copy_seconds(each.bytes)
             start = max(now, link_free[stream])
             copied[node] = link_free[stream] = start + seconds
             busy[stream] += seconds
@@ -148,7 +150,7 @@ def play(
             idle = max(0.0, copied.get(node.all_input_nodes[0], 0.0) - now)
             copy_wait_seconds += idle
             now += idle
-        elif is_wait(node):
+        elif kind is not None and kind.effect is Effect.WAITS:
             issuer = ends.get(roots[node]) or ends.get((roots[node][0], 0))
             if issuer is None:
                 continue
@@ -160,9 +162,9 @@ def play(
                 events.append(Event(node, COMPUTE, now, copying))
                 busy[COMPUTE] += copying
                 now += copying
-        elif not is_collective(node) and cost[node].seconds:
+        elif each.seconds:
             communicating = max(free.values(), default=0.0) - now
-            seconds = stretched(cost[node].seconds, communicating, hardware)
+            seconds = stretched(each.seconds, communicating, hardware)
             if role_of(node) is None:
                 exposed[undelayed:] = [replace(w, delayed=node) for w in exposed[undelayed:]]
                 undelayed = len(exposed)

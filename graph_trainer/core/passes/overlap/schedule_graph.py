@@ -47,11 +47,11 @@ from graph_trainer.core.graph.ops import (
     is_collective,
     is_getitem,
     is_wait,
-    runs_once,
+    once_nodes,
     storages_in,
     subgraphs,
     value_storages,
-    written_arguments,
+    written_by_node,
 )
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.simulation.collective_costs import collective_seconds, scratch_bytes
@@ -127,6 +127,7 @@ class ScheduleGraph:
         self.hardware = hardware
         self._at = {node: place for place, node in enumerate(self.nodes)}
         self._storages = value_storages(joint.graph)
+        self._writes, self._runs_once = written_by_node(joint.graph), once_nodes(joint.graph)
         self._collective = {c.node: c for c in self.issued}
         # Context parallelism's groups may have the ranks of FSDP's, but they are other groups.
         others = [c for c in self.issued if c.role is None]
@@ -138,11 +139,12 @@ class ScheduleGraph:
         self._issuer = {wait: wait.all_input_nodes[0] for wait in waits}
         self._written = {
             storage
-            for node in self.nodes
-            for target in written_arguments(node)
+            for targets in self._writes.values()
+            for target in targets
             for storage in storages_in(self._storages[target])
         }
         self._elements = self._elements_of_tails()
+        self._random_or_effect = set(filter(self._is_random_or_effect, self.nodes))
         chains = self._chains_of_gathers()
         self._prepares = {n for chain in chains for n in chain[:-1]}
         for *_, start in chains:
@@ -217,12 +219,19 @@ class ScheduleGraph:
             return Kind.WAIT if later else Kind.FIXED
         if node in self._elements and not has_effect(node) and not self._touches_written(node):
             return Kind.TAIL
-        if _is_random_or_effect(node):
+        if node in self._random_or_effect:
             return Kind.FIXED
         shares = all(storage[0] is not node for storage in storages_in(self._storages[node]))
-        if shares and not written_arguments(node) and not self._touches_written(node):
+        if shares and not self._writes[node] and not self._touches_written(node):
             return Kind.FREE
         return Kind.PLAIN
+
+    def _is_random_or_effect(self, node: fx.Node) -> bool:
+        if node.op != "call_function" or is_wait(node):
+            return False
+        if is_collective(node):
+            return has_effect(node)
+        return self._runs_once[node] or (has_effect(node) and not self._writes[node])
 
     def _touches_written(self, node: fx.Node) -> bool:
         return any(
@@ -251,7 +260,7 @@ class ScheduleGraph:
                         if storage in touched:
                             reads.add(touched[storage])
                         touched[storage] = place
-            if _is_random_or_effect(node):
+            if node in self._random_or_effect:
                 if effect is not None:
                     reads.add(effect)
                 effect = place
@@ -268,7 +277,7 @@ class ScheduleGraph:
                 fixed = any(
                     is_wait(n) or n is not c.node and n in self._collective
                     or is_backward(n) is not is_backward(c.node)
-                    or _is_random_or_effect(n) or self._touches_written(n)
+                    or n in self._random_or_effect or self._touches_written(n)
                     for n in chain
                 )  # fmt: skip
                 chains.append([c.node] if fixed else chain)
@@ -389,14 +398,6 @@ class ScheduleGraph:
 
 def _is_fsdp(node: fx.Node) -> bool:
     return role_of(node) is not None
-
-
-def _is_random_or_effect(node: fx.Node) -> bool:
-    if node.op != "call_function" or is_wait(node):
-        return False
-    if is_collective(node):
-        return has_effect(node)
-    return runs_once(node) or (has_effect(node) and not written_arguments(node))
 
 
 def _scatters(collective: Collective) -> bool:

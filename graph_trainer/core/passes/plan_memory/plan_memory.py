@@ -163,6 +163,7 @@ class _Planner:
                 'every host, or use an activation_checkpoint.type such as "selective" or "full"'
             )
         self._hardware = context.hardware_for(joint)
+        context.simulate(joint)  # what is known of its nodes then is known in every copy
         self._leasts: dict[int, int] = {}
         self._steps_simulated: dict[int, _Step] = {}
         least, kept = self._least(0), self._bytes

@@ -7,11 +7,24 @@ from torch import fx, nn
 from graph_trainer.core.analysis import lifetimes
 from graph_trainer.core.analysis.fusible import free_nodes, fusible_nodes
 from graph_trainer.core.graph.annotations import tensor_of
-from graph_trainer.core.graph.content import content_of, is_same, once_per_graph
+from graph_trainer.core.graph.content import (
+    content_of,
+    is_same,
+    once_per_graph,
+    once_per_node,
+    unchanging,
+)
 from graph_trainer.core.graph.data_sizes import data_sizes_of
-from graph_trainer.core.graph.ops import storage_roots, value_storages
+from graph_trainer.core.graph.ops import (
+    collective_kinds,
+    once_nodes,
+    storage_roots,
+    value_storages,
+    written_by_node,
+)
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.graph.writes import Writes, access_order, writes_of
+from graph_trainer.core.simulation import op_costs
 from tests.unit.graphs import captured
 from tests.unit.planner.test_expert_parallel import fake_rank
 
@@ -19,8 +32,9 @@ aten = torch.ops.aten
 
 
 FACTS = (
-    *(value_storages, storage_roots, writes_of, access_order, free_nodes, fusible_nodes),
-    *(lifetimes._uses, lifetimes._sizes),
+    *(value_storages, storage_roots, writes_of, access_order, lifetimes._uses, lifetimes._sizes),
+    *(lifetimes._plain_lifetimes, lifetimes._stored_bytes, free_nodes, fusible_nodes),
+    *(written_by_node, collective_kinds, once_nodes, op_costs._moved, op_costs._flops_by_node),
 )
 
 
@@ -97,6 +111,11 @@ def change_value(graph):
     sine.meta["val"] = sine.meta["val"].clone()
 
 
+def change_size(graph):
+    """Of a node's value: what its readers read changes."""
+    node_of(graph, aten.sin.default).meta["val"] = torch.empty(5, 3)
+
+
 def change_output(graph):
     (output,) = graph.find_nodes(op="output")
     output.args = (next(iter(graph.nodes)),)
@@ -104,7 +123,7 @@ def change_output(graph):
 
 CHANGES = (
     *(insert, erase, move, change_kind, change_target, change_argument, update_argument),
-    *(change_keyword, replace_input, replace_uses, change_value, change_output),
+    *(change_keyword, replace_input, replace_uses, change_value, change_size, change_output),
 )
 
 
@@ -191,6 +210,67 @@ def test_a_change_inside_a_graph_that_an_op_runs_is_seen():
     assert is_same(before, content_of(outer.graph))
     node_of(outer.body.graph, aten.sin.default).target = aten.cos.default
     assert not is_same(before, content_of(outer.graph))
+
+
+def test_a_fact_of_a_node_is_made_again_for_what_changed_and_its_readers():
+    calls = []
+
+    @once_per_node
+    def inputs(node):
+        calls.append(node.name)
+        return [str(tensor_of(n).shape) for n in node.all_input_nodes if "val" in n.meta]
+
+    graph = prepared()
+    assert list(inputs(graph)) == list(graph.nodes)
+    sine = node_of(graph, aten.sin.default)
+    calls.clear()
+    move(graph)
+    assert list(inputs(graph)) == list(graph.nodes) and calls == []
+    change_size(graph)
+    read = {n.name for n in sine.users if "torch.Size([5, 3])" in inputs(graph)[n]}
+    assert read == {n.name for n in sine.users}
+    assert sorted(calls) == sorted(["sin", *read])
+    calls.clear()
+    insert(graph)
+    assert inputs(graph)[sine.next] == [str(tensor_of(sine).shape)] and calls == [sine.next.name]
+
+
+def test_facts_of_a_copy_are_of_its_nodes_and_change_alone():
+    original, fresh = joint(), joint().graph
+    before = [shown(fact(original.graph)) for fact in FACTS]
+    copied = copy_graph(original).graph
+    assert [shown(fact(copied)) for fact in FACTS] == before
+    of_copy = {n for _, reads in op_costs._moved(copied).values() for n in reads}
+    assert of_copy and of_copy <= set(copied.nodes)
+    for graph in (copied, fresh):
+        change_argument(graph)
+    assert [shown(fact(copied)) for fact in FACTS] == [shown(fact(fresh)) for fact in FACTS]
+    assert [shown(fact(original.graph)) for fact in FACTS] == before
+
+
+def test_a_write_inside_a_graph_that_an_op_runs_is_a_write_of_the_op():
+    body = fx.Graph()
+    body.output(body.call_function(aten.sin.default, (body.placeholder("x"),)))
+    graph = fx.Graph()
+    read, given = graph.create_node("get_attr", "body"), graph.placeholder("x")
+    called = graph.call_function(torch.ops.higher_order.invoke_subgraph, (read, "name", given))
+    graph.output(called)
+    outer = fx.GraphModule({"body": fx.GraphModule({}, body)}, graph)
+    called = node_of(outer.graph, torch.ops.higher_order.invoke_subgraph)
+    assert written_by_node(outer.graph)[called] == []
+    node_of(outer.body.graph, aten.sin.default).target = aten.sin_.default
+    assert [n.name for n in written_by_node(outer.graph)[called]] == ["x"]
+
+
+def test_a_graph_is_compared_once_where_it_cannot_change():
+    graph = prepared()
+    with unchanging(graph):
+        roots = storage_roots(graph)
+        with unchanging(graph):
+            pass
+        insert(graph)  # which is not allowed: to show that no fact looks for it
+        assert storage_roots(graph) is roots
+    assert storage_roots(graph).keys() == set(graph.nodes)
 
 
 def test_a_copy_has_no_facts_of_its_original():
