@@ -41,10 +41,11 @@ from graph_trainer.titan.config.check_parallelism import (
     expert_parallel_problems,
 )
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
-from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal, show
+from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal, show
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.optimizer import SharedOptimizerConfig
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 _OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
@@ -98,6 +99,7 @@ def check_config(
     Raises:
         ConfigError: all that is wrong, a line each, with its key, value and remedy.
     """
+    origins = origins or Origins()
     problems = [
         *_section_problems(config),
         *_batch_problems(config, world_size),
@@ -105,14 +107,14 @@ def check_config(
         *_model_problems(config),
         *expert_parallel_problems(config, world_size),
         *_pass_problems(config),
-        *_optimizer_problems(config.optimizer.param_groups),
+        *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
             if each.value is ...:
                 problems[i] = each._replace(value=_of(config, each.key))
-        raise refusal(problems, origins or Origins())
+        raise refusal(problems, origins)
 
 
 def _of(config: Any, key: str) -> Any:
@@ -360,8 +362,26 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
 _OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DistMuon": None}
 
 
-def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
-    """Check that torchtitan can make an optimizer of the parameter groups."""
+def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
+    """Check that torchtitan can make an optimizer of the parameter groups, and that a flag for all
+    of them reaches one."""
+    groups, shared = config.param_groups, {}
+    if isinstance(config, SharedOptimizerConfig):
+        groups, shared = config.resolved_groups(), config.shared()
+    for name, value in shared.items():
+        is_flag = origins.of(f"optimizer.{name}") == COMMAND_LINE
+        if is_flag and all(name in group.optimizer_kwargs for group in config.param_groups):
+            yield Problem(
+                f"optimizer.{name}",
+                "every parameter group sets its own",
+                f"Set {name} in optimizer.param_groups, as --optimizer.param_groups.0."
+                f"optimizer_kwargs.{name} does for the first one, or take it out there.",
+            )
+        try:
+            torch.optim.AdamW([torch.nn.Parameter(torch.empty(1))], **{name: value})
+        except ValueError as error:
+            yield Problem(f"optimizer.{name}", str(error), "Set another value.")
+            return
     if not groups:
         remedy = 'Add a [[optimizer.param_groups]] with pattern = ".*", or leave the key out.'
         yield Problem("optimizer.param_groups", "no parameter would be trained", remedy)
@@ -383,6 +403,9 @@ def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
         if optimizer := _OPTIMIZERS.get(name):
             try:
                 optimizer([torch.nn.Parameter(torch.empty(1))], **group.optimizer_kwargs)
+                if "lr" not in group.optimizer_kwargs:
+                    remedy = "Set optimizer.lr, or lr in the group's optimizer_kwargs."
+                    yield Problem(key, "a group without a learning rate", remedy)
             except Exception as error:  # whatever torch says about an argument
                 yield Problem(
                     f"{key}.optimizer_kwargs",

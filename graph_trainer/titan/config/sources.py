@@ -21,6 +21,7 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
+from graph_trainer.titan.optimizer import with_shared_settings
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
@@ -276,6 +277,7 @@ def read_source(module: str | None, name: str | None) -> Source:
             f"{where}: base = {show(base)}: {reason}. Or choose another entry of "
             f"{registry.__name__}."
         ) from error
+    entry.optimizer = with_shared_settings(entry.optimizer)  # a function may have set another
     entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
     return Source(where, entry, table)
 
