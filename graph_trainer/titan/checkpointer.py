@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -31,10 +30,10 @@ from graph_trainer.titan.checkpoint_files import (
     damage,
     empty,
     is_complete,
+    steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
-_STEP = re.compile(r"step-(\d+)")
 _SHOWN = 5
 
 
@@ -219,10 +218,11 @@ class CheckedCheckpointManager(CheckpointManager):
             if lines:
                 more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
                 self._damaged[checkpoint_id] = ", ".join(lines[:_SHOWN]) + more
+                initial = checkpoint_id == self.initial_load_path
+                newest = "or leave checkpoint.load_step out to take the newest that is good."
                 raise CheckpointError(
                     f"the checkpoint {checkpoint_id} is damaged: {self._damaged[checkpoint_id]}. "
-                    "Choose another one, or leave checkpoint.load_step out to take the newest that "
-                    "is good."
+                    + ("Choose another one" + ("." if initial else f", {newest}"))
                 )
             if self._verify and not (Path(checkpoint_id) / SUMS).exists():
                 logger.warning(
@@ -253,13 +253,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     def _steps(self) -> dict[int, bool]:
         """List the steps that have a folder, the newest first, and whether it is complete."""
-        folder = Path(self.folder)
-        steps = {
-            int(name[1]): is_complete(path)
-            for path in (folder.iterdir() if folder.is_dir() else ())
-            if (name := _STEP.fullmatch(path.name))
-        }
-        return dict(sorted(steps.items(), reverse=True))
+        return steps_in(Path(self.folder))
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:

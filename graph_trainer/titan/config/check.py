@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
+from torchtitan.tools.filesystem import is_remote
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -34,6 +36,7 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.checkpoint_files import is_complete, steps_in
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.build import type_of
 from graph_trainer.titan.config.check_parallelism import (
@@ -109,6 +112,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
+        *_checkpoint_problems(config),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
@@ -458,6 +462,43 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
             'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
         )
+
+
+def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check that the checkpoint which the run would begin with is there."""
+    section = config.checkpoint
+    folder = os.path.join(config.dump_folder, getattr(section, "folder", ""))
+    if not isinstance(section, CheckpointManager.Config) or not section.enable:
+        return
+    if is_remote(folder) or is_remote(section.initial_load_path or ""):
+        return
+    steps = [step for step, complete in steps_in(Path(folder)).items() if complete]
+    if section.load_step not in (-1, *steps):
+        held = f"those of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+        yield Problem(
+            "checkpoint.load_step",
+            f"{folder} holds {held}",
+            f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
+            ("checkpoint.folder", "dump_folder"),
+        )
+    if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
+        return
+    named = section.initial_load_path
+    key, path = ("checkpoint.initial_load_path", Path(named or config.hf_assets_path))
+    if section.initial_load_in_hf:
+        key = key if named else "hf_assets_path"
+        if not any(path.glob("*.safetensors")):
+            yield Problem(
+                key,
+                "the folder holds no safetensors" if path.is_dir() else "there is no such folder",
+                "Name the folder of the model's weights, as Hugging Face lays it out.",
+                ("checkpoint.initial_load_in_hf",),
+            )
+    elif named and not is_complete(path):
+        inside = [step for step, complete in steps_in(path).items() if complete]
+        problem = "the folder holds no checkpoint" if path.is_dir() else "there is no such folder"
+        there = f"{path / f'step-{inside[0]}'}" if inside else "the folder step-N of a run"
+        yield Problem(key, problem, f"Name {there}.")
 
 
 def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:
