@@ -43,7 +43,11 @@ from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
 )
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
+from graph_trainer.titan.config.run_config import (
+    GraphTrainerConfig,
+    changed_sections,
+    with_text_of_training,
+)
 from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal, show
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
@@ -451,10 +455,23 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             load_hardware(hardware, "compile.hardware")
     except ConfigError as error:
         yield _unreadable("compile.hardware", hardware, error)
-    yield from _dataset_problems(config.dataloader, "dataloader")
-    yield from _dataset_problems(config.tokenizer, "tokenizer")
-    if config.validator.enable:
-        yield from _dataset_problems(config.validator.dataloader, "validator.dataloader")
+    resolved = with_text_of_training(config)
+    training, validating = config.dataloader, resolved.validator.dataloader
+    yield from _dataset_problems(training, "dataloader")
+    if resolved.tokenizer == config.tokenizer:  # with a text of its own
+        yield from _dataset_problems(config.tokenizer, "tokenizer")
+    if config.validator.enable and validating == config.validator.dataloader:
+        named = getattr(validating, "dataset", "") or getattr(validating, "dataset_path", "")
+        if named or not isinstance(validating, TextDataLoader.Config):
+            yield from _dataset_problems(validating, "validator.dataloader")
+        elif not isinstance(training, TextDataLoader.Config):
+            yield Problem(
+                "validator.dataloader.dataset",
+                "the training data is no text that validation could take a part of",
+                'Set validator.dataloader.type too, such as "huggingface" with dataset = '
+                '"c4_validation", or dataset = "stdlib" here.',
+                ("validator.enable",),
+            )
     assets = config.hf_assets_path
     if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(assets):
         yield Problem(
@@ -512,8 +529,11 @@ def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
         try:
             open_corpus(component.dataset, component.dataset_path)
         except ConfigError as error:
-            key, path = f"{section}.dataset", f"{section}.dataset_path"
-            yield _unreadable(key, component.dataset, error, path)
+            keys = [f"{section}.dataset", f"{section}.dataset_path"]
+            if component.dataset is None:
+                yield _unreadable(keys[1], component.dataset_path, error)
+            else:
+                yield _unreadable(keys[0], component.dataset, error, keys[1])
     elif isinstance(component, text_datasets.HuggingFaceTextDataLoader.Config):
         known = text_datasets.DATASETS
         if component.dataset.lower() not in known:

@@ -275,6 +275,24 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     return GraphTrainerConfig(**(values | changes))
 
 
+def with_text_of_training(config: GraphTrainerConfig) -> GraphTrainerConfig:
+    """Return the config with the training text for a tokenizer and a validation that name none."""
+    training = config.dataloader
+
+    def filled(component: Any) -> Any:
+        takes_text = isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config)
+        if not takes_text or component.dataset or component.dataset_path:
+            return component
+        return replace(component, dataset=training.dataset, dataset_path=training.dataset_path)
+
+    resolved = copy.copy(config)
+    if isinstance(training, TextDataLoader.Config):
+        resolved.tokenizer = filled(config.tokenizer)
+        dataloader = filled(config.validator.dataloader)
+        resolved.validator = replace(config.validator, dataloader=dataloader)
+    return resolved
+
+
 def _names(config: Any) -> list[str]:
     return [f.name for f in fields(config)]
 

@@ -321,6 +321,16 @@ IN_FILES = (
         '[validator.dataloader]\ndataset = "text"\ndataset_path = "no/such"',
     ),
     Bad(
+        'dataloader.dataset_path = "no/such": dataset_path',
+        "Name a .txt",
+        "dataloader.dataset_path = 'no/such'",
+    ),
+    Bad(
+        "validator.dataloader.dataset = unset: the training data is no text",
+        'dataset = "c4_validation"',
+        '[dataloader]\ntype = "huggingface"\ndataset = "c4"\n[validator]\nenable = true',
+    ),
+    Bad(
         'dataloader.dataset = "c44"',
         "Did you mean c4?",
         '[dataloader]\ntype = "huggingface"\ndataset = "c44"',
