@@ -30,9 +30,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger
 
+    from graph_trainer.titan.console import set_up_console
     from graph_trainer.titan.trainer import GraphTrainer
 
     init_logger()
+    set_up_console(config)
     structured_logger.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,

@@ -124,6 +124,8 @@ def start(launch: Launch) -> int:
     os.environ.update(launch.environment)
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
+    if not sys.stdout.isatty():
+        os.environ["NO_COLOR"] = "1"
     for name in ("api", "errors.error_handler"):  # which process ended, with what: see `_explain`
         logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
         logger.setLevel(logging.CRITICAL)

@@ -254,6 +254,11 @@ class GraphTrainer(Trainer):
                 if self._routing:
                     self._routing.write()
             self.checkpointer.maybe_wait_for_saving()
+        if not self._microbatches:
+            logger.info(
+                f"There was nothing left to do: the checkpoint is of step {self.step}, and "
+                f"training.steps = {self.config.training.steps}. Raise it to go on"
+            )
         (model,) = self.model_parts
         self.observer.finished(model.parameters(), self.optimizers)
 

@@ -251,7 +251,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     metrics = config.metrics
     if type(metrics) is MetricsProcessor.Config:
         named = {name: getattr(metrics, name) for name in _names(metrics)}
-        metrics = MetricsWithRouting.Config(**named)
+        metrics = MetricsWithRouting.Config(**named | {"enable_tensorboard": True})
     values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
     del values["compile"]
     values |= {

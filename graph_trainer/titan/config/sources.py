@@ -101,6 +101,7 @@ def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
+_SHORT = {f"--{each}": f"--metrics.console={each}" for each in ("quiet", "verbose")}
 _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 
 
@@ -132,6 +133,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
             as a value and as a section.
     """
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
+    words = [_SHORT.get(word, word) for word in words]
     values, words = take_flags(words, _EXAMPLES)
     shown = [word for word in words if word in ("-h", "--help")]
     words = [word for word in words if word not in shown]
