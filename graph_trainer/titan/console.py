@@ -7,6 +7,7 @@ import re
 import textwrap
 import warnings
 from pathlib import Path
+from typing import Any
 
 from torchtitan.tools.utils import device_type
 
@@ -26,7 +27,8 @@ _NO_NEWS = (
 _NO_NEWS_WITHOUT_HF = ("model.safetensors.index.json not found",)
 _NO_NEWS_ON_CPU = ("Peak flops undefined", "Peak FLOPS used")
 _NO_NEWS_OF_TORCH = (
-    r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu"
+    r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
+    "To get the last learning rate computed by the scheduler",  # torchtitan's, when it resumes
 )
 
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
@@ -40,50 +42,51 @@ def set_up_console(config: GraphTrainerConfig) -> None:
     Warnings that mean nothing in this run are left out, by what they say. On a device without a
     known peak there is no MFU. A colour is a terminal's: the launcher sets NO_COLOR for the rest.
     """
-    console, root = config.metrics.console, logging.getLogger()
+    console = getattr(config.metrics, "console", "normal")  # metrics may be a user's own
+    root = logging.getLogger()
     (handler,) = root.handlers
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):  # an error of the folder comes with the first file
             path = Path(config.dump_folder) / CONSOLE_LOG
             path.parent.mkdir(parents=True, exist_ok=True)
             file = logging.FileHandler(path, encoding="utf-8")
-            layout = "%(asctime)s - %(name)s - %(levelname)s - %(message)s"
-            file.setFormatter(_Uncoloured(layout))
+            file.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(plain)s"))
+            file.addFilter(_with_plain_text)
             root.addHandler(file)
     if console == "verbose":
         return
-    warnings.filterwarnings("ignore", _NO_NEWS_OF_TORCH)
-    no_news = _NO_NEWS
+    for message in _NO_NEWS_OF_TORCH:
+        warnings.filterwarnings("ignore", message)
+    no_news: tuple[str, ...] = _NO_NEWS
     no_news += () if config.checkpoint.initial_load_in_hf else _NO_NEWS_WITHOUT_HF
     no_news += _NO_NEWS_ON_CPU if device_type == "cpu" else ()
 
-    def is_shown(record: logging.LogRecord) -> bool:
-        text = _COLOUR.sub("", record.getMessage())
-        progress = record.levelno >= logging.WARNING or _PROGRESS.match(text) is not None
-        return not text.startswith(no_news) and (progress or console != "quiet")
+    def is_shown(record: Any) -> bool:
+        progress = record.levelno >= logging.WARNING or _PROGRESS.match(record.plain) is not None
+        return not record.plain.startswith(no_news) and (progress or console != "quiet")
 
+    handler.addFilter(_with_plain_text)
     handler.addFilter(is_shown)
     handler.setFormatter(_Lines())
 
 
-class _Uncoloured(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return _COLOUR.sub("", super().format(record))
+def _with_plain_text(record: Any) -> bool:
+    """Add to a record its message without colours."""
+    record.plain = _COLOUR.sub("", record.getMessage())
+    return True
 
 
 class _Lines(logging.Formatter):
     """Messages alone, in lines that end at spaces but for those in `a = b`."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+    def format(self, record: Any) -> str:
+        text = super().format(record)  # with the traceback, where there is one
+        text = _COLOUR.sub("", text) if "NO_COLOR" in os.environ else text
+        if _PROGRESS.match(record.plain):
+            return _MFU.sub("", text) if device_type == "cpu" else text
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
-        if "NO_COLOR" in os.environ:
-            text = _COLOUR.sub("", text)
-        if _PROGRESS.match(_COLOUR.sub("", text)):
-            return _MFU.sub("", text) if device_type == "cpu" else text
-        lines = [text] if not text else text.split("\n")
-        return "\n".join(map(wrapped, lines))
+        return "\n".join(map(wrapped, text.split("\n")))
 
 
 def wrapped(line: str) -> str:

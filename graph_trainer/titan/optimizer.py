@@ -1,5 +1,6 @@
 """[optimizer]: torchtitan's parameter groups, and the settings that they share."""
 
+import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -41,9 +42,9 @@ class SharedOptimizerConfig(OptimizersContainer.Config):
 
     def build(self, **components: Any) -> Any:
         """Make torchtitan's optimizers of the resolved groups."""
-        named = {f.name: getattr(self, f.name) for f in fields(OptimizersContainer.Config)}
-        config = OptimizersContainer.Config(**named | {"param_groups": self.resolved_groups()})
-        return config.build(**components)
+        resolved = copy.copy(self)
+        resolved.param_groups = self.resolved_groups()
+        return OptimizersContainer(resolved, **components)
 
 
 def with_shared_settings(config: Any) -> Any:

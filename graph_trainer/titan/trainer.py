@@ -146,7 +146,8 @@ class GraphTrainer(Trainer):
                 logger.warning(f"What backward keeps cannot be written to {path}: {error}")
             else:
                 logger.info(f"What backward keeps, by block and op: {path}")
-        self.observer.graph_reported(report)
+        if getattr(self.config.metrics, "console", "") != "quiet":
+            self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:
         """Return the `MemoryOfRun` of this run; warn if the memory limit is off."""

@@ -9,6 +9,7 @@ import json
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,6 +297,9 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
         ConfigError: there is none, or its import fails.
     """
     asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
+    here, without_entries = Path.cwd(), None
+    if here.name == name and (here / "config_registry.py").is_file():
+        sys.path.append(str(here.parent))  # called inside the package itself
     if all(part.isidentifier() for part in name.split(".")):
         for candidate in (
             f"{name}.config_registry",
@@ -313,6 +317,13 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
+            without_entries = without_entries or module
+    if without_entries:
+        raise ConfigError(
+            f"{asked}: {without_entries.__name__} has no config: a public function without "
+            "arguments that is declared to return one. Write for example `def small() -> "
+            "graph_trainer.titan.trainer.GraphTrainer.Config:` in config_registry.py."
+        )
     known = list(known_modules())
     raise ConfigError(
         f"{asked}: no such module of configs. {did_you_mean(name, known, GUESS)}"

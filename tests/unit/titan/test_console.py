@@ -63,7 +63,7 @@ def test_the_log_file_has_everything_without_colours(log, tmp_path):
     log("--quiet")
     lines = (tmp_path / "console.log").read_text().splitlines()
     assert len(lines) == len(NO_NEWS) + 3 and "\x1b" not in lines[-1]
-    assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ - root - INFO - step:  1 ", lines[-1])
+    assert re.match(r"\d{4}-\d\d-\d\d [\d:,]+ - INFO - step:  1 ", lines[-1])
 
 
 def test_a_warning_is_kept_where_it_means_something(log):
