@@ -157,7 +157,7 @@ class CheckedCheckpointManager(CheckpointManager):
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._should_purge():
-            steps = self._steps()
+            steps = steps_in(Path(self.folder))
             uncounted = {*self._damaged, self._saving if self.save_future else ""}
             kept = [
                 step
@@ -176,7 +176,7 @@ class CheckedCheckpointManager(CheckpointManager):
         """
         if step != -1 or filesystem.is_remote(self.folder):
             return super()._load(step)
-        from_first_rank = [self._steps()]
+        from_first_rank = [steps_in(Path(self.folder))]
         dist.broadcast_object_list(from_first_rank, src=0)
         damaged: list[str] = []
         for newest, complete in from_first_rank[0].items():
@@ -250,10 +250,6 @@ class CheckedCheckpointManager(CheckpointManager):
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
-
-    def _steps(self) -> dict[int, bool]:
-        """List the steps that have a folder, the newest first, and whether it is complete."""
-        return steps_in(Path(self.folder))
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:

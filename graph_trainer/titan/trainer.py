@@ -255,7 +255,7 @@ class GraphTrainer(Trainer):
                 if self._routing:
                     self._routing.write()
             self.checkpointer.maybe_wait_for_saving()
-        if not self._microbatches:
+        if not self._microbatches and not self.should_continue_training():
             logger.info(
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
                 f"training.steps = {self.config.training.steps}. Raise it to go on"

@@ -317,7 +317,8 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
-            without_entries = without_entries or module
+            if candidate != name:  # a registry, and no other module that happens to have the name
+                without_entries = without_entries or module
     if without_entries:
         raise ConfigError(
             f"{asked}: {without_entries.__name__} has no config: a public function without "
