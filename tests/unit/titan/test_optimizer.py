@@ -5,14 +5,12 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
-from torchtitan.components.optimizer import (
-    OptimizersContainer,
-    ParamGroupConfig,
-    default_adamw,
-)
 
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.optimizer import with_shared_settings
+
+# graph_trainer binds the device before torchtitan does
+from torchtitan.components import optimizer as titan  # isort: skip
 
 GROUPS = """\
 [optimizer]
@@ -66,11 +64,11 @@ def test_a_config_and_its_base_train_with_the_same_optimizer(size, tmp_path):
 
 def test_groups_that_differ_keep_what_is_theirs():
     def group(**kwargs):
-        return ParamGroupConfig(pattern="x", optimizer_name="AdamW", optimizer_kwargs=kwargs)
+        return titan.ParamGroupConfig(pattern="x", optimizer_name="AdamW", optimizer_kwargs=kwargs)
 
     groups = [group(lr=1e-3, eps=1e-8), group(lr=2e-3, eps=1e-8)]
-    groups.append(ParamGroupConfig(pattern="y", optimizer_name="DistMuon"))
-    given = OptimizersContainer.Config(param_groups=groups)
+    groups.append(titan.ParamGroupConfig(pattern="y", optimizer_name="DistMuon"))
+    given = titan.OptimizersContainer.Config(param_groups=groups)
     shared = with_shared_settings(given)
     assert shared.shared() == {"eps": 1e-8}  # which DistMuon has another default of
     assert shared.resolved_groups() == groups == given.param_groups
@@ -79,7 +77,7 @@ def test_groups_that_differ_keep_what_is_theirs():
 
 def test_an_optimizer_set_in_python_trains_as_it_was_set():
     config = load_config([])
-    given = default_adamw(lr=7e-4, amsgrad=True)
+    given = titan.default_adamw(lr=7e-4, amsgrad=True)
     config = dataclasses.replace(config, optimizer=given)
     assert config.optimizer.lr == 7e-4
     assert config.optimizer.resolved_groups() == given.param_groups
