@@ -12,6 +12,9 @@ from typing import NoReturn
 
 from graph_trainer.errors import GraphTrainerError
 
+SHOWN_BY_LAUNCHER = "GRAPH_TRAINER_ERRORS_SHOWN_BY_LAUNCHER"
+"""Set in a rank's environment where the launcher prints its error, after all other output."""
+
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train with the flags given; with --plan FILE, only what that file planned.
@@ -27,9 +30,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     from torchtitan.observability import structured_logger
     from torchtitan.tools.logging import init_logger
 
+    from graph_trainer.titan.console import set_up_console
     from graph_trainer.titan.trainer import GraphTrainer
 
     init_logger()
+    set_up_console(config)
     structured_logger.init_structured_logger(
         source="training",
         output_dir=config.dump_folder,
@@ -53,7 +58,8 @@ def run(
 ) -> int:
     """Run a rank for a shell; return its exit code.
 
-    An error of ours is one message and exit code 2, any other a traceback and 1.
+    An error of ours is one message and exit code 2, any other a traceback and 1; both are recorded
+    for the launcher, and left to it where it shows them.
 
     SIGINT ends the process at once, as SIGTERM does. Python's KeyboardInterrupt would wait for
     a collective to return, and the other ranks are ending as well; a checkpoint is safe, since
@@ -62,12 +68,16 @@ def run(
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         work(argv)
-    except GraphTrainerError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
-    except Exception:
-        traceback.print_exc()  # here, because `leave` skips what would print it
-        return 1
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+        ours = isinstance(error, GraphTrainerError)
+        if SHOWN_BY_LAUNCHER not in os.environ:
+            # here, because `leave` skips what would print it
+            shown = f"error: {error}" if ours else traceback.format_exc().rstrip()
+            print(shown, file=sys.stderr, flush=True)
+        return 2 if ours else 1
     return 0
 
 

@@ -6,18 +6,24 @@ and not one traceback a rank.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from graph_trainer.errors import ConfigError
+from graph_trainer.train import SHOWN_BY_LAUNCHER
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
     from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 USAGE = """\
@@ -51,6 +57,8 @@ class Launch:
     """torchrun's command line, without its name."""
     environment: dict[str, str]
     """Variables of the ranks beside those of this process."""
+    tracebacks: Path = Path("tracebacks.txt")
+    """The file for the tracebacks of ranks that fail."""
 
 
 def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
@@ -98,11 +106,14 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
         arguments.append(f"--rdzv_conf=is_host={int(machine == 0)}")
     arguments.append(f"--max_restarts={restarts}")
     arguments += [f"--local-ranks-filter={_variable('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
-    return Launch([*arguments, "-m", module, *argv], environment)
+    name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
+    tracebacks = Path(config.dump_folder) / name
+    return Launch([*arguments, "-m", module, *argv], environment, tracebacks)
 
 
 def start(launch: Launch) -> int:
-    """Run torchrun in this process, which saves importing torch again; return its exit code.
+    """Run torchrun in this process, which saves importing torch again; return the exit code: that
+    of the rank that failed first, whose error is printed last.
 
     A signal that reaches this process ends every rank, as with torchrun itself.
     """
@@ -111,14 +122,55 @@ def start(launch: Launch) -> int:
     from torch.distributed.run import main as torchrun
 
     os.environ.update(launch.environment)
+    if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
+        os.environ[SHOWN_BY_LAUNCHER] = "1"
+    if not sys.stdout.isatty():
+        os.environ["NO_COLOR"] = "1"
+    for name in ("api", "errors.error_handler"):  # which process ended, with what: see `_explain`
+        logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
+        logger.setLevel(logging.CRITICAL)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         torchrun(launch.arguments)
-    except (ChildFailedError, SignalException) as error:  # a traceback of torchrun explains nothing
+    except SignalException as error:  # a traceback of torchrun explains nothing
         print(error, file=sys.stderr, flush=True)
         return 1
+    except ChildFailedError as error:
+        return _explain(error.failures, launch.tracebacks)
     return 0
+
+
+def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
+    """Print the error of the rank that failed first; return its exit code.
+
+    Args:
+        failures: by rank; one of a rank that recorded its error has it as a dict.
+        file: where to write the tracebacks of all ranks.
+    """
+
+    def failed_at(rank: int) -> float:
+        # torch's time stamps are whole seconds, in which all ranks may fail
+        with contextlib.suppress(OSError):
+            return os.stat(failures[rank].error_file).st_mtime
+        return failures[rank].timestamp
+
+    tracebacks = ""
+    for rank in sorted(failures, key=failed_at, reverse=True):
+        code, message = failures[rank].exitcode, cast(Any, failures[rank].message)
+        if isinstance(message, dict):
+            tracebacks = f"rank {rank}\n{message['extraInfo']['py_callstack']}\n{tracebacks}"
+            error = message["message"]
+            error = error.partition(": ")[2] if code == 2 else f"rank {rank}: {error}"
+        else:
+            error = f"rank {rank}: {message if code < 0 else f'it ended with exit code {code}'}"
+    if tracebacks:
+        with contextlib.suppress(OSError):  # the error itself matters more
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(tracebacks, encoding="utf-8")
+            error += f"\nThe tracebacks of the ranks that failed are in {file}"
+    print(f"error: {error}", file=sys.stderr, flush=True)
+    return max(code, 1)
 
 
 def with_names_of_environment(argv: Sequence[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """The entries that a config's `base` can name: the Qwen 3 sizes that torchtitan knows."""
 
+from torchtitan.components.optimizer import default_adamw
 from torchtitan.models.qwen3 import config_registry as torchtitan_registry
 from torchtitan.models.qwen3 import model_registry
 
@@ -20,7 +21,8 @@ def qwen3_debugmodel_moe() -> GraphTrainer.Config:
     # torchtitan's eight layers have 300 million parameters, too many for a laptop's memory
     model = config.model_spec.model
     model.layers = model.layers[:2]
-    return to_graph_trainer_config(config, activation_checkpoint=None)
+    adamw = default_adamw(lr=8e-4)  # as the dense debug model
+    return to_graph_trainer_config(config, activation_checkpoint=None, optimizer=adamw)
 
 
 def qwen3_0_6b() -> GraphTrainer.Config:
@@ -34,14 +36,17 @@ def qwen3_8b() -> GraphTrainer.Config:
     config = torchtitan_registry.qwen3_14b()
     config.model_spec = model_registry("8B")
     config.hf_assets_path = "./assets/hf/Qwen3-8B"
-    return to_graph_trainer_config(config)
+    return to_graph_trainer_config(config, optimizer=default_adamw(lr=3e-4))
 
 
 def qwen3_32b() -> GraphTrainer.Config:
     """Qwen 3 32B."""
-    return to_graph_trainer_config(torchtitan_registry.qwen3_32b())
+    # torchtitan's rate for these two is that of its smallest model
+    config = torchtitan_registry.qwen3_32b()
+    return to_graph_trainer_config(config, optimizer=default_adamw(lr=3e-4))
 
 
 def qwen3_30b_a3b() -> GraphTrainer.Config:
     """Qwen 3 30B-A3B: 128 experts in every layer, eight for each token."""
-    return to_graph_trainer_config(torchtitan_registry.qwen3_30b_a3b())
+    config = torchtitan_registry.qwen3_30b_a3b()
+    return to_graph_trainer_config(config, optimizer=default_adamw(lr=3e-4))

@@ -34,6 +34,7 @@ HF_INDEX = "model.safetensors.index.json"
 Sums = dict[str, tuple[str, int | None]]
 """File name -> SHA-256 in hexadecimal, and bytes: None in a list that `sha256sum` wrote."""
 
+_STEP = re.compile(r"step-(\d+)")
 _SIZE = re.compile(r"# (\d+) bytes  (.+)")  # the line above a digest, a comment to `sha256sum`
 _DIGEST = re.compile(r"([0-9a-f]{64})  ([^/]+)")
 
@@ -130,6 +131,17 @@ class _HashingFile(io.BufferedWriter):
 def is_complete(checkpoint: Path) -> bool:
     """Tell whether a checkpoint has the file that we, and torchtitan's exports, write last."""
     return (checkpoint / METADATA).is_file() or (checkpoint / HF_INDEX).is_file()
+
+
+def steps_in(folder: Path) -> dict[int, bool]:
+    """List the steps that have a folder below this one, the newest first, and whether each is
+    complete."""
+    steps = {
+        int(name[1]): is_complete(path)
+        for path in (folder.iterdir() if folder.is_dir() else ())
+        if (name := _STEP.fullmatch(path.name))
+    }
+    return dict(sorted(steps.items(), reverse=True))
 
 
 def empty(checkpoint: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import re
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -31,10 +30,10 @@ from graph_trainer.titan.checkpoint_files import (
     damage,
     empty,
     is_complete,
+    steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
-_STEP = re.compile(r"step-(\d+)")
 _SHOWN = 5
 
 
@@ -158,7 +157,7 @@ class CheckedCheckpointManager(CheckpointManager):
         if filesystem.is_remote(self.folder):
             super()._purge_stale_checkpoints()
         elif self._should_purge():
-            steps = self._steps()
+            steps = steps_in(Path(self.folder))
             uncounted = {*self._damaged, self._saving if self.save_future else ""}
             kept = [
                 step
@@ -177,7 +176,7 @@ class CheckedCheckpointManager(CheckpointManager):
         """
         if step != -1 or filesystem.is_remote(self.folder):
             return super()._load(step)
-        from_first_rank = [self._steps()]
+        from_first_rank = [steps_in(Path(self.folder))]
         dist.broadcast_object_list(from_first_rank, src=0)
         damaged: list[str] = []
         for newest, complete in from_first_rank[0].items():
@@ -219,10 +218,11 @@ class CheckedCheckpointManager(CheckpointManager):
             if lines:
                 more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
                 self._damaged[checkpoint_id] = ", ".join(lines[:_SHOWN]) + more
+                initial = checkpoint_id == self.initial_load_path
+                newest = "or leave checkpoint.load_step out to take the newest that is good."
                 raise CheckpointError(
                     f"the checkpoint {checkpoint_id} is damaged: {self._damaged[checkpoint_id]}. "
-                    "Choose another one, or leave checkpoint.load_step out to take the newest that "
-                    "is good."
+                    + ("Choose another one" + ("." if initial else f", {newest}"))
                 )
             if self._verify and not (Path(checkpoint_id) / SUMS).exists():
                 logger.warning(
@@ -250,16 +250,6 @@ class CheckedCheckpointManager(CheckpointManager):
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
-
-    def _steps(self) -> dict[int, bool]:
-        """List the steps that have a folder, the newest first, and whether it is complete."""
-        folder = Path(self.folder)
-        steps = {
-            int(name[1]): is_complete(path)
-            for path in (folder.iterdir() if folder.is_dir() else ())
-            if (name := _STEP.fullmatch(path.name))
-        }
-        return dict(sorted(steps.items(), reverse=True))
 
 
 def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckpointManager.Config:

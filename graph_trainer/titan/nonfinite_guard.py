@@ -71,7 +71,7 @@ def refuse(firsts: list[list[float]]) -> None:
     raise NotFiniteError(
         f"step {int(step)}: the loss is not finite ({_listed(bad, ' ranks')}). Training stops; the "
         "last checkpoint is from before. Look at that step's batch on those ranks, then go on from "
-        "that checkpoint with other data or a lower learning rate (optimizer.param_groups)."
+        "that checkpoint with other data or a lower learning rate (optimizer.lr)."
     )
 
 
@@ -82,7 +82,7 @@ def refuse_gradients(step: int, ranks: list[int]) -> None:
     raise NotFiniteError(
         f"step {step}: the loss is finite and a gradient is not (ranks {_listed(ranks)}). Training "
         "stops before the checkpoint of this step is written; the last one is from before. Go on "
-        "from it with other data or a lower learning rate (optimizer.param_groups), or look for "
+        "from it with other data or a lower learning rate (optimizer.lr), or look for "
         "the operator whose derivative is not finite with torch.autograd.detect_anomaly in "
         'compile.mode = "eager".'
     )

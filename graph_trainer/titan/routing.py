@@ -45,6 +45,16 @@ class MetricsWithRouting(MetricsProcessor):
     class Config(MetricsProcessor.Config):
         """[metrics]: torchtitan's, with a file of the tokens that experts receive."""
 
+        enable_tensorboard: bool = True
+        """Whether to write TensorBoard's files, to save_tb_folder of the dump folder."""
+
+        console: Literal["normal", "quiet", "verbose"] = "normal"
+        """
+        What a rank shows: "quiet" (or --quiet) leaves steps, warnings and errors; "verbose" (or
+        --verbose) is all that torchtitan logs, in its format, which console.log in the dump folder
+        has as well.
+        """
+
         save_routing: str | None = None
         """
         A .json file, by a path from dump_folder on, for the tokens that each expert receives, by

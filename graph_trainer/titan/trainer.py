@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,11 @@ from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, of_captured_steps
+from graph_trainer.titan.config.run_config import (
+    GraphTrainerConfig,
+    of_captured_steps,
+    with_text_of_training,
+)
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
@@ -68,7 +71,7 @@ class GraphTrainer(Trainer):
     Config: TypeAlias = GraphTrainerConfig
 
     def __init__(self, config: GraphTrainerConfig) -> None:
-        checked = copy.copy(config)  # what is saved as config.toml stays as it was given
+        checked = with_text_of_training(config)  # a copy: what is saved stays as it was given
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
         super().__init__(checked)
         (model,) = self.model_parts
@@ -143,7 +146,8 @@ class GraphTrainer(Trainer):
                 logger.warning(f"What backward keeps cannot be written to {path}: {error}")
             else:
                 logger.info(f"What backward keeps, by block and op: {path}")
-        self.observer.graph_reported(report)
+        if getattr(self.config.metrics, "console", "") != "quiet":
+            self.observer.graph_reported(report)
 
     def _device_memory(self) -> MemoryOfRun:
         """Return the `MemoryOfRun` of this run; warn if the memory limit is off."""
@@ -251,6 +255,11 @@ class GraphTrainer(Trainer):
                 if self._routing:
                     self._routing.write()
             self.checkpointer.maybe_wait_for_saving()
+        if not self._microbatches and not self.should_continue_training():
+            logger.info(
+                f"There was nothing left to do: the checkpoint is of step {self.step}, and "
+                f"training.steps = {self.config.training.steps}. Raise it to go on"
+            )
         (model,) = self.model_parts
         self.observer.finished(model.parameters(), self.optimizers)
 

@@ -117,7 +117,7 @@ def test_every_flag_and_key_in_the_text_is_one():
     flags = {f for code in ours for f in re.findall(r"--([a-z][\w.-]*)", code)}
     assert flags, "the text names no flag"
     plan = "\n".join(run(["graph-trainer", "plan", "--help"], ROOT))
-    others = {"plan", "schema", "full", "section.key", "config", "module"}
+    others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "verbose"}
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):
         entry = re.sub(r"\.\d+\..*", "", flag)  # --section.list.0.key
         assert re.sub(r"\.no-", ".", entry) in keys, f"--{flag}"

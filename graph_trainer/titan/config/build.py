@@ -28,6 +28,7 @@ from pydantic import (
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
@@ -56,6 +57,7 @@ from graph_trainer.titan.config.sources import (
 )
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.optimizer import SharedOptimizerConfig
 from graph_trainer.titan.parallelize import SUPPORTED
 
 NONE = "none"
@@ -78,6 +80,7 @@ _COMPONENTS: dict[type, dict[str, type]] = {
         "cross_entropy": CrossEntropyLoss.Config,
         "chunked_cross_entropy": ChunkedCrossEntropyLoss.Config,
     },
+    OptimizersContainer.Config: {"param_groups": SharedOptimizerConfig},
     ActivationCheckpointing.Config: {name: section for section, name in POLICIES.items()},
 }
 

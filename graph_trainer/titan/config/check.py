@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
+from torchtitan.tools.filesystem import is_remote
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -34,17 +36,23 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
+from graph_trainer.titan.checkpoint_files import is_complete, steps_in
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.build import type_of
 from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
 )
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
-from graph_trainer.titan.config.sources import GUESS, Origins, Problem, refusal, show
+from graph_trainer.titan.config.run_config import (
+    GraphTrainerConfig,
+    changed_sections,
+    with_text_of_training,
+)
+from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal, show
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.optimizer import SharedOptimizerConfig
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
 _OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
@@ -98,6 +106,7 @@ def check_config(
     Raises:
         ConfigError: all that is wrong, a line each, with its key, value and remedy.
     """
+    origins = origins or Origins()
     problems = [
         *_section_problems(config),
         *_batch_problems(config, world_size),
@@ -105,14 +114,15 @@ def check_config(
         *_model_problems(config),
         *expert_parallel_problems(config, world_size),
         *_pass_problems(config),
-        *_optimizer_problems(config.optimizer.param_groups),
+        *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
+        *_checkpoint_problems(config),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
             if each.value is ...:
                 problems[i] = each._replace(value=_of(config, each.key))
-        raise refusal(problems, origins or Origins())
+        raise refusal(problems, origins)
 
 
 def _of(config: Any, key: str) -> Any:
@@ -360,8 +370,26 @@ def _pass_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
 _OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW, "DistMuon": None}
 
 
-def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
-    """Check that torchtitan can make an optimizer of the parameter groups."""
+def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
+    """Check that torchtitan can make an optimizer of the parameter groups, and that a flag for all
+    of them reaches one."""
+    groups, shared = config.param_groups, {}
+    if isinstance(config, SharedOptimizerConfig):
+        groups, shared = config.resolved_groups(), config.shared()
+    for name, value in shared.items():
+        is_flag = origins.of(f"optimizer.{name}") == COMMAND_LINE
+        if is_flag and all(name in group.optimizer_kwargs for group in config.param_groups):
+            yield Problem(
+                f"optimizer.{name}",
+                "every parameter group sets its own",
+                f"Set {name} in optimizer.param_groups, as --optimizer.param_groups.0."
+                f"optimizer_kwargs.{name} does for the first one, or take it out there.",
+            )
+        try:
+            torch.optim.AdamW([torch.nn.Parameter(torch.empty(1))], **{name: value})
+        except ValueError as error:
+            yield Problem(f"optimizer.{name}", str(error), "Set another value.")
+            return
     if not groups:
         remedy = 'Add a [[optimizer.param_groups]] with pattern = ".*", or leave the key out.'
         yield Problem("optimizer.param_groups", "no parameter would be trained", remedy)
@@ -383,6 +411,9 @@ def _optimizer_problems(groups: list[Any]) -> Iterator[Problem]:
         if optimizer := _OPTIMIZERS.get(name):
             try:
                 optimizer([torch.nn.Parameter(torch.empty(1))], **group.optimizer_kwargs)
+                if "lr" not in group.optimizer_kwargs:
+                    remedy = "Set optimizer.lr, or lr in the group's optimizer_kwargs."
+                    yield Problem(key, "a group without a learning rate", remedy)
             except Exception as error:  # whatever torch says about an argument
                 yield Problem(
                     f"{key}.optimizer_kwargs",
@@ -424,10 +455,23 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             load_hardware(hardware, "compile.hardware")
     except ConfigError as error:
         yield _unreadable("compile.hardware", hardware, error)
-    yield from _dataset_problems(config.dataloader, "dataloader")
-    yield from _dataset_problems(config.tokenizer, "tokenizer")
-    if config.validator.enable:
-        yield from _dataset_problems(config.validator.dataloader, "validator.dataloader")
+    resolved = with_text_of_training(config)
+    training, validating = config.dataloader, resolved.validator.dataloader
+    yield from _dataset_problems(training, "dataloader")
+    if resolved.tokenizer == config.tokenizer:  # with a text of its own
+        yield from _dataset_problems(config.tokenizer, "tokenizer")
+    if config.validator.enable and validating == config.validator.dataloader:
+        named = getattr(validating, "dataset", "") or getattr(validating, "dataset_path", "")
+        if named or not isinstance(validating, TextDataLoader.Config):
+            yield from _dataset_problems(validating, "validator.dataloader")
+        elif not isinstance(training, TextDataLoader.Config):
+            yield Problem(
+                "validator.dataloader.dataset",
+                "the training data is no text that validation could take a part of",
+                'Set validator.dataloader.type too, such as "huggingface" with dataset = '
+                '"c4_validation", or dataset = "stdlib" here.',
+                ("validator.enable",),
+            )
     assets = config.hf_assets_path
     if isinstance(config.tokenizer, HuggingFaceTokenizer.Config) and not os.path.isdir(assets):
         yield Problem(
@@ -435,6 +479,43 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
             'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
         )
+
+
+def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check that the checkpoint which the run would begin with is there."""
+    section = config.checkpoint
+    folder = os.path.join(config.dump_folder, getattr(section, "folder", ""))
+    if not isinstance(section, CheckpointManager.Config) or not section.enable:
+        return
+    if is_remote(folder) or is_remote(section.initial_load_path or ""):
+        return
+    steps = [step for step, complete in steps_in(Path(folder)).items() if complete]
+    if section.load_step not in (-1, *steps):
+        held = f"those of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
+        yield Problem(
+            "checkpoint.load_step",
+            f"{folder} holds {held}",
+            f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
+            ("checkpoint.folder", "dump_folder"),
+        )
+    if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
+        return
+    named = section.initial_load_path
+    key, path = ("checkpoint.initial_load_path", Path(named or config.hf_assets_path))
+    if section.initial_load_in_hf:
+        key = key if named else "hf_assets_path"
+        if not any(path.glob("*.safetensors")):
+            yield Problem(
+                key,
+                "the folder holds no safetensors" if path.is_dir() else "there is no such folder",
+                "Name the folder of the model's weights, as Hugging Face lays it out.",
+                ("checkpoint.initial_load_in_hf",),
+            )
+    elif named and not is_complete(path):
+        inside = [step for step, complete in steps_in(path).items() if complete]
+        problem = "the folder holds no checkpoint" if path.is_dir() else "there is no such folder"
+        there = f"{path / f'step-{inside[0]}'}" if inside else "the folder step-N of a run"
+        yield Problem(key, problem, f"Name {there}.")
 
 
 def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:
@@ -448,8 +529,11 @@ def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
         try:
             open_corpus(component.dataset, component.dataset_path)
         except ConfigError as error:
-            key, path = f"{section}.dataset", f"{section}.dataset_path"
-            yield _unreadable(key, component.dataset, error, path)
+            keys = [f"{section}.dataset", f"{section}.dataset_path"]
+            if component.dataset is None:
+                yield _unreadable(keys[1], component.dataset_path, error)
+            else:
+                yield _unreadable(keys[0], component.dataset, error, keys[1])
     elif isinstance(component, text_datasets.HuggingFaceTextDataLoader.Config):
         known = text_datasets.DATASETS
         if component.dataset.lower() not in known:

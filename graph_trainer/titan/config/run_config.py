@@ -11,6 +11,7 @@ import torch
 import tyro
 from torchtitan.components.loss import BaseLoss, ChunkedLossWrapper, CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import CompileConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import SelectiveAC
 from torchtitan.models.common.attention import (
@@ -38,6 +39,7 @@ from graph_trainer.titan.checkpointer import with_checked_checkpoints
 from graph_trainer.titan.context_parallel import Method
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
+from graph_trainer.titan.optimizer import SharedOptimizerConfig, with_shared_settings
 from graph_trainer.titan.parallelize import parallelize_decoder
 from graph_trainer.titan.routing import SAVE_ROUTING, MetricsWithRouting
 
@@ -188,6 +190,7 @@ class GraphTrainerConfig(Trainer.Config):
 
     parallelism: GraphParallelismConfig = field(default_factory=GraphParallelismConfig)
     metrics: MetricsWithRouting.Config = field(default_factory=MetricsWithRouting.Config)
+    optimizer: OptimizersContainer.Config = field(default_factory=SharedOptimizerConfig)
     activation_checkpoint: activation_policies.Section = field(default_factory=SelectiveAC.Config)
     compile: GraphCompileConfig = field(default_factory=lambda: compile_class()())
 
@@ -200,6 +203,10 @@ class GraphTrainerConfig(Trainer.Config):
     replaces_chunked_loss: Annotated[bool, tyro.conf.Suppress] = False
     """Whether torchtitan's entry has a loss in chunks, in whose place this config began with the
     same loss of the whole sequence."""
+
+    def __post_init__(self) -> None:
+        Trainer.Config.__post_init__(self)
+        self.optimizer = with_shared_settings(self.optimizer)
 
     def model_problems(self) -> Iterator[tuple[str, str, str]]:
         """Yield the problems that a subclass knows of: key, problem and remedy."""
@@ -244,7 +251,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     metrics = config.metrics
     if type(metrics) is MetricsProcessor.Config:
         named = {name: getattr(metrics, name) for name in _names(metrics)}
-        metrics = MetricsWithRouting.Config(**named)
+        metrics = MetricsWithRouting.Config(**named | {"enable_tensorboard": True})
     values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
     del values["compile"]
     values |= {
@@ -266,6 +273,24 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
         "replaces_chunked_loss": loss is not config.loss,
     }
     return GraphTrainerConfig(**(values | changes))
+
+
+def with_text_of_training(config: GraphTrainerConfig) -> GraphTrainerConfig:
+    """Return the config with the training text for a tokenizer and a validation that name none."""
+    training = config.dataloader
+
+    def filled(component: Any) -> Any:
+        takes_text = isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config)
+        if not takes_text or component.dataset or component.dataset_path:
+            return component
+        return replace(component, dataset=training.dataset, dataset_path=training.dataset_path)
+
+    resolved = copy.copy(config)
+    if isinstance(training, TextDataLoader.Config):
+        resolved.tokenizer = filled(config.tokenizer)
+        dataloader = filled(config.validator.dataloader)
+        resolved.validator = replace(config.validator, dataloader=dataloader)
+    return resolved
 
 
 def _names(config: Any) -> list[str]:

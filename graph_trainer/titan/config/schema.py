@@ -241,6 +241,7 @@ Train a model from one captured graph.
 
 --module NAME  a package of configs (default graph_trainer.llama3)
 --config NAME  one of its configs, or a path to a .toml file (default debugmodel)
+--quiet        show steps, warnings and errors alone; --verbose all that torchtitan logs
 {plan}
 Flags override the file, the file overrides its base. Values are written as in TOML; text needs no \
 quotes, a list of texts is a,b,c, and None means no value. The sections below that can be one of \

@@ -9,6 +9,7 @@ import json
 import os
 import pkgutil
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
+from graph_trainer.titan.optimizer import with_shared_settings
 
 DEFAULT_MODULE = "graph_trainer.llama3"
 DEFAULT_CONFIG = "debugmodel"
@@ -100,6 +102,7 @@ def refusal(problems: Iterable[Problem], origins: Origins) -> ConfigError:
 
 # torchtitan chooses the component of a section with a word such as activation-checkpoint:full.
 _SUBCOMMAND = re.compile(r"^(activation[-_]checkpoint):([a-z-]+)$")
+_SHORT = {f"--{each}": f"--metrics.console={each}" for each in ("quiet", "verbose")}
 _EXAMPLES = {"--module": "graph_trainer.llama3", "--config": "debugmodel"}
 
 
@@ -131,6 +134,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
             as a value and as a section.
     """
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
+    words = [_SHORT.get(word, word) for word in words]
     values, words = take_flags(words, _EXAMPLES)
     shown = [word for word in words if word in ("-h", "--help")]
     words = [word for word in words if word not in shown]
@@ -276,6 +280,7 @@ def read_source(module: str | None, name: str | None) -> Source:
             f"{where}: base = {show(base)}: {reason}. Or choose another entry of "
             f"{registry.__name__}."
         ) from error
+    entry.optimizer = with_shared_settings(entry.optimizer)  # a function may have set another
     entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
     return Source(where, entry, table)
 
@@ -292,6 +297,9 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
         ConfigError: there is none, or its import fails.
     """
     asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
+    here, without_entries = Path.cwd(), None
+    if here.name == name and (here / "config_registry.py").is_file():
+        sys.path.append(str(here.parent))  # called inside the package itself
     if all(part.isidentifier() for part in name.split(".")):
         for candidate in (
             f"{name}.config_registry",
@@ -309,6 +317,14 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
                 raise ConfigError(f"{asked}: its import fails: {e}. Mend it.") from e
             if registry_functions(module):
                 return module
+            if candidate != name:  # a registry, and no other module that happens to have the name
+                without_entries = without_entries or module
+    if without_entries:
+        raise ConfigError(
+            f"{asked}: {without_entries.__name__} has no config: a public function without "
+            "arguments that is declared to return one. Write for example `def small() -> "
+            "graph_trainer.titan.trainer.GraphTrainer.Config:` in config_registry.py."
+        )
     known = list(known_modules())
     raise ConfigError(
         f"{asked}: no such module of configs. {did_you_mean(name, known, GUESS)}"

@@ -123,11 +123,11 @@ def _chunks(lines: Iterable[str]) -> Iterator[str]:
     yield "".join(chunk)
 
 
-def open_corpus(name: str, path: str | None = None) -> Corpus:
+def open_corpus(name: str | None, path: str | None = None) -> Corpus:
     """List the files of a dataset, without reading more than the first document.
 
     Args:
-        name: a key of DATASETS.
+        name: a key of DATASETS; None for "text" where there is a path, else "stdlib".
         path: for "text", a .txt or .jsonl file, or a folder with such files at any depth (hidden
             ones are passed over); None for "stdlib".
 
@@ -135,6 +135,7 @@ def open_corpus(name: str, path: str | None = None) -> Corpus:
         ConfigError: an unknown name, a path that is missing, not wanted or of the wrong kind, a
             folder without .txt and .jsonl files, or files without a single document.
     """
+    name = name or ("text" if path else "stdlib")
     suffixes: tuple[str, ...]
     if name == "stdlib":
         if path is not None:

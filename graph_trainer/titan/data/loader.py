@@ -106,12 +106,13 @@ class TextDataLoader(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        dataset: str = "stdlib"
+        dataset: str | None = None
         """"stdlib": the source files of the running Python's standard library. "text": files of
-        your own at dataset_path."""
+        your own at dataset_path. Unset: "text" with a path, else "stdlib"; for validation the
+        training data."""
 
         dataset_path: str | None = None
-        """For dataset "text": a .txt or .jsonl file, or a folder of them."""
+        """Your own text: a .txt or .jsonl file, or a folder of them."""
 
         split: Literal["train", "validation"] = "train"
         """Which documents: about 8 in 100 are kept for validation."""
@@ -136,7 +137,8 @@ class TextDataLoader(BaseDataLoader):
     ):
         if config.seed < 0:
             raise ConfigError(f"dataloader seed = {config.seed} is negative: set it to 0 or more.")
-        table = tokenize(open_corpus(config.dataset, config.dataset_path), tokenizer)
+        corpus = open_corpus(config.dataset, config.dataset_path)
+        table = tokenize(corpus, tokenizer)
         self._rows = PackedRows(table, config.split, seq_len=seq_len, seed=config.seed)
         self._infinite = config.infinite
         self._global_rows = dp_world_size * local_batch_size
@@ -152,7 +154,7 @@ class TextDataLoader(BaseDataLoader):
         }
         if self._rows.rows_per_epoch < self._global_rows:
             raise ConfigError(
-                f"the {config.split} split of dataset {config.dataset!r} "
+                f"the {config.split} split of dataset {corpus.name!r} "
                 f"({config.dataset_path or 'built in'}) is too small: its {self._rows.documents} "
                 f"documents have {self._rows.pairs_per_epoch} tokens to predict, and one global "
                 f"batch needs {self._global_rows * seq_len} ({dp_world_size} data-parallel ranks "

@@ -49,11 +49,12 @@ class ByteBPETokenizer(BaseTokenizer):
         """Most token ids there may be, the two special ones included; at least 258. The model's
         vocabulary must be as large or larger."""
 
-        dataset: str = "stdlib"
-        """Corpus to learn from: "stdlib", or "text" for files of your own at dataset_path."""
+        dataset: str | None = None
+        """Corpus to learn from: "stdlib", or "text" for files of your own at dataset_path. Unset:
+        the training data, where that is text; else "stdlib"."""
 
         dataset_path: str | None = None
-        """For dataset "text": a .txt or .jsonl file, or a folder of them."""
+        """Your own text: a .txt or .jsonl file, or a folder of them."""
 
     eos_id: int
     bos_id: int

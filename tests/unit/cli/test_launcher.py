@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from graph_trainer.cli import launcher
 from graph_trainer.errors import ConfigError
+from graph_trainer.titan.checkpoint_reader import METADATA
+from graph_trainer.train import SHOWN_BY_LAUNCHER, run
 
 SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
@@ -49,6 +54,7 @@ def test_two_ranks_on_a_machine_that_says_nothing(prepare: Prepare) -> None:
             *("-m", "graph_trainer.train", *flags),
         ],
         {"OMP_NUM_THREADS": "4"},
+        Path("outputs/tracebacks.txt"),
     )
 
 
@@ -121,7 +127,10 @@ def test_several_machines(prepare: Prepare, node: str, host: int) -> None:
         assert word in arguments
 
 
-def test_restarts_go_on_from_a_checkpoint(prepare: Prepare) -> None:
+def test_restarts_go_on_from_a_checkpoint(prepare: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "checkpoint" / "step-4").mkdir(parents=True)
+    (tmp_path / "checkpoint" / "step-4" / METADATA).touch()
+    of_step_4 = ["--checkpoint.load_step", "4", "--dump_folder", str(tmp_path)]
     own_store = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     checkpoint = "--checkpoint.enable"
     assert own_store not in prepare(checkpoint).environment
@@ -130,7 +139,7 @@ def test_restarts_go_on_from_a_checkpoint(prepare: Prepare) -> None:
     for flags, key in (
         ([], "checkpoint.enable"),
         ([checkpoint, "--checkpoint.load_only"], "checkpoint.load_only"),
-        ([checkpoint, "--checkpoint.load_step", "4"], "checkpoint.load_step"),
+        ([checkpoint, *of_step_4], "checkpoint.load_step"),
     ):
         with pytest.raises(ConfigError, match=f"MAX_RESTARTS = 3, but {key} = "):
             prepare(*flags)
@@ -161,12 +170,7 @@ def test_a_bad_variable_is_named_before_anything_is_read(
         prepare(**environment)
 
 
-FAILED = ChildFailedError("rank", {0: ProcessFailure(0, 4321, 7, error_file="none")})
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(None, 0), (FAILED, 1), (SignalException("got signal: 15", 15), 1)]
-)
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (SignalException("signal: 15", 15), 1)])
 def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -185,3 +189,81 @@ def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     assert launcher.start(launcher.Launch(["-m", "x"], {"OMP_NUM_THREADS": "5"})) == code
     assert started == [(["-m", "x"], "5")]
     assert capsys.readouterr().err == (f"{error}\n" if error else "")
+
+
+class Failing:
+    """Ranks that fail in this process, one after the other, as torchrun reports them."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.failures = folder, dict[int, ProcessFailure]()
+        self.setenv = monkeypatch.setenv
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
+        monkeypatch.setattr(torch.distributed.run, "main", self.torchrun)
+
+    def fail(self, rank: int, error: Exception, at: float) -> None:
+        file = self.folder / f"rank{rank}.json"
+        self.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+
+        def work(argv: object) -> None:
+            raise error
+
+        code = run(work=work)
+        os.utime(file, (at, at))
+        self.failures[rank] = ProcessFailure(rank, 4321, code, str(file))
+
+    def torchrun(self, arguments: list[str]) -> None:
+        raise ChildFailedError("rank", self.failures)
+
+    def start(self) -> int:
+        launch = launcher.Launch(["--max_restarts=0"], {}, self.folder / "out" / "tracebacks.txt")
+        return launcher.start(launch)
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Failing:
+    monkeypatch.setenv(SHOWN_BY_LAUNCHER, "")  # `start` sets it
+    return Failing(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (ConfigError("a: b\n  c"), 2, "error: a: b\n  c"),
+        (ValueError("x: y"), 1, "error: rank 1: ValueError: x: y"),
+    ],
+)
+def test_the_error_of_the_first_rank_is_all_that_is_shown(
+    failing: Failing,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    code: int,
+    shown: str,
+) -> None:
+    failing.fail(0, ConfigError("another rank has ended"), at=100.5)
+    failing.fail(1, error, at=100.25)
+    assert failing.start() == code
+    file = failing.folder / "out" / "tracebacks.txt"
+    tracebacks = f"\nThe tracebacks of the ranks that failed are in {file}\n"
+    assert capsys.readouterr() == ("", shown + tracebacks)
+    assert re.findall(r"^rank (\d)\nTraceback ", file.read_text(), re.M) == ["1", "0"]
+
+
+def test_a_rank_shows_its_error_where_no_launcher_does(
+    failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(SHOWN_BY_LAUNCHER)
+    failing.fail(0, ConfigError("a: b"), at=1)
+    assert capsys.readouterr().err == "error: a: b\n"
+    failing.fail(0, ValueError("x"), at=1)
+    assert capsys.readouterr().err.startswith("Traceback (most recent")
+
+
+@pytest.mark.parametrize(("code", "said"), [(-9, "Signal 9 (SIGKILL)"), (7, "exit code 7")])
+def test_a_rank_that_ended_without_a_word(
+    failing: Failing, capsys: pytest.CaptureFixture[str], code: int, said: str
+) -> None:
+    failing.failures[3] = ProcessFailure(3, 4321, code, "none")
+    assert failing.start() == max(code, 1)
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: rank 3: ") and said in shown
+    assert not (failing.folder / "out").exists()

@@ -12,7 +12,7 @@ from torch import nn
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from graph_trainer.errors import CheckpointError
-from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA
+from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA, steps_in
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 
 
@@ -48,7 +48,7 @@ def saved(manager: CheckedCheckpointManager, step: int) -> Path:
 def steps(manager: CheckedCheckpointManager) -> list[int]:
     """The steps that have a folder when what is queued for removal is gone."""
     manager.close()
-    return sorted(manager._steps())
+    return sorted(steps_in(Path(manager.folder)))
 
 
 def test_unfinished_and_damaged_checkpoints_are_neither_loaded_nor_kept_in_place_of_good_ones(
@@ -97,9 +97,9 @@ def test_an_export_is_complete_once_it_has_its_index(manager: CheckedCheckpointM
     export = Path(manager._create_checkpoint_id(4))
     export.mkdir()
     manager._purge_stale_checkpoints()
-    assert manager._steps()[4] is False
+    assert steps_in(Path(manager.folder))[4] is False
     (export / HF_INDEX).touch()
-    assert manager._steps()[4] is True
+    assert steps_in(Path(manager.folder))[4] is True
     assert steps(manager) == [2, 3, 4]
 
 

@@ -321,6 +321,16 @@ IN_FILES = (
         '[validator.dataloader]\ndataset = "text"\ndataset_path = "no/such"',
     ),
     Bad(
+        'dataloader.dataset_path = "no/such": dataset_path',
+        "Name a .txt",
+        "dataloader.dataset_path = 'no/such'",
+    ),
+    Bad(
+        "validator.dataloader.dataset = unset: the training data is no text",
+        'dataset = "c4_validation"',
+        '[dataloader]\ntype = "huggingface"\ndataset = "c4"\n[validator]\nenable = true',
+    ),
+    Bad(
         'dataloader.dataset = "c44"',
         "Did you mean c4?",
         '[dataloader]\ntype = "huggingface"\ndataset = "c44"',
@@ -339,6 +349,19 @@ IN_FILES = (
     Bad('dump_folder = ""', "Name a folder"),
     Bad('module = "graph_trainer.lama3"', "Did you mean graph_trainer.llama3?"),
     Bad("optimizer.param_groups = []", 'pattern = ".*"'),
+    Bad(
+        "optimizer.betas = [0.9, 1.5]: Invalid beta",
+        "another value",
+        "[optimizer]\nbetas = [0.9, 1.5]",
+    ),
+    Bad(
+        "optimizer.param_groups[0]",
+        "Set optimizer.lr",
+        """\
+[optimizer]
+unset = ["lr"]
+param_groups = [{ pattern = ".*", optimizer_name = "Adam" }]""",
+    ),
     Bad(f"debug.seed = {2**64}", "unset it"),
     Bad("debug.seed = -1", "a seed from 0 to"),
     Bad(
@@ -377,7 +400,12 @@ ON_THE_COMMAND_LINE = (
         "or --compile.memory_limit_gib None",
         ["--compile.memory_limit_gib", ""],
     ),
-    Bad('optimizer.lr = "-1": unknown key', "Did you mean", ["--optimizer.lr", "-1"]),
+    Bad("optimizer.lr = -1.0: Invalid learning", "another value", ["--optimizer.lr", "-1"]),
+    Bad(
+        "optimizer.lr = 0.1: every parameter group sets its own",
+        "--optimizer.param_groups.0.optimizer_kwargs.lr",
+        ["--optimizer.lr", "0.1", "--optimizer.param_groups.0.optimizer_kwargs.lr", "1e-3"],
+    ),
     Bad(
         'command line: activation_checkpoint.path = "no/such.toml": there is no such file',
         "Check the path",

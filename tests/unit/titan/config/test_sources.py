@@ -176,8 +176,44 @@ def test_flags_follow_toml_and_their_field():
     assert config.lr_scheduler.min_lr_factor == 0.1
     assert config.override.imports == ["a.b", ("c.d", {"x": 1})]
     (group,) = config.optimizer.param_groups
-    kept = {**before[0].optimizer_kwargs, "lr": 1e-3, "betas": (0.8, 0.9)}
-    assert group.optimizer_kwargs == kept and group.pattern == before[0].pattern
+    assert (
+        group.optimizer_kwargs == {"lr": 1e-3, "betas": (0.8, 0.9)}
+        and group.pattern == before[0].pattern
+    )
+
+
+OWN = """\
+from graph_trainer.llama3 import config_registry
+from graph_trainer.titan.trainer import GraphTrainer
+
+def small(){returns}:
+    return config_registry.llama3_debugmodel()
+"""
+
+
+@pytest.fixture
+def own_package(tmp_path, monkeypatch):
+    """Make a package of configs in a folder and go there; a module is imported once."""
+
+    def make(name, returns):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config_registry.py").write_text(OWN.format(returns=returns))
+        monkeypatch.chdir(tmp_path / name)
+
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return make
+
+
+def test_a_package_of_ones_own_is_found_from_inside_its_folder(own_package):
+    own_package("myllama", " -> GraphTrainer.Config")
+    config = load_config(["--module", "myllama", "--config", "small"])
+    assert (config.module, config.base) == ("myllama", "small")
+
+
+def test_a_module_without_entries_is_told_what_one_is(own_package):
+    own_package("mygpt", "")
+    with pytest.raises(ConfigError, match=r"mygpt.config_registry has no config: .*small\(\) ->"):
+        load_config(["--module", "mygpt", "--config", "small"])
 
 
 def test_a_shells_completion_is_printed_or_written(tmp_path, capsys):

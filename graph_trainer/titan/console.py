@@ -1,0 +1,101 @@
+"""What a rank shows while it runs, and what its first rank writes to console.log."""
+
+import contextlib
+import logging
+import os
+import re
+import textwrap
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torchtitan.tools.utils import device_type
+
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+
+CONSOLE_LOG = "console.log"
+"""The file of the dump folder with everything that rank 0 logs, in torchtitan's format."""
+
+WIDTH = 92
+"""Columns of a line: 100 with torchrun's "[rank0]:" before it."""
+
+_NO_NEWS = (
+    "Error running lspci",  # the device's name is used instead
+    "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchtitan's own default
+    "initial_load_model_only=True has no effect",  # it is the default
+)
+_NO_NEWS_WITHOUT_HF = ("model.safetensors.index.json not found",)
+_NO_NEWS_ON_CPU = ("Peak flops undefined", "Peak FLOPS used")
+_NO_NEWS_OF_TORCH = (
+    r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
+    "To get the last learning rate computed by the scheduler",  # torchtitan's, when it resumes
+)
+
+_COLOUR = re.compile(r"\x1b\[[\d;]+m")
+_PROGRESS = re.compile(r"(validate )?step: ")
+_MFU = re.compile(r"\s+mfu: \S+$")
+
+
+def set_up_console(config: GraphTrainerConfig) -> None:
+    """Replace what torchtitan's `init_logger` has set up, unless `metrics.console` is "verbose".
+
+    Warnings that mean nothing in this run are left out, by what they say. On a device without a
+    known peak there is no MFU. A colour is a terminal's: the launcher sets NO_COLOR for the rest.
+    """
+    console = getattr(config.metrics, "console", "normal")  # metrics may be a user's own
+    root = logging.getLogger()
+    (handler,) = root.handlers
+    if os.environ.get("RANK", "0") == "0":
+        with contextlib.suppress(OSError):  # an error of the folder comes with the first file
+            path = Path(config.dump_folder) / CONSOLE_LOG
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = logging.FileHandler(path, encoding="utf-8")
+            file.setFormatter(logging.Formatter("%(asctime)s - %(levelname)s - %(plain)s"))
+            file.addFilter(_with_plain_text)
+            root.addHandler(file)
+    if console == "verbose":
+        return
+    for message in _NO_NEWS_OF_TORCH:
+        warnings.filterwarnings("ignore", message)
+    no_news: tuple[str, ...] = _NO_NEWS
+    no_news += () if config.checkpoint.initial_load_in_hf else _NO_NEWS_WITHOUT_HF
+    no_news += _NO_NEWS_ON_CPU if device_type == "cpu" else ()
+
+    def is_shown(record: Any) -> bool:
+        progress = record.levelno >= logging.WARNING or _PROGRESS.match(record.plain) is not None
+        return not record.plain.startswith(no_news) and (progress or console != "quiet")
+
+    handler.addFilter(_with_plain_text)
+    handler.addFilter(is_shown)
+    handler.setFormatter(_Lines())
+
+
+def _with_plain_text(record: Any) -> bool:
+    """Add to a record its message without colours."""
+    record.plain = _COLOUR.sub("", record.getMessage())
+    return True
+
+
+class _Lines(logging.Formatter):
+    """Messages alone, in lines that end at spaces but for those in `a = b`."""
+
+    def format(self, record: Any) -> str:
+        text = super().format(record)  # with the traceback, where there is one
+        text = _COLOUR.sub("", text) if "NO_COLOR" in os.environ else text
+        if _PROGRESS.match(record.plain):
+            return _MFU.sub("", text) if device_type == "cpu" else text
+        if record.levelno >= logging.WARNING:
+            text = f"{record.levelname.lower()}: {text}"
+        return "\n".join(map(wrapped, text.split("\n")))
+
+
+def wrapped(line: str) -> str:
+    """Break a line at spaces after at most WIDTH columns, never inside `a = b` or a word."""
+    if len(line) <= WIDTH or "   " in line.strip():  # a row of a table
+        return line
+    kept = line.replace(" = ", "\0=\0")
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    lines = textwrap.wrap(
+        kept, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
+    return "\n".join(lines).replace("\0", " ")

@@ -1,0 +1,70 @@
+"""A checkpoint that is not there is refused before any rank starts."""
+
+from pathlib import Path
+
+import pytest
+
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.checkpoint_reader import METADATA
+from graph_trainer.titan.config.load import load_config
+
+
+@pytest.fixture
+def load(tmp_path: Path):
+    """Load a config whose dump folder is tmp_path/run, with these keys of [checkpoint]."""
+
+    def load(**keys: object) -> None:
+        flags = ["--checkpoint.enable", "--dump_folder", str(tmp_path / "run")]
+        for key, value in keys.items():
+            flags += [f"--checkpoint.{key}", str(value).lower() if value is True else str(value)]
+        load_config(flags)
+
+    return load
+
+
+def save(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        (folder / f"step-{step}").mkdir(parents=True)
+        (folder / f"step-{step}" / METADATA).touch()
+    return folder
+
+
+def refused(load, **keys: object) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(**keys)
+    return str(caught.value)
+
+
+def test_a_step_that_is_not_there(load, tmp_path: Path) -> None:
+    said = refused(load, load_step=99)
+    assert "checkpoint.load_step = 99: " in said and "holds no checkpoint. Leave it out" in said
+    (save(tmp_path / "run/checkpoint", 10, 20) / "step-99").mkdir()  # never completed
+    assert "holds those of steps 20, 10. Set one of these" in refused(load, load_step=99)
+    load(load_step=10)
+    load()
+
+
+def test_an_initial_checkpoint_that_is_not_there(load, tmp_path: Path) -> None:
+    said = refused(load, initial_load_path="/nonexist")
+    assert 'checkpoint.initial_load_path = "/nonexist": there is no such folder' in said
+    (tmp_path / "empty").mkdir()
+    said = refused(load, initial_load_path=tmp_path / "empty")
+    assert "the folder holds no checkpoint" in said
+    assert "damaged" not in said and "load_step" not in said
+    other = save(tmp_path / "other", 5)
+    assert f"Name {other / 'step-5'}." in refused(load, initial_load_path=other)
+    load(initial_load_path=other / "step-5")
+    # a run that continues does not read it
+    save(tmp_path / "run/checkpoint", 10)
+    load(initial_load_path="/nonexist")
+
+
+def test_weights_of_hugging_face_that_are_not_there(load, tmp_path: Path) -> None:
+    assert "no safetensors" in refused(load, initial_load_in_hf=True, initial_load_path=tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    load(initial_load_in_hf=True, initial_load_path=tmp_path)
+
+
+def test_nothing_is_asked_of_a_run_without_checkpoints_or_of_remote_storage(load) -> None:
+    load_config(["--checkpoint.initial_load_path", "/nonexist"])
+    load(initial_load_path="gs://bucket/step-5")

@@ -1,0 +1,48 @@
+"""One key names the text of training, validation and tokenizer; each may have another."""
+
+from pathlib import Path
+
+import pytest
+
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.run_config import with_text_of_training
+from graph_trainer.titan.config.serialize import config_to_toml
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "mine.txt").write_text("some text of my own")
+    return str(tmp_path / "mine.txt")
+
+
+def texts(*flags: str) -> list[tuple[str | None, str | None]]:
+    config = with_text_of_training(load_config([*flags, "--validator.enable"]))
+    sections = (config.dataloader, config.validator.dataloader, config.tokenizer)
+    return [(each.dataset, each.dataset_path) for each in sections]
+
+
+def test_the_path_of_the_training_data_is_that_of_all_three(text: str) -> None:
+    assert texts("--dataloader.dataset_path", text) == [(None, text)] * 3
+    assert texts() == [(None, None)] * 3  # the standard library
+
+
+def test_each_may_differ_when_said(text: str) -> None:
+    mine = ("--dataloader.dataset_path", text)
+    standard = ("stdlib", None)
+    validates_on_another = texts(*mine, "--validator.dataloader.dataset", "stdlib")
+    assert validates_on_another == [(None, text), standard, (None, text)]
+    other = texts("--tokenizer.dataset_path", text, "--tokenizer.vocab_size", "300")
+    assert other == [(None, None), (None, None), (None, text)]
+
+
+def test_validation_takes_the_part_that_is_kept_for_it(text: str) -> None:
+    config = with_text_of_training(load_config(["--dataloader.dataset_path", text]))
+    assert (config.dataloader.split, config.validator.dataloader.split) == ("train", "validation")
+
+
+def test_a_saved_config_can_be_given_another_text(text: str, tmp_path: Path) -> None:
+    saved = tmp_path / "config.toml"
+    saved.write_text(config_to_toml(load_config(["--dataloader.dataset_path", text])))
+    other = str(Path(text).rename(tmp_path / "other.txt"))
+    found = texts("--config", str(saved), "--dataloader.dataset_path", other)
+    assert found == [(None, other)] * 3
