@@ -25,6 +25,7 @@ from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import comparison_table, report_text
 from graph_trainer.planner.trace import write_trace
@@ -109,6 +110,7 @@ def main(argv: Sequence[str]) -> int:
                 world_size,
                 all_ranks=flags.all_ranks,
                 device=hardware.device,
+                processes=usable_processes(),
                 on_progress=say,
             )
         print(proof)
@@ -203,7 +205,7 @@ def _write_json(plan: Plan, file: IO[str]) -> None:
 
 def _write_saved(plan: Plan, file: IO[str]) -> None:
     with progress("save") as say:
-        saved = plan_every_class(plan, on_progress=say)
+        saved = plan_every_class(plan, processes=usable_processes(), on_progress=say)
     file.write(saved.to_json())
 
 
@@ -252,7 +254,7 @@ def _compare(
                 f"--{flag} is of one plan and --compare makes several: leave one of the two out"
             )
     with progress("compare") as say:
-        rows = compare(wanted, load, plan_of, say)
+        rows = compare(wanted, load, plan_of, say, usable_processes())
     reasons = dict.fromkeys(row.error for row in rows if row.error)
     table = comparison_table(rows, hardware.memory_bytes)
     _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])

@@ -137,10 +137,13 @@ def read_plan(path: Path) -> SavedPlan:
         raise ConfigError(f"--plan {path}: cannot be read: {reason}. {REMEDY}") from error
 
 
-def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None) -> SavedPlan:
+def plan_every_class(
+    plan: Plan, *, processes: int = 1, on_progress: OnProgress = lambda line: None
+) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
+    At most `processes` plan at once.
 
     Raises:
         GraphTrainerError: as `make_plan`, for any of the ranks.
@@ -150,7 +153,6 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
     ranks = list(classes.representatives())
 
     def run(rank: int, agreement: Agreement) -> tuple[PlannedClass, Passes]:
-        on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
         of_rank = make_plan(
             config,
             world_size,
@@ -165,6 +167,9 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 
+    def announce(rank: int) -> None:
+        on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
+
     return SavedPlan(
         schema=SCHEMA,
         versions=versions(),
@@ -174,7 +179,7 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),
-        classes=as_agreed(ranks, run, on_progress),
+        classes=as_agreed(ranks, run, on_progress, processes, on_start=announce),
     )
 
 

@@ -41,9 +41,10 @@ def verify_order(
     *,
     all_ranks: bool = False,
     device: str = "cuda",
+    processes: int = 1,
     on_progress: OnProgress = lambda line: None,
 ) -> OrderProof:
-    """Prove the order of the collectives of all ranks, on fake ranks in this process.
+    """Prove the order of the collectives of all ranks, on fake ranks of this machine.
 
     Captures the step of every rank that can differ and runs its passes.
 
@@ -52,6 +53,7 @@ def verify_order(
         world_size: number of ranks.
         all_ranks: capture every rank, and not only one of each class.
         device: what the step is captured for: "cuda" or "cpu".
+        processes: how many at most capture at once.
         on_progress: called with a line before the first capture and after each.
 
     Raises:
@@ -76,16 +78,18 @@ def verify_order(
             raise VerificationError(
                 f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
             ) from error
+        return sequence, decided_by(joint)
+
+    def report(rank: int, result: tuple[Sequence, Passes, object]) -> None:
         done.append(rank)
         place, seconds = (len(done) - 1) % len(ranks) + 1, time.perf_counter() - start
         left = seconds / len(done) * (len(ranks) - place)
         on_progress(
-            f"rank {rank}, {place} of {len(ranks)}: {len(sequence):,} collectives, "
+            f"rank {rank}, {place} of {len(ranks)}: {len(result[0]):,} collectives, "
             f"{seconds:.0f} s so far, {left:.0f} s left"
         )
-        return sequence, decided_by(joint)
 
-    return prove_order(as_agreed(ranks, run, on_progress), classes)
+    return prove_order(as_agreed(ranks, run, on_progress, processes, on_end=report), classes)
 
 
 def rank_classes(run: FakeRank) -> RankClasses:
