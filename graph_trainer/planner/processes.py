@@ -44,7 +44,7 @@ def in_processes(
 
     Args:
         processes: the most processes, this one included.
-        on_start, on_end: called in this process, before and after each item.
+        on_start, on_end: called in this process, before and after each item, one at a time.
 
     Raises:
         Exception: the error of the first item that has one, as without other processes.
@@ -52,14 +52,16 @@ def in_processes(
     results: dict[int, R] = {}
     errors: dict[int, Exception] = {}
     lost: list[int] = []
+    lock = threading.Lock()  # the callbacks print whole lines, in order
     places = iter(range(len(items)))  # each is taken once, by whichever process is free
 
     def work(do: Callable[[int], R], at_most: int) -> None:
         for _ in range(at_most):
-            place = None if errors else next(places, None)
-            if place is None:
-                return
-            on_start(items[place])
+            with lock:
+                place = None if errors else next(places, None)
+                if place is None:
+                    return
+                on_start(items[place])
             try:
                 results[place] = do(place)
             except _Ended:
@@ -68,7 +70,8 @@ def in_processes(
             except Exception as error:
                 errors[place] = error
                 return
-            on_end(items[place], results[place])
+            with lock:
+                on_end(items[place], results[place])
 
     def here(place: int) -> R:
         return task(items[place])
