@@ -25,7 +25,7 @@ class Captures:
 
     def __init__(self, most: int = 4, cache: CaptureCache | None = None) -> None:
         self._most = most
-        self._cache = cache
+        self.cache = cache
         self._joints: OrderedDict[tuple[object, ...], JointGraph] = OrderedDict()
 
     def of(self, run: FakeRank, on_progress: OnProgress = lambda line: None) -> JointGraph:
@@ -36,8 +36,8 @@ class Captures:
         """
         what = what_is_captured(run.config)
         key = (what, run.world_size, run.rank, run.device)
-        if key not in self._joints and self._cache is not None:
-            self._joints[key] = self._cache.of(run, what, on_progress)
+        if key not in self._joints and self.cache is not None:
+            self._joints[key] = self.cache.of(run, what, on_progress)
         elif key not in self._joints:
             on_progress("capturing the train step")
             self._joints[key] = run.capture()

@@ -17,7 +17,7 @@ from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
-from graph_trainer.planner.captures import what_is_captured
+from graph_trainer.planner.captures import Captures, what_is_captured
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
@@ -157,6 +157,8 @@ def _estimator(
     if plan.memory_table is not None:
         return lambda change, config: outcome_of(change, _planned(config, plan))
     on_progress("estimating from a few layers")
+    # shallow steps are small: none is captured twice, and that of the whole model is not dropped
+    plan = replace(plan, captures=Captures(most=32, cache=plan.captures.cache))
     peak, speed = peak_and_speed(plan.config, plan)
 
     def from_few_layers(change: Change, config: GraphTrainerConfig) -> Outcome:

@@ -214,7 +214,7 @@ def is_below_what_no_one_may_write(folder):
 @pytest.mark.parametrize("make", [is_a_file, is_below_a_file, is_below_what_no_one_may_write])
 def test_a_folder_that_cannot_be_written_is_warned_of_once(make, folder, captured, warnings):  # noqa: F811
     folder = make(folder) or folder
-    cache = Captures(most=1, cache=CaptureCache(folder))
+    cache = Captures(most=2, cache=CaptureCache(folder))
     for change in ((), BEFORE[0]):
         make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
     assert len(captured) == 2 and len(warnings) == 1 and str(folder) in warnings[0]
@@ -241,7 +241,7 @@ def test_a_lock_that_is_not_released_is_warned_of(folder, warnings, monkeypatch)
 
 
 def test_a_folder_that_is_removed_is_made_again(folder, captured, warnings):  # noqa: F811
-    cache = Captures(most=1, cache=CaptureCache(folder))
+    cache = Captures(most=2, cache=CaptureCache(folder))
     for change in ((), BEFORE[0], BEFORE[1]):
         make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
         assert len(list(folder.glob("*.graph"))) == 1
