@@ -20,6 +20,7 @@ from graph_trainer.core.simulation.hardware import Hardware, known_hardware, loa
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
@@ -27,6 +28,7 @@ from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import comparison_table, report_text
 from graph_trainer.planner.trace import write_trace
@@ -112,12 +114,15 @@ def main(argv: Sequence[str]) -> int:
     files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
     check_outputs(files)
 
+    cache = None if flags.no_capture_cache else CaptureCache(default_folder())
+    captures = Captures(cache=cache)
     plan_of = partial(
         make_plan,
         world_size=world_size,
         hardware=hardware,
         rank=flags.rank,
         runtime=RUNTIMES[flags.like],
+        captures=captures,
     )
 
     if flags.verify_order:
@@ -127,12 +132,14 @@ def main(argv: Sequence[str]) -> int:
                 world_size,
                 all_ranks=flags.all_ranks,
                 device=hardware.device,
+                processes=usable_processes(),
+                captures=captures,
                 on_progress=say,
             )
         print(proof)
         return 0
     if flags.compare:
-        plan_one = partial(plan_of, every_pass=False, captures=Captures())
+        plan_one = partial(plan_of, every_pass=False)
         return _compare(flags, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
@@ -221,7 +228,7 @@ def _write_json(plan: Plan, file: IO[str]) -> None:
 
 def _write_saved(plan: Plan, file: IO[str]) -> None:
     with progress("save") as say:
-        saved = plan_every_class(plan, on_progress=say)
+        saved = plan_every_class(plan, processes=usable_processes(), on_progress=say)
     file.write(saved.to_json())
 
 
@@ -270,7 +277,7 @@ def _compare(
                 f"--{flag} is of one plan and --compare makes several: leave one of the two out"
             )
     with progress("compare") as say:
-        rows = compare(wanted, load, plan_of, say)
+        rows = compare(wanted, load, plan_of, say, usable_processes())
     reasons = dict.fromkeys(row.error for row in rows if row.error)
     table = comparison_table(rows, hardware.memory_bytes)
     _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
@@ -367,6 +374,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--rank", type=int, default=0, metavar="N", help="the rank to plan (default 0)"
+    )
+    parser.add_argument(
+        "--no-capture-cache",
+        action="store_true",
+        help="capture anew, and keep nothing for later calls; captured steps are otherwise kept in "
+        f"the folder that {FOLDER} names (default: graph_trainer/captures in XDG_CACHE_HOME or "
+        "~/.cache), at most 256 MiB",
     )
     for name, (_, help_text) in _WRITERS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=help_text)

@@ -49,6 +49,10 @@ from torch.distributed.tensor.placement_types import (  # isort: skip
     _StridedShard as StridedShard,  # noqa: F401
 )
 
+# What a DTensor's layout consists of beside mesh and placements. torch 2.13 to 2.15.
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry  # isort: skip
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta  # isort: skip
+
 # The functional collectives register the ops under this name; the module is private by name
 # although DTensor's documented redistribution runs on it. torch 2.11 to 2.15.
 import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401  # isort: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.processes import in_processes
 
 T = TypeVar("T")
 Passes = tuple[object, ...]
@@ -35,7 +36,8 @@ def as_agreed(
     ranks: Sequence[int],
     run: Callable[[int, Agreement], tuple[T, Passes]],
     on_progress: OnProgress,
-    step_of: Callable[[int], object] = lambda rank: rank,
+    processes: int = 1,
+    **callbacks: Any,
 ) -> dict[int, T]:
     """Run the ranks until all run the same passes, as in training; return each rank's result.
 
@@ -48,25 +50,19 @@ def as_agreed(
         ranks: the ranks to run.
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
-        step_of: what decides all that `run` returns for a rank: of ranks with equal steps the first
-            is run.
+        processes: how many at most run ranks at once; see `in_processes`, also for `callbacks`.
     """
     maxima: list[int] = []
-    steps: dict[int, object] = {}
     while True:
-        numbers: dict[object, list[int]] = {}
-        agreed: dict[object, T] = {}
-        decided: set[Passes] = set()
-        for rank in ranks:
-            if rank not in steps:
-                steps[rank] = step_of(rank)
-            if (step := steps[rank]) not in agreed:
-                numbers[step] = []
-                agreed[step], passes = run(rank, _AsFarAsKnown(maxima, numbers[step]))
-                decided.add(passes)
-        unknown = [each[len(maxima)] for each in numbers.values() if len(each) > len(maxima)]
-        if len(decided) == 1 or not unknown:
-            return {rank: agreed[steps[rank]] for rank in ranks}
+
+        def of_rank(rank: int) -> tuple[T, Passes, list[int]]:
+            agreement = _AsFarAsKnown(maxima)
+            return (*run(rank, agreement), agreement.numbers)
+
+        results = in_processes(of_rank, ranks, processes, **callbacks)
+        unknown = [each[len(maxima)] for _, _, each in results if len(each) > len(maxima)]
+        if len({passes for _, passes, _ in results}) == 1 or not unknown:
+            return dict(zip(ranks, (result for result, _, _ in results), strict=True))
         maxima.append(max(unknown))
         # agreed_on of plan_memory all-reduces all costs as one number
         number = f"{maxima[-1]:,} at last (bytes of a peak, or nanoseconds of a step)"
@@ -80,11 +76,12 @@ def as_agreed(
 class _AsFarAsKnown(OneRank):
     """Takes the known maxima in order, then this rank's own numbers, and notes the latter."""
 
-    def __init__(self, maxima: Sequence[int], numbers: list[int]) -> None:
+    def __init__(self, maxima: Sequence[int]) -> None:
         super().__init__()
-        self._maxima, self._numbers = maxima, numbers
+        self._maxima = maxima
+        self.numbers: list[int] = []
 
     def all_reduce_max(self, number: int) -> int:
-        self._numbers.append(number)
-        place = len(self._numbers) - 1
+        self.numbers.append(number)
+        place = len(self.numbers) - 1
         return self._maxima[place] if place < len(self._maxima) else number

@@ -17,11 +17,12 @@ from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
-from graph_trainer.planner.captures import what_is_captured
+from graph_trainer.planner.captures import Captures, what_is_captured
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
 from graph_trainer.planner.plan import LoadConfig, Outcome, Plan, make_plan, plan_of
+from graph_trainer.planner.processes import in_processes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.routing import mixtures_of
 
@@ -156,6 +157,8 @@ def _estimator(
     if plan.memory_table is not None:
         return lambda change, config: outcome_of(change, _planned(config, plan))
     on_progress("estimating from a few layers")
+    # shallow steps are small: none is captured twice, and that of the whole model is not dropped
+    plan = replace(plan, captures=Captures(most=32, cache=plan.captures.cache))
     peak, speed = peak_and_speed(plan.config, plan)
 
     def from_few_layers(change: Change, config: GraphTrainerConfig) -> Outcome:
@@ -281,10 +284,11 @@ def compare(
     load: LoadConfig,
     plan: Callable[[GraphTrainerConfig], Plan],
     on_progress: OnProgress,
+    processes: int = 1,
 ) -> list[Outcome]:
     """Plan every combination, those that fit first and the fastest of them first.
 
-    Every config is loaded before the first is planned.
+    Every config is loaded before the first is planned. At most `processes` plan at once.
 
     Raises:
         ConfigError: a key or a value that no combination can have.
@@ -306,16 +310,21 @@ def compare(
     for _, config in configs:
         first.setdefault(_captured_for(config), len(first))
     configs.sort(key=lambda each: first[_captured_for(each[1])])
-    outcomes = []
-    for number, (change, config) in enumerate(configs, 1):
-        words = ", ".join(f"{key} = {value}" for key, value in change.items())
-        on_progress(f"{number} of {len(configs)}: {words}")
+
+    def planned(number: int) -> Outcome:
+        change, config = configs[number]
         try:
             if isinstance(config, ConfigError):
                 raise config
-            outcomes.append(outcome_of(change, plan(config)))
+            return outcome_of(change, plan(config))
         except GraphTrainerError as error:
-            outcomes.append(Outcome(config=change, error=str(error)))
+            return Outcome(config=change, error=str(error))
+
+    def announce(number: int) -> None:
+        words = ", ".join(f"{key} = {value}" for key, value in configs[number][0].items())
+        on_progress(f"{number + 1} of {len(configs)}: {words}")
+
+    outcomes = in_processes(planned, range(len(configs)), processes, on_start=announce)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
 

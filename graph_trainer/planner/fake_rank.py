@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -72,6 +74,12 @@ class FakeRank:
         """The number of different batches in a step."""
         dims = self.parallel_dims
         return dims.get_mesh("batch").size() if dims.dp_enabled else 1
+
+    @property
+    def meshes(self) -> list[DeviceMesh]:
+        """The meshes of the model's tensors, in the order of the model."""
+        tensors = (*self.model.parameters(), *self.model.buffers())
+        return list(dict.fromkeys(t.device_mesh for t in tensors if isinstance(t, DTensor)))
 
     def pass_config(self, **of_machine: Any) -> PassConfig:
         """Return the passes that training runs. Arguments are those of `passes_of`."""

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from functools import cache
-from typing import Any
 
 import torch
-from torch import fx
 
-from graph_trainer.core.analysis.collectives import collectives, entry_text
+from graph_trainer.core.analysis.collectives import entry_text
 from graph_trainer.core.analysis.mesh_groups import RankClasses
-from graph_trainer.core.graph.annotations import (
-    annotations_of,
-    input_name,
-    module_of,
-    tags_of,
-    tensor_of,
-    tensors_of,
-)
+from graph_trainer.core.graph.annotations import module_of, tensors_of
 from graph_trainer.core.graph.collective_kinds import Ranks
-from graph_trainer.core.graph.data_sizes import exact_layout
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
-from graph_trainer.core.graph.ops import argument, aten, is_collective
 from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
-from graph_trainer.core.simulation.collective_costs import placement
 from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
 from graph_trainer.titan.strict import Strict
-
-_OF_INDICES = (aten.ge.Scalar, aten.lt.Scalar, aten.sub.Tensor)
-"""Ops that compare an index with a number, or subtract one from it."""
 
 Item = tuple[str, str]
 """What both steps must have at the same position, compared literally; and for messages its module
@@ -113,47 +97,3 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
 
 def _shape(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
-
-
-def step_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_node: int) -> bytes:
-    """Return what decides the plan of a rank, by its step as captured: equal for equal plans.
-
-    Two ranks have it if their graphs are equal node by node, annotations included, but for the
-    names of process groups, which lie along the same axes of the mesh, on as many machines each,
-    and for numbers that are compared with indices or added to them, such as the first row of an
-    embedding that a rank has. Passes must see nothing of a rank but its graph. Linear in nodes.
-    """
-    ranks_of = {str(argument(c.node, "group_name")): c.ranks for c in collectives(joint)}
-    place_of = {name: place for place, name in enumerate(ranks_of)}
-    groups: list[object] = [[place_of[name] for name in sorted(place_of)]]
-    for ranks in ranks_of.values():
-        shifted = tuple(member - min(ranks) for member in ranks)
-        machines = [placement(group, devices_per_node) for group in (ranks, shifted)]
-        groups.append((len(ranks), machines, classes.axes_of_group(ranks, rank) or ranks))
-    key = hashlib.sha256(repr((groups, joint.rounding)).encode())
-    # a layout has the mesh of this rank; its tensors are those of the nodes
-    for given in joint.signature.inputs:
-        what = (given.kind, given.name, given.requires_grad, given.aliases, given.mutated)
-        key.update(repr((what, given.layout.num_tensors)).encode())
-    for returned in joint.signature.outputs:
-        key.update(repr((returned.kind, returned.name, returned.layout.num_tensors)).encode())
-
-    def without_offset(value: Any) -> Any:
-        return "offset" if type(value) is int else value
-
-    def without_name(value: Any) -> Any:
-        known = isinstance(value, str) and value in place_of
-        return f"group {place_of[value]}" if known else value
-
-    for node in joint.graph.nodes:
-        arguments: Any = (node.args, node.kwargs)
-        if is_collective(node):
-            arguments = fx.node.map_aggregate(arguments, without_name)
-        elif node.target in _OF_INDICES and not tensor_of(node).is_floating_point():
-            arguments = fx.node.map_aggregate(arguments, without_offset)
-        annotated = {name: without_name(value) for name, value in annotations_of(node).items()}
-        values = [(t.dtype, t.device, exact_layout(t)) for t in tensors_of(node)]
-        tags = (tags_of(node), input_name(node))
-        described = (node.name, node.op, str(node.target), arguments, annotated, tags, values)
-        key.update(repr(described).encode())
-    return key.digest()

@@ -19,13 +19,12 @@ from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.ordering.agreement import Agreement
-from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
-from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of, step_key
+from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -138,11 +137,13 @@ def read_plan(path: Path) -> SavedPlan:
         raise ConfigError(f"--plan {path}: cannot be read: {reason}. {REMEDY}") from error
 
 
-def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None) -> SavedPlan:
+def plan_every_class(
+    plan: Plan, *, processes: int = 1, on_progress: OnProgress = lambda line: None
+) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
-    Of classes that capture the same step (see `step_key`) the first is planned.
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
+    At most `processes` plan at once.
 
     Raises:
         GraphTrainerError: as `make_plan`, for any of the ranks.
@@ -166,12 +167,9 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 
-    def step_of(rank: int) -> object:
+    def announce(rank: int) -> None:
         on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
-        joint = plan.captures.of(FakeRank(config, world_size, rank, hardware.device))
-        return step_key(joint, rank, classes, hardware.devices_per_node) if only_ours else rank
 
-    only_ours = all(registered_passes().get(each.name) is each for each in _passes(config))
     return SavedPlan(
         schema=SCHEMA,
         versions=versions(),
@@ -181,17 +179,14 @@ def plan_every_class(plan: Plan, *, on_progress: OnProgress = lambda line: None)
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),
-        classes=as_agreed(ranks, run, on_progress, step_of),
+        classes=as_agreed(ranks, run, on_progress, processes, on_start=announce),
     )
 
 
 def pass_names(config: GraphTrainerConfig) -> tuple[str, ...]:
     """Return the names of the passes that a config selects, in order."""
-    return tuple(each.name for each in _passes(config))
-
-
-def _passes(config: GraphTrainerConfig) -> list[Pass]:
-    return resolve_passes(config.compile.passes, config.compile.disable_passes)
+    passes = resolve_passes(config.compile.passes, config.compile.disable_passes)
+    return tuple(each.name for each in passes)
 
 
 def _predicted(plan: Plan) -> Predicted:

@@ -17,6 +17,7 @@ from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -41,9 +42,11 @@ def verify_order(
     *,
     all_ranks: bool = False,
     device: str = "cuda",
+    processes: int = 1,
+    captures: Captures | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> OrderProof:
-    """Prove the order of the collectives of all ranks, on fake ranks in this process.
+    """Prove the order of the collectives of all ranks, on fake ranks of this machine.
 
     Captures the step of every rank that can differ and runs its passes.
 
@@ -52,12 +55,15 @@ def verify_order(
         world_size: number of ranks.
         all_ranks: capture every rank, and not only one of each class.
         device: what the step is captured for: "cuda" or "cpu".
+        processes: how many at most capture at once.
+        captures: of earlier proofs and plans.
         on_progress: called with a line before the first capture and after each.
 
     Raises:
         VerificationError: the ranks can hang, with two ranks, the group and what differs; or a
             rank has no graph, with its error.
     """
+    captures = captures or Captures()
     classes = None if all_ranks else rank_classes(FakeRank(config, world_size, 0, device))
     ranks = list(classes.representatives()) if classes else list(range(world_size))
     on_progress(_announcement(classes, world_size))
@@ -69,23 +75,25 @@ def verify_order(
             fake = FakeRank(config, world_size, rank, device)
             if classes is not None:
                 check_shapes(fake, classes)
-            joint = fake.capture()
+            joint = captures.of(fake)
             run_passes(joint, fake.pass_config(), agreement=agreement)
             sequence = issued_by(joint, world_size)
         except GraphTrainerError as error:
             raise VerificationError(
                 f"rank {rank} could not capture the step: {type(error).__name__}: {error}"
             ) from error
+        return sequence, decided_by(joint)
+
+    def report(rank: int, result: tuple[Sequence, Passes, object]) -> None:
         done.append(rank)
         place, seconds = (len(done) - 1) % len(ranks) + 1, time.perf_counter() - start
         left = seconds / len(done) * (len(ranks) - place)
         on_progress(
-            f"rank {rank}, {place} of {len(ranks)}: {len(sequence):,} collectives, "
+            f"rank {rank}, {place} of {len(ranks)}: {len(result[0]):,} collectives, "
             f"{seconds:.0f} s so far, {left:.0f} s left"
         )
-        return sequence, decided_by(joint)
 
-    return prove_order(as_agreed(ranks, run, on_progress), classes)
+    return prove_order(as_agreed(ranks, run, on_progress, processes, on_end=report), classes)
 
 
 def rank_classes(run: FakeRank) -> RankClasses:

@@ -1,10 +1,15 @@
 """Plans that share a capture are those that capture for themselves."""
 
+import dataclasses
+from collections import Counter
+
 import pytest
 
+from graph_trainer.cli import plan_command
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
-from graph_trainer.planner.captures import Captures
+from graph_trainer.planner.capture_cache import default_folder
+from graph_trainer.planner.captures import Captures, what_is_captured
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import plan_report
@@ -144,3 +149,24 @@ def test_the_oldest_capture_goes(captured):
     for change in ((), BEFORE[0], ()):
         planned(*change, captures=shared)
     assert len(captured) == 3
+
+
+def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
+    """A run that does not fit: advice, memory curve, page and the classes of --save."""
+    small = dataclasses.replace(HARDWARE, memory_gib=0.05, memory_reserved_gib=0.0)
+    monkeypatch.setattr(plan_command, "load_hardware", lambda name: small)
+    monkeypatch.setattr(plan_command, "usable_processes", lambda: 1)
+    words = ["--world-size", "4", "--training.seq_len", "256", "--memory-curve"]
+    words += ["--save", str(tmp_path / "plan.json"), "--html", str(tmp_path / "plan.html")]
+    assert plan_command.main([*words, "--no-capture-cache"]) == 0
+    steps = Counter((what_is_captured(run.config), run.rank) for run in captured)
+    assert set(steps.values()) == {1}
+    layers = Counter(len(run.config.model_spec.model.layers) for run in captured)
+    assert layers[6] >= 3 and layers[3] == layers[5] > 3, "classes of ranks, changes"
+    assert not default_folder().exists()
+    # and a later call, which has them all from the first that kept them
+    for made in (2, 0):
+        captured.clear()
+        assert plan_command.main(["--world-size", "2", "--save", str(tmp_path / "two.json")]) == 0
+        whole = [run for run in captured if len(run.config.model_spec.model.layers) == 6]
+        assert len(whole) == made

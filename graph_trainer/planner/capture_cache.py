@@ -1,0 +1,182 @@
+"""Captured steps on disk, for later calls of `graph-trainer plan`."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import os
+import pickle
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+from platform import python_version
+
+import torch
+import torchtitan
+from filelock import FileLock
+from torchtitan.tools.logging import logger
+
+import graph_trainer
+from graph_trainer.core.capture.real_strides import fakes_as_real
+from graph_trainer.core.capture.side_effects import is_installed_file
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.module_settings import ModuleSettings
+from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
+from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.fake_rank import FakeRank
+
+FOLDER = "GRAPH_TRAINER_CAPTURES"
+"""The variable that names the folder; without it, graph_trainer/captures where caches lie."""
+MOST_BYTES = 256 * 2**20
+"""Of all files together; those used least recently are removed. A step of 8B takes 0.4 MiB."""
+
+_FORMAT = 1
+_LOCK_SECONDS = 10
+
+
+def default_folder() -> Path:
+    """Return the folder that the environment names, or the user's folder for caches."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get(FOLDER) or Path(caches, "graph_trainer", "captures")).expanduser()
+
+
+class CaptureCache:
+    """Captured steps in the files of a folder, each named after all that its capture depends on.
+
+    A folder or file that cannot be used is warned of once, and the step is captured.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._warned = False
+
+    def of(self, run: FakeRank, what: str, on_progress: OnProgress) -> JointGraph:
+        """Read the step of a rank, or capture and write it.
+
+        Args:
+            run: the rank.
+            what: the part of its config that is captured.
+            on_progress: called with one line.
+
+        Raises:
+            CaptureError: the step cannot be captured.
+        """
+        key = key_of(run, what)
+        path = self._folder / f"{key}.graph"
+        if (joint := self._read(path, run)) is not None:
+            on_progress(f"captured by an earlier call: read from {path}")
+            return joint
+        on_progress("capturing the train step")
+        joint = run.capture()
+        if key == key_of(run, what):  # otherwise the capture has imported further files
+            self._write(path, joint, run)
+        return joint
+
+    def _read(self, path: Path, run: FakeRank) -> JointGraph | None:
+        collects = gc.isenabled()
+        gc.disable()  # everything that is made here remains; this halves the time
+        try:
+            joint = graph_from_bytes(path.read_bytes(), fakes_as_real(), run.meshes)
+            os.utime(path)
+            return joint
+        except FileNotFoundError:
+            return None
+        except Exception as error:
+            self._warn(f"{path} cannot be read: {error}")
+            return None
+        finally:
+            if collects:
+                gc.enable()
+
+    def _write(self, path: Path, joint: JointGraph, run: FakeRank) -> None:
+        try:
+            content = graph_to_bytes(joint, run.meshes)
+        except pickle.PicklingError:  # sizes that data decide, subgraphs: captured every time
+            return
+        unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with FileLock(self._folder / "lock", timeout=_LOCK_SECONDS):
+                try:
+                    unfinished.write_bytes(content)
+                    unfinished.replace(path)
+                finally:
+                    unfinished.unlink(missing_ok=True)
+                self._remove_oldest()
+        except OSError as error:
+            self._warn(f"{self._folder} cannot be written to: {error}")
+
+    def _remove_oldest(self) -> None:
+        files = [(each.stat(), each) for each in self._folder.glob("*.graph*")]
+        total = sum(stat.st_size for stat, _ in files)
+        for stat, path in sorted(files, key=lambda each: each[0].st_mtime_ns):
+            if total <= MOST_BYTES:
+                return
+            path.unlink(missing_ok=True)
+            total -= stat.st_size
+
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            logger.warning(
+                f"Cache of captured steps: {problem}. The step is captured; name another folder "
+                f"with {FOLDER}, or leave the cache out with --no-capture-cache"
+            )
+        self._warned = True
+
+
+def key_of(run: FakeRank, what: str) -> str:
+    """Hash everything that the captured step of a rank depends on.
+
+    That is the config, the rank, the model as it was built, versions, and source files: all of
+    this package and of torchtitan (by size and time), those of the classes of the model and its
+    loss, and every imported file that is not of an installed package.
+    """
+    classes = {of for module in run.model.modules() for of in type(module).__mro__}
+    own = {of.__module__ for of in classes} | {getattr(run.loss_fn, "__module__", "")}
+    packages = {name.partition(".")[0] for name in own} | {"torch", "torchtitan"}
+    modules = ModuleSettings.of(run.model, ()).modules
+    tensors = [*run.model.named_parameters(), *run.model.named_buffers()]
+    parts = [
+        *(_FORMAT, python_version(), torch.version.git_version, sys.byteorder),
+        [(name, _version(name)) for name in sorted(packages)],
+        *(what, run.world_size, run.rank, run.device),
+        [
+            (name, f"{kind.__module__}.{kind.__qualname__}", values)
+            for name, kind, values in modules
+        ],
+        [(name, _described(tensor)) for name, tensor in tensors],
+    ]
+    key = hashlib.sha256(repr(parts).encode())
+    for path in sorted(_sources(own)):
+        key.update(f"\0{path}\0".encode() + hashlib.sha256(Path(path).read_bytes()).digest())
+    for file in sorted(Path(torchtitan.__path__[0]).rglob("*.py")):
+        stat = file.stat()
+        key.update(f"\0{file}\0{stat.st_size}\0{stat.st_mtime_ns}".encode())
+    return key.hexdigest()
+
+
+def _described(tensor: torch.Tensor) -> tuple[object, ...]:
+    local = getattr(tensor, "_local_tensor", tensor)
+    placed = (getattr(tensor, "placements", None), getattr(tensor, "device_mesh", None))
+    return (tensor.shape, tensor.dtype, tensor.stride(), tensor.requires_grad, local.shape, *placed)
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _sources(own: set[str]) -> set[str]:
+    """List the source files of this package, of some modules, and of all that is not installed."""
+    files = {str(path) for path in Path(graph_trainer.__path__[0]).rglob("*.py")}
+    installed = sysconfig.get_path("stdlib")  # site-packages may lie below
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if not path or not os.path.isfile(path):
+            continue
+        if name in own or not (path.startswith(installed) or is_installed_file(path)):
+            files.add(path)
+    return files

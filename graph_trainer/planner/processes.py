@@ -1,0 +1,153 @@
+"""Run the parts of a long command in several processes, within the memory there is."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import resource
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from graph_trainer.titan.device_memory import available_on_cpu
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+def usable_processes() -> int:
+    """Return the number of processes that may compute at once: one for each core.
+
+    Only Linux forks a process that has loaded torch, so elsewhere it is one.
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def in_processes(
+    task: Callable[[T], R],
+    items: Sequence[T],
+    processes: int,
+    *,
+    on_start: Callable[[T], None] = lambda item: None,
+    on_end: Callable[[T, R], None] = lambda item, result: None,
+) -> list[R]:
+    """Apply a task to every item; return the results in the order of the items.
+
+    This process does the first item alone: its peak of memory is what another process is taken to
+    need. Others are then forked, which have what this one has loaded and captured, as far as there
+    are cores, items and memory. What a task leaves in a process remains there; its result is
+    pickled. An item whose process is killed is done here.
+
+    Args:
+        processes: the most processes, this one included.
+        on_start, on_end: called in this process, before and after each item, one at a time.
+
+    Raises:
+        Exception: the error of the first item that has one, as without other processes.
+    """
+    results: dict[int, R] = {}
+    errors: dict[int, Exception] = {}
+    lost: list[int] = []
+    lock = threading.Lock()  # the callbacks print whole lines, in order
+    places = iter(range(len(items)))  # each is taken once, by whichever process is free
+
+    def work(do: Callable[[int], R], at_most: int) -> None:
+        for _ in range(at_most):
+            with lock:
+                place = None if errors else next(places, None)
+                if place is None:
+                    return
+                on_start(items[place])
+            try:
+                results[place] = do(place)
+            except _Ended:
+                lost.append(place)
+                return
+            except Exception as error:
+                errors[place] = error
+                return
+            with lock:
+                on_end(items[place], results[place])
+
+    def here(place: int) -> R:
+        return task(items[place])
+
+    work(here, 1)
+    number = min(processes, len(items) - 1) - 1
+    if number > 0:
+        number = min(number, available_on_cpu()[0] // _peak_bytes())
+    workers = [_Worker(here) for _ in range(number)]
+    threads = [threading.Thread(target=work, args=(w, len(items)), daemon=True) for w in workers]
+    try:
+        for thread in threads:
+            thread.start()
+        work(here, len(items))
+        for thread in threads:
+            thread.join()
+        if not errors:
+            places = iter(sorted(lost))
+            work(here, len(items))
+    finally:  # Ctrl-C too
+        for worker in workers:
+            worker.process.terminate()
+            worker.process.join()
+    if errors:
+        raise errors[min(errors)]
+    return [results[place] for place in range(len(items))]
+
+
+class _Ended(Exception):
+    """Raised for an item whose process has ended."""
+
+
+class _Worker:
+    """A forked process that does the items whose places it is sent."""
+
+    def __init__(self, do: Callable[[int], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(do, other), daemon=True)
+        with warnings.catch_warnings():
+            # of other threads: those of the libraries wait, and the progress line is not used there
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        other.close()
+
+    def __call__(self, place: int) -> Any:
+        """Return the result of an item.
+
+        Raises:
+            _Ended: the process has ended.
+            Exception: of the task.
+        """
+        try:
+            self._connection.send(place)
+            result, error = self._connection.recv()
+        except (EOFError, OSError):
+            raise _Ended from None
+        if error is not None:
+            raise error
+        return result
+
+
+def _serve(do: Callable[[int], Any], connection: Connection) -> None:
+    """Do items until the other process ends, or ends this one."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            place = connection.recv()
+            answer: tuple[Any, Exception | None]
+            try:
+                answer = (do(place), None)
+            except Exception as error:
+                answer = (None, error)
+            connection.send(answer)
+
+
+def _peak_bytes() -> int:
+    """Return the most memory that this process has had. Linux counts it in KiB."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,355 @@
+"""A step that an earlier call captured gives the same plan, and a bad cache gives a capture."""
+
+import multiprocessing
+import os
+import pickle
+import shutil
+import sys
+import zlib
+
+import pytest
+import torch
+
+from graph_trainer.core.capture.real_strides import fakes_as_real
+from graph_trainer.core.graph.serialize import _UNREAD, graph_from_bytes, graph_to_bytes
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner import capture_cache
+from graph_trainer.planner.capture_cache import CaptureCache, default_folder, key_of
+from graph_trainer.planner.captures import Captures, what_is_captured
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.titan.config.load import load_config
+from tests.unit.planner.test_captures import BEFORE, BEHIND, captured, config_of  # noqa: F401
+
+HARDWARE = load_hardware("h100-sxm")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "captures"
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """The warnings so far."""
+    said = []
+
+    def warning(line, *more):
+        if "Cache of captured steps" in line:
+            said.append(line)
+
+    monkeypatch.setattr(capture_cache.logger, "warning", warning)
+    return said
+
+
+def planned(folder, *change, config=None, **more):
+    """What a call plans that finds the cache in a folder, and what it prints."""
+    said = []
+    given = {"world_size": 4, "hardware": HARDWARE, "every_pass": False} | more
+    plan = make_plan(
+        config or config_of(*change),
+        captures=Captures(cache=CaptureCache(folder)) if folder else None,
+        on_progress=said.append,
+        **given,
+    )
+    report = plan_report(plan)
+    for row in report["ledger"]:
+        row.pop("pass_seconds")
+    return report, said
+
+
+MESHES = {
+    "fsdp": (),
+    "hsdp_tp": ("--parallelism.data_parallel_replicate_degree", "2")
+    + ("--parallelism.tensor_parallel_degree", "2"),
+    "cp": ("--parallelism.context_parallel_degree", "2"),
+    "uneven": ("--parallelism.data_parallel_shard_degree", "7"),
+    "ddp": ("--parallelism.data_parallel_replicate_degree", "8")
+    + ("--parallelism.data_parallel_shard_degree", "1"),
+    "qwen3": ("--module", "graph_trainer.qwen3", "--parallelism.tensor_parallel_degree", "2"),
+    "chunked": ("--loss.type", "chunked_cross_entropy"),
+    "like": ("--activation_checkpoint.type", "full"),
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_that_was_read_is_planned_as_one_that_is_captured(mesh, folder, captured):  # noqa: F811
+    world = 7 if mesh == "uneven" else 8
+
+    def plan(folder, *more):
+        config = load_config(["--training.seq_len", "64", *MESHES[mesh], *more], world_size=world)
+        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        return planned(folder, config=config, world_size=world)
+
+    _, said = plan(folder)
+    assert any("capturing" in line for line in said) and len(captured) == 1
+    always = ("--parallelism.fsdp_reshard_after_forward", "always")
+    for more in ((), always):
+        report, said = plan(folder, *more)
+        assert len([line for line in said if "read from" in line]) == 1
+        assert len(captured) == 1 + (more == always)
+        assert report == plan(None, *more)[0]
+
+
+def described(value, storages):
+    """A value of a node; of a tensor all that a fake tensor has, and which memory it shares."""
+    if isinstance(value, list | tuple):
+        return [described(each, storages) for each in value]
+    if not isinstance(value, torch.Tensor):
+        return value
+    storage = value.untyped_storage()
+    shared = storages.setdefault(storage._cdata, len(storages))
+    layout = (value.shape, value.stride(), value.storage_offset(), storage.nbytes(), shared)
+    return (*layout, value.dtype, value.device, value.requires_grad, value.is_conj())
+
+
+@pytest.mark.parametrize("mesh", ["hsdp_tp", "qwen3", "chunked"])
+def test_a_step_that_was_read_is_the_captured_one(mesh):
+    config = load_config(["--training.seq_len", "64", *MESHES[mesh]], world_size=8)
+    run = FakeRank(config, 8, 3)
+    joint = run.capture()
+    content = graph_to_bytes(joint, run.meshes)
+    again = FakeRank(config, 8, 3)
+    read = graph_from_bytes(content, fakes_as_real(), again.meshes)
+    assert read.signature == joint.signature and read.model_type == joint.model_type
+    meshes = [value for spec in read.signature.inputs for _, value in spec.layout.constants]
+    assert meshes and all(any(mesh is now for now in again.meshes) for mesh in meshes)
+    storages, of_read, conjugated = {}, {}, 0
+    for one, two in zip(joint.graph.nodes, read.graph.nodes, strict=True):
+        assert (one.op, one.name, one.target) == (two.op, two.name, two.target)
+        assert repr((one.args, one.kwargs)) == repr((two.args, two.kwargs))
+        wanted = {k: described(v, storages) for k, v in one.meta.items() if k not in _UNREAD}
+        assert wanted == {k: described(v, of_read) for k, v in two.meta.items()}, one
+        value = one.meta.get("val")
+        conjugated += isinstance(value, torch.Tensor) and value.is_conj()
+    assert conjugated if mesh == "hsdp_tp" else True, "nothing shows that conjugates are kept"
+
+
+def test_sizes_that_data_decide_are_captured_every_time(folder, captured, warnings):  # noqa: F811
+    words = ["--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2"]
+    for number in (1, 2):
+        config = load_config(["--training.seq_len", "64", *words], world_size=4)
+        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        planned(folder, config=config)
+        assert len(captured) == number
+    assert not warnings and not folder.exists()
+
+
+def test_calls_share_what_a_capture_depends_on_and_no_more(folder, captured):  # noqa: F811
+    planned(folder)
+    for change in BEHIND:
+        planned(folder, *change)
+    assert len(captured) == 1
+    for number, change in enumerate(BEFORE, 2):
+        planned(folder, *change)
+        assert len(captured) == number, change
+    made = len(captured)
+    for other in ({"rank": 1}, {"hardware": load_hardware("cpu")}, {"config": config_of(layers=2)}):
+        planned(folder, **other)
+        made += 1
+        assert len(captured) == made, other
+
+
+def keys(run):
+    return key_of(run, what_is_captured(run.config))
+
+
+def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monkeypatch):
+    run = FakeRank(config_of(), 4)
+    key = keys(run)
+    assert key == keys(FakeRank(config_of(), 4)), "not the same twice"
+    run.model.layers["0"].attention.n_heads += 1
+    assert keys(run) != key, "an attribute of a module"
+    run = FakeRank(config_of(), 4)
+    run.model.norm.register_buffer("more", torch.empty(1, device="meta"))
+    assert keys(run) != key, "a tensor"
+    run = FakeRank(config_of(), 4)
+    monkeypatch.setattr(capture_cache.metadata, "version", lambda name: "0")
+    assert keys(run) != key, "a version"
+    monkeypatch.undo()
+    # a module of the user's own, as `python -m` finds it in the current folder
+    source = tmp_path / "of_the_user.py"
+    source.write_text("A = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import of_the_user  # noqa: F401
+
+    with_user = keys(run)
+    assert with_user != key
+    source.write_text("A = 2\n")
+    assert keys(run) not in (key, with_user)
+    monkeypatch.delitem(sys.modules, "of_the_user")
+    assert keys(run) == key
+
+
+def test_a_step_whose_capture_imports_further_sources_is_not_kept(tmp_path, folder, monkeypatch):
+    original = FakeRank.capture
+
+    def capture(run):
+        (tmp_path / "late.py").write_text("A = 1\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        import late  # noqa: F401
+
+        return original(run)
+
+    monkeypatch.setattr(FakeRank, "capture", capture)
+    planned(folder)
+    monkeypatch.delitem(sys.modules, "late")
+    assert not list(folder.glob("*.graph"))
+
+
+def damaged(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_short(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def emptied(path):
+    path.write_bytes(b"")
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def of_another_version(path):
+    path.write_bytes(zlib.compress(pickle.dumps(("nothing", "like", "it"), 5)))
+
+
+@pytest.mark.parametrize("damage", [damaged, cut_short, emptied, a_folder, of_another_version])
+def test_a_file_that_cannot_be_read_is_warned_of_once_and_replaced(
+    damage,
+    folder,
+    captured,  # noqa: F811
+    warnings,
+):
+    right, _ = planned(folder)
+    (path,) = folder.glob("*.graph")
+    damage(path)
+    assert planned(folder)[0] == right and len(captured) == 2
+    assert len(warnings) == 1 and "--no-capture-cache" in warnings[0] and str(path) in warnings[0]
+    if damage is not a_folder:
+        assert planned(folder)[0] == right and len(captured) == 2 and len(warnings) == 1
+
+
+def is_a_file(folder):
+    folder.write_text("")
+
+
+def is_below_a_file(folder):
+    folder.parent.joinpath("file").write_text("")
+    return folder.parent / "file" / "captures"
+
+
+def is_below_what_no_one_may_write(folder):
+    return capture_cache.Path("/proc/captures")
+
+
+@pytest.mark.parametrize("make", [is_a_file, is_below_a_file, is_below_what_no_one_may_write])
+def test_a_folder_that_cannot_be_written_is_warned_of_once(make, folder, captured, warnings):  # noqa: F811
+    folder = make(folder) or folder
+    cache = Captures(most=2, cache=CaptureCache(folder))
+    for change in ((), BEFORE[0]):
+        make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
+    assert len(captured) == 2 and len(warnings) == 1 and str(folder) in warnings[0]
+
+
+def test_a_disk_that_is_full_is_warned_of_and_leaves_nothing(folder, warnings, monkeypatch):
+    def write_bytes(path, content):
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(capture_cache.Path, "write_bytes", write_bytes)
+    planned(folder)
+    assert len(warnings) == 1 and "No space left" in warnings[0]
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_a_lock_that_is_not_released_is_warned_of(folder, warnings, monkeypatch):
+    monkeypatch.setattr(capture_cache, "_LOCK_SECONDS", 0.1)
+    folder.mkdir()
+    with capture_cache.FileLock(folder / "lock"):
+        planned(folder)
+    assert len(warnings) == 1 and not list(folder.glob("*.graph"))
+
+
+def test_a_folder_that_is_removed_is_made_again(folder, captured, warnings):  # noqa: F811
+    cache = Captures(most=2, cache=CaptureCache(folder))
+    for change in ((), BEFORE[0], BEFORE[1]):
+        make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
+        assert len(list(folder.glob("*.graph"))) == 1
+        shutil.rmtree(folder)
+    assert len(captured) == 3 and not warnings
+
+
+def test_files_that_were_used_least_recently_go(folder, captured, monkeypatch):  # noqa: F811
+    planned(folder)
+    (first,) = folder.glob("*.graph")
+    os.utime(first, (1, 1))
+    other = folder / "0.graph"
+    other.write_bytes(b"0" * 1000)
+    os.utime(other, (2, 2))
+    planned(folder)  # used again
+    planned(folder, *BEFORE[1])
+    (third,) = {*folder.glob("*.graph")} - {first, other}
+    most = sum(path.stat().st_size for path in (first, other, third))
+    for less, left in ((-500, {first, other, third}), (500, {first, third}), (1500, {third})):
+        third.unlink()
+        other.write_bytes(b"0" * 1000)
+        os.utime(other, (2, 2))
+        monkeypatch.setattr(capture_cache, "MOST_BYTES", most - less)
+        planned(folder, *BEFORE[1])
+        assert {*folder.glob("*.graph")} == left, less
+
+
+def test_two_processes_write_and_read_at_once(folder):
+    context = multiprocessing.get_context("fork")
+    right, _ = planned(None)
+    results = context.SimpleQueue()
+    processes = [
+        context.Process(target=lambda: results.put([planned(folder)[0] for _ in range(3)]))
+        for _ in range(2)
+    ]
+    for process in processes:
+        process.start()
+    assert [results.get() for _ in processes] == [[right] * 3] * 2
+    for process in processes:
+        process.join()
+    assert len(list(folder.iterdir())) == 2, "one step and the lock"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("exit 7",)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (pickle.dumps(Evil()), "posix.system is not part"),
+        (pickle.dumps(getattr), "builtins.getattr is not part"),
+        (b"cgraph_trainer.core.graph.serialize\n_op\n(Vaten\nVadd\nV__class__\ntR.", "not part"),
+        (b"cgraph_trainer.core.graph.serialize\n_constant\n(Vload\ntR.", "not part"),
+        (b"cgraph_trainer.core.graph.serialize\nio.open\n.", "io.open is not part"),
+    ],
+)
+def test_nothing_but_parts_of_graphs_is_made_of_a_file(content, message):
+    with pytest.raises(pickle.UnpicklingError, match=message):
+        graph_from_bytes(zlib.compress(content), fakes_as_real(), [])
+
+
+def test_where_the_cache_lies(monkeypatch):
+    monkeypatch.setenv(capture_cache.FOLDER, "/a")
+    assert str(default_folder()) == "/a"
+    monkeypatch.delenv(capture_cache.FOLDER)
+    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
+    assert str(default_folder()) == "/b/graph_trainer/captures"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/c")
+    assert str(default_folder()) == "/c/.cache/graph_trainer/captures"

@@ -1,0 +1,149 @@
+"""Work in several processes gives what one process gives, whatever happens to the others."""
+
+import multiprocessing
+import os
+import signal
+import time
+
+import pytest
+
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.errors import ConfigError
+from graph_trainer.planner import processes
+from graph_trainer.planner.captures import Captures
+from graph_trainer.planner.changes import compare, settings
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.processes import in_processes
+from graph_trainer.planner.saved_plan import plan_every_class
+from graph_trainer.titan.config.load import load_config
+
+HARDWARE = load_hardware("h100-sxm")
+
+
+def load(flags=(), world_size=4):
+    words = ["--training.seq_len", "64", *flags]
+    config = load_config(words, world_size=world_size)
+    config.model_spec.model.layers = config.model_spec.model.layers[:1]
+    return config
+
+
+@pytest.fixture(autouse=True)
+def no_process_remains():
+    yield
+    assert not multiprocessing.active_children()
+
+
+def together(number):
+    """The process that does an item; it waits, so that each process has one."""
+    time.sleep(0.2)
+    return number, os.getpid()
+
+
+def test_the_first_item_is_done_here_and_the_others_by_all_processes():
+    started, ended = [], []
+    results = in_processes(
+        together,
+        range(7),
+        3,
+        on_start=started.append,
+        on_end=lambda item, result: ended.append((item, result)),
+    )
+    assert [number for number, _ in results] == list(range(7))
+    assert results[0][1] == os.getpid() and len({pid for _, pid in results}) == 3
+    assert started == list(range(7)) and sorted(ended) == list(enumerate(results))
+
+
+@pytest.mark.parametrize("items, most", [(7, 1), (2, 3), (1, 3), (0, 3)])
+def test_one_process_is_enough_for_one_item_after_the_first(items, most):
+    assert {pid for _, pid in in_processes(together, range(items), most)} <= {os.getpid()}
+
+
+def test_other_processes_have_no_more_than_the_memory_that_there_is(monkeypatch):
+    for left, expected in ((2.9, 3), (1.1, 2), (0.9, 1)):
+        available = int(left * processes._peak_bytes())
+        monkeypatch.setattr(processes, "available_on_cpu", lambda of=available: (of, "in a test"))
+        results = in_processes(together, range(9), 3)
+        assert len({pid for _, pid in results}) == expected, left
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_the_error_is_that_of_the_first_item_that_has_one(most):
+    def fails(number):
+        time.sleep(0.3 if number == 2 else 0)
+        if number in (2, 3):
+            raise ConfigError(f"item {number}")
+
+    with pytest.raises(ConfigError, match="item 2"):
+        in_processes(fails, range(7), most)
+
+
+def test_an_item_whose_process_is_killed_is_done_here():
+    here = os.getpid()
+
+    def killed(number):
+        time.sleep(0.1)
+        if os.getpid() != here:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return number, os.getpid()
+
+    assert in_processes(killed, range(5), 3) == [(number, here) for number in range(5)]
+
+
+def test_an_interrupt_ends_the_other_processes():
+    here = os.getpid()
+
+    def interrupted(number):
+        if number and os.getpid() == here:
+            raise KeyboardInterrupt
+        time.sleep(0.1 if number == 0 else 60)
+
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        in_processes(interrupted, range(7), 3)
+    assert time.perf_counter() - start < 30 and not multiprocessing.active_children()
+
+
+def test_a_comparison_is_the_same_in_several_processes():
+    wanted = settings(
+        [
+            "parallelism.tensor_parallel_degree=1,2,3",
+            "parallelism.fsdp_reshard_after_forward=always,never",
+        ]
+    )
+
+    def rows(processes):
+        said, captures = [], Captures()
+
+        def plan(config):
+            return make_plan(config, 4, HARDWARE, every_pass=False, captures=captures)
+
+        # three does not divide the ranks
+        return compare(wanted, refusing(load), plan, said.append, processes), said
+
+    def refusing(load):
+        def loads(flags):
+            config = load(flags)
+            if config.parallelism.fsdp_reshard_after_forward == "never" and "1" in flags:
+                raise ConfigError("not without tensor parallelism")
+            return config
+
+        return loads
+
+    with pytest.raises(ConfigError, match="tensor_parallel_degree"):
+        rows(2)
+    wanted["parallelism.tensor_parallel_degree"] = ("1", "2")
+    assert rows(3) == rows(1)
+    outcomes, said = rows(3)
+    assert [line.partition(":")[0] for line in said] == [f"{n} of 4" for n in range(1, 5)]
+    assert [bool(each.error) for each in outcomes] == [False, False, False, True]
+
+
+def test_classes_of_ranks_are_the_same_in_several_processes():
+    flags = ["--parallelism.tensor_parallel_degree", "2"]
+    plan = make_plan(load(flags, world_size=6), 6, HARDWARE, every_pass=False)
+    said = {1: [], 3: []}
+    alone, others = (
+        plan_every_class(plan, processes=most, on_progress=said[most].append) for most in (1, 3)
+    )
+    assert alone == others and len(alone.classes) == 6
+    assert said[1] == said[3] and "class 6 of 6" in said[1][-1]
