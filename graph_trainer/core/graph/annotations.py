@@ -176,12 +176,6 @@ def annotations_of(node: fx.Node) -> Mapping[str, str]:
     return node.meta.get(_CUSTOM) or _NONE
 
 
-def tags_of(node: fx.Node) -> dict[str, Any]:
-    """Return what is decided of a node outside its annotations: to compare it with another."""
-    tags = (_RECOMPUTE, _AC_GRAPH_ID, _OFFLOAD, _SAVED)
-    return {tag: node.meta[tag] for tag in tags if tag in node.meta}
-
-
 def is_analysed_alike(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
     """Tell whether two annotations name the same phase, module, role and parameter."""
     seen = (_PHASE, _MODULE, _ROLE, _PARAMETER)
