@@ -3,10 +3,10 @@
     python -m benchmarks.plan                              # all work, half an hour
     python -m benchmarks.plan --work "8b on 128" order     # whose names contain one of these
 
-Each kind of work is a process of its own. Phases are seconds of wall time between the lines of
-progress that the command prints: until the first is imports and config, then capture of the step,
-and the rest, which is passes, simulation and files. Rows of --compare and ranks of --verify-order
-are one line each: all of such a line is the rest.
+Each kind of work is a process of its own, without the cache of captured steps. Phases are seconds
+of wall time between the lines of progress that the command prints: until the first is imports and
+config, then capture of the step, and the rest, which is passes, simulation and files. Rows of
+--compare and ranks of --verify-order are one line each: all of such a line is the rest.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(command: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         words = ["--version"]
         if command != "version":
-            words = ["plan", *shlex.split(command.format(folder=folder))]
+            words = ["plan", "--no-capture-cache", *shlex.split(command.format(folder=folder))]
         seconds = {"start": 0.0, "capture": 0.0, "rest": 0.0}
         phase, printed = "start", []
         begin = now = time.perf_counter()

@@ -151,6 +151,7 @@ def test_the_oldest_capture_goes(captured):
     assert len(captured) == 3
 
 
+@pytest.mark.full
 def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     """A run that does not fit: advice, memory curve, page and the classes of --save."""
     small = dataclasses.replace(HARDWARE, memory_gib=0.05, memory_reserved_gib=0.0)
