@@ -30,8 +30,11 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
 
-# Symbols for sizes that only data decide, which a fake mode gives to `.item()`. torch 2.11 to 2.15.
+# A graph module that generates its code when it is called, as most copies of a graph never are.
+# torch 2.11 to 2.15.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
+
+# Symbols for sizes that only data decide, which a fake mode gives to `.item()`. torch 2.11 to 2.15.
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 
 # Inside, real tensors reach their kernels, whatever modes are active. torch 2.11 to 2.15.

@@ -100,7 +100,7 @@ def load_config_and_plan(
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
     if FLAG not in values or {"-h", "--help"} & {*rest}:
-        return load_config(rest, world_size=world_size), None
+        return load_config(rest, world_size=world_size, reads_checkpoint=True), None
     path = Path(values[FLAG])
     plan = read_plan(path)
     if read_flags(rest).config is None:
@@ -114,7 +114,7 @@ def load_config_and_plan(
             f"{FLAG} {path}: planned for {plan.world_size} ranks, but {ranks} are started. Start "
             f"{plan.world_size} (NGPU), or write the plan again with --world-size {ranks}."
         )
-    config = load_config(rest, world_size=plan.world_size)
+    config = load_config(rest, world_size=plan.world_size, reads_checkpoint=True)
     if config.compile.mode == "eager":
         raise ConfigError(
             f"{FLAG} {path}: compile.mode = {show(config.compile.mode)} captures no graph that "

@@ -94,7 +94,11 @@ def wanted_ranks(config: GraphTrainerConfig) -> int:
 
 
 def check_config(
-    config: GraphTrainerConfig, world_size: int | None, *, origins: Origins | None = None
+    config: GraphTrainerConfig,
+    world_size: int | None,
+    *,
+    origins: Origins | None = None,
+    reads_checkpoint: bool = False,
 ) -> None:
     """Refuse a config that cannot train, before any process group is created.
 
@@ -102,6 +106,7 @@ def check_config(
         config: the config; each value already has its field's type and is within its bounds.
         world_size: the number of ranks. None leaves out the checks that depend on it.
         origins: which file or flag set each key, for the messages.
+        reads_checkpoint: whether the checkpoint that the run begins with has to be here.
 
     Raises:
         ConfigError: all that is wrong, a line each, with its key, value and remedy.
@@ -116,7 +121,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
-        *_checkpoint_problems(config),
+        *(_checkpoint_problems(config) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):

@@ -26,6 +26,7 @@ def load_config(
     *,
     world_size: int | None = None,
     prog: str = "graph-trainer train",
+    reads_checkpoint: bool = False,
 ) -> GraphTrainerConfig:
     """Load the checked config of a command line: flags over file over registry entry.
 
@@ -35,6 +36,8 @@ def load_config(
         world_size: the number of ranks that the degrees of parallelism have to multiply to. None
             takes it from the environment (WORLD_SIZE); without that, this check is left out.
         prog: the command's name in help texts and messages.
+        reads_checkpoint: whether the run starts on this machine, where the checkpoint that it
+            begins with has to be. A plan or a printed config is made without it.
 
     Raises:
         ConfigError: anything wrong with names, file, flags or values; a line for each wrong key.
@@ -54,7 +57,7 @@ def load_config(
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size
-        check_config(config, ranks, origins=origins)
+        check_config(config, ranks, origins=origins, reads_checkpoint=reads_checkpoint)
     finally:
         logging.disable(disabled)
     return config

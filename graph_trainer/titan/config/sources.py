@@ -298,8 +298,9 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     """
     asked = f"--module {name}" if where is None else f"{where}: module = {show(name)}"
     here, without_entries = Path.cwd(), None
-    if here.name == name and (here / "config_registry.py").is_file():
-        sys.path.append(str(here.parent))  # called inside the package itself
+    inside = here.name == name and (here / "config_registry.py").is_file()
+    if inside and str(here.parent) not in sys.path:
+        sys.path.append(str(here.parent))
     if all(part.isidentifier() for part in name.split(".")):
         for candidate in (
             f"{name}.config_registry",

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from graph_trainer.cli.launcher import prepare
+from graph_trainer.cli.main import main
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.checkpoint_reader import METADATA
 from graph_trainer.titan.config.load import load_config
@@ -17,7 +19,7 @@ def load(tmp_path: Path):
         flags = ["--checkpoint.enable", "--dump_folder", str(tmp_path / "run")]
         for key, value in keys.items():
             flags += [f"--checkpoint.{key}", str(value).lower() if value is True else str(value)]
-        load_config(flags)
+        load_config(flags, reads_checkpoint=True)
 
     return load
 
@@ -66,5 +68,13 @@ def test_weights_of_hugging_face_that_are_not_there(load, tmp_path: Path) -> Non
 
 
 def test_nothing_is_asked_of_a_run_without_checkpoints_or_of_remote_storage(load) -> None:
-    load_config(["--checkpoint.initial_load_path", "/nonexist"])
+    load_config(["--checkpoint.initial_load_path", "/nonexist"], reads_checkpoint=True)
     load(initial_load_path="gs://bucket/step-5")
+
+
+def test_a_plan_of_a_run_elsewhere_needs_no_checkpoint_here(capsys) -> None:
+    flags = ("--checkpoint.enable", "--checkpoint.initial_load_path", "/cluster/step-5")
+    assert main(["config", *flags]) == 0
+    assert "/cluster/step-5" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        prepare(flags)
