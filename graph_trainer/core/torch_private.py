@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -291,6 +292,22 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
             ):
                 hooks += [hook for each in tensor_hooks(parameter) for hook in each]
     return tuple(hooks)
+
+
+@contextlib.contextmanager
+def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module runs `forward` when it is called, and none of the hooks that it has.
+
+    The dicts of hooks are attributes since the first releases of torch.nn. torch 2.11 to 2.15.
+    """
+    contents = vars(module)
+    before = {name: contents[name] for name in ("forward", *_HOOKS) if name in contents}
+    contents.update({"forward": forward, **{name: OrderedDict() for name in _HOOKS}})
+    try:
+        yield
+    finally:
+        del contents["forward"]
+        contents.update(before)
 
 
 def clear_saved_tensors(ctx: Any) -> None:

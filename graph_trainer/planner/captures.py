@@ -56,7 +56,9 @@ def what_is_captured(config: GraphTrainerConfig) -> str:
     same = replace(
         config,
         parallelism=replace(config.parallelism, fsdp_reshard_after_forward="default"),
-        compile=type(config.compile)(mode=config.compile.mode),
+        compile=type(config.compile)(
+            mode=config.compile.mode, full_capture=config.compile.full_capture
+        ),
     )
     # torchtitan's own wrappers recompute while the step is captured.
     if type(config.activation_checkpoint) in POLICIES and config.compile.mode != "eager":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import re
 import sys
 import weakref
@@ -12,8 +14,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from graph_trainer.core.capture.exchanged_counts import trace_counts
+from graph_trainer.core.capture.extend import extend
 from graph_trainer.core.capture.fsdp_roles import find_fsdp_roles
 from graph_trainer.core.capture.model_state import (
+    ModelState,
     refuse_batch_with_gradient,
     refuse_shared_memory,
     refuse_state_among_constants,
@@ -22,6 +27,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
+from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetitions_in
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -40,7 +46,9 @@ from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import hooks_of, rename_node
-from graph_trainer.errors import CaptureError
+from graph_trainer.errors import CaptureError, GraphTrainerError
+
+logger = logging.getLogger(__name__)
 
 
 def capture(
@@ -51,6 +59,7 @@ def capture(
     *,
     backward: bool = True,
     meta_as: torch.device | str = "meta",
+    full_capture: bool = False,
 ) -> JointGraph:
     """Trace forward, loss and backward of one step into one flat graph.
 
@@ -65,6 +74,8 @@ def capture(
             `torch.no_grad()` and the loss is the graph's only output: for validation. Call
             `model.eval()` first where that is meant: a graph keeps the mode it was captured in.
         meta_as: the device that replaces meta: ops are chosen as on that device.
+        full_capture: whether all layers are traced. If not, and the model is a stack of more than
+            three layers of one kind, three are traced and the others are copies of their nodes.
 
     Returns:
         The graph: inputs are the model's tensors and the batch, outputs the loss and the
@@ -89,7 +100,9 @@ def capture(
             f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments after "
             "the model, for example (batch,)"
         )
-    return capture_step(model, loss_fn, args, dict(kwargs or {}), backward, meta_as, scalar_loss)
+    kwargs = dict(kwargs or {})
+    given = (model, loss_fn, args, kwargs, backward, meta_as, scalar_loss)
+    return capture_step(*given, full_capture)
 
 
 def capture_step(
@@ -100,9 +113,33 @@ def capture_step(
     backward: bool,
     meta_as: torch.device | str,
     returned: Returned,
+    full_capture: bool = False,
 ) -> JointGraph:
     """Trace a step whose function returns what `returned` takes; see `capture`."""
     state = state_of(model)
+    given = (model, loss_fn, args, kwargs, backward, meta_as, returned, state)
+    repeated = [] if full_capture else repetitions_in(model, state.tensors)
+    if repeated:
+        try:
+            return _captured(*given, repeated)
+        except NotRepeated as why:
+            logger.info("Tracing all layers: %s", why)
+        except GraphTrainerError as error:
+            logger.info("Tracing all layers after an error with some: %s", error)
+    return _captured(*given, ())
+
+
+def _captured(
+    model: nn.Module,
+    loss_fn: LossFn,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    backward: bool,
+    meta_as: torch.device | str,
+    returned: Returned,
+    state: ModelState,
+    repeated: Sequence[Repetition],
+) -> JointGraph:
     batch = Batch(args, kwargs)
     batch_tensors = batch.take(Call(model, args, kwargs))
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
@@ -133,7 +170,9 @@ def capture_step(
                     fakes.append(torch.empty_strided(shape, stride, dtype=dtype, device=meta_as))
             else:
                 fakes.append(mode.from_tensor(part))
-        with refuse_draws_of_python():
+        with refuse_draws_of_python(), contextlib.ExitStack() as skipping:
+            for repetition in repeated:
+                skipping.enter_context(repetition.skipping())
             graph_module = trace.graph_of(fakes, mode)
         made.extend(trace.made)
         return graph_module, trace
@@ -149,6 +188,11 @@ def capture_step(
         if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], inputs, changes)
+    if repeated and (changes or generators.seen):
+        raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
+    for repetition in repeated:
+        graph_module = extend(graph_module, trace, repetition)
+    trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked
     graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()

@@ -15,7 +15,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.traceback import annotate
 
 from graph_trainer.core.capture.eager_formulas import as_in_eager
-from graph_trainer.core.capture.exchanged_counts import trace_counts
 from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
@@ -149,7 +148,6 @@ class StepTrace:
                     node.args = (*node.args, message)
         _clone_constants_returned(graph_module.graph)
         views_out_of_place(graph_module.graph)
-        trace_counts(graph_module.graph)
         share_repeated_draws(graph_module.graph)
         refuse_uninitialised(graph_module.graph)
         refuse_sparse(graph_module.graph)

@@ -176,6 +176,22 @@ def annotations_of(node: fx.Node) -> Mapping[str, str]:
     return node.meta.get(_CUSTOM) or _NONE
 
 
+def renamed_annotations(node: fx.Node, names: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the annotations of a node with what is of some modules given to others.
+
+    Args:
+        node: any node.
+        names: by FQN of a module, the other's.
+    """
+    renamed = dict(annotations_of(node))
+    for key, value in renamed.items():
+        for first, second in names.items():
+            if value == first or value.startswith(f"{first}."):
+                renamed[key] = second + value.removeprefix(first)
+                break
+    return renamed
+
+
 def is_analysed_alike(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
     """Tell whether two annotations name the same phase, module, role and parameter."""
     seen = (_PHASE, _MODULE, _ROLE, _PARAMETER)

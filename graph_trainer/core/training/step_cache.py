@@ -86,6 +86,8 @@ class TrainStep:
     """Which passes run, and how."""
     backend: str = "eager"
     """The name of one of `backends.registry`."""
+    full_capture: bool = False
+    """Whether all layers are traced, and not only some of those that are alike: see `capture`."""
     max_graphs: int = 8
     """How many captured graphs are kept."""
     on_event: OnEvent = lambda line: None
@@ -166,7 +168,8 @@ class TrainStep:
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with _errors_sent("capture", agreement):
-            joint = capture(model, self.loss_fn, args, kwargs, backward=self.backward)
+            how = {"backward": self.backward, "full_capture": self.full_capture}
+            joint = capture(model, self.loss_fn, args, kwargs, **how)
             captured = time.perf_counter()
             earlier = None if together else self._firsts[program]
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)

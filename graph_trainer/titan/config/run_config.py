@@ -82,6 +82,14 @@ class GraphCompileConfig(CompileConfig):
     no pass has decided; what backward gathers or computes again stays so.
     """
 
+    full_capture: bool = False
+    """
+    Trace every layer when the step is captured. Without it, of layers that are alike the first two
+    and the last are traced, and the nodes of the others are copied: the graph is the same, and is
+    made in the time of three layers. Where layers turn out to differ, all are traced in any case.
+    No effect in mode "eager".
+    """
+
     backend: BackendName = "eager"
     """
     What runs the captured graph: "eager" calls its operators one by one, bitwise equal
