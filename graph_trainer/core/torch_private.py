@@ -310,6 +310,39 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         contents.update(before)
 
 
+def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
+    """Make a value like another one whose sizes data decide, with symbols of its own.
+
+    ShapeEnv's methods are undocumented; to run the op again takes milliseconds where sizes are sums
+    of many symbols. torch 2.11 to 2.15.
+
+    Args:
+        value: a fake tensor, a size, or anything else, which is returned as it is.
+        sizes: by expression of a size of such values, the size to take; missing ones are made.
+    """
+
+    def own(size: Any) -> Any:
+        if not isinstance(size, torch.SymInt):
+            return size
+        shapes, expression = size.node.shape_env, size.node.expr
+        for symbol in expression.free_symbols - sizes.keys():
+            sizes[symbol] = shapes.create_unbacked_symint()
+            shapes.var_to_range[sizes[symbol].node.expr] = shapes.var_to_range[symbol]
+            shapes.pending_fresh_unbacked_symbols.clear()  # it is in a value: this one
+        if expression not in sizes:
+            symbols = {symbol: sizes[symbol].node.expr for symbol in expression.free_symbols}
+            sizes[expression] = shapes.create_symintnode(expression.xreplace(symbols), hint=None)
+        return sizes[expression]
+
+    if not isinstance(value, FakeTensor):
+        return own(value)
+    shape, stride = tuple(map(own, value.shape)), tuple(map(own, value.stride()))
+    with no_dispatch():
+        like = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        like.requires_grad_(value.requires_grad)
+        return FakeTensor(value.fake_mode, like, value.fake_device)
+
+
 def clear_saved_tensors(ctx: Any) -> None:
     """Free what an autograd function saved, unless its graph is retained.
 

@@ -124,14 +124,12 @@ def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         attributes.pop(_INITIAL, None)
         # by handle, which is another one for each hook
-        attributes.update({n: list(h.values()) for n, h in attributes.items() if _holds_hooks(n, h)})
+        for name, held in attributes.items():
+            if "hooks" in name and isinstance(held, dict):
+                attributes[name] = list(held.values())
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
             if hasattr(value, name):
                 attributes[name] = getattr(value, name)
     return (*attributes.keys(), *attributes.values())
-
-
-def _holds_hooks(name: str, value: object) -> bool:
-    return "hooks" in name and isinstance(value, dict)

@@ -21,7 +21,6 @@ from graph_trainer.core.capture.trace import StepTrace
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotations_of,
-    infer_value,
     module_of,
     phase_of,
     renamed_annotations,
@@ -29,7 +28,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
-from graph_trainer.core.torch_private import LazyGraphModule, pytree
+from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
 
 FIRST, SECOND, LAST = range(3)
 """The periods that were traced."""
@@ -38,7 +37,9 @@ _Place = tuple[str, int, int]
 """Where a node is: its phase, which of the traced periods, and the position there."""
 
 
-def extend(graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition) -> fx.GraphModule:
+def extend(
+    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition
+) -> fx.GraphModule:
     """Write the graph with all layers, and complete the outputs of its trace.
 
     Linear in nodes of the result.
@@ -72,14 +73,14 @@ class _Extension:
         self._names: list[dict[str, str]] = []
         """By period, from the name of each layer of the pattern to that of its own."""
         for period in range(repetition.periods):
-            inputs, names = {}, {}
+            inputs: dict[fx.Node, fx.Node] = {}
+            names = {}
             for place in range(period * repetition.period, (period + 1) * repetition.period):
                 names[repetition.names[repetition.sample(place)]] = repetition.names[place]
-                for tensor, own in repetition.counterparts[place].items():
-                    nodes = zip(by_tensor[tensor], by_tensor[id(own)], strict=True)
-                    if any(inputs.setdefault(node, its) is not its for node, its in nodes):
-                        raise NotRepeated("layers share their tensors in different ways")
-            self._inputs.append({node: its for node, its in inputs.items() if its is not node})
+                for sample, own in repetition.counterparts[place].items():
+                    pairs_of_nodes = zip(by_tensor[sample], by_tensor[id(own)], strict=True)
+                    inputs.update({node: its for node, its in pairs_of_nodes if its is not node})
+            self._inputs.append(inputs)
             self._names.append(names)
         self._own = {node for inputs in self._inputs for node in inputs}
         self._place_of: dict[fx.Node, _Place] = {}
@@ -118,7 +119,7 @@ class _Extension:
         forward = [(Phase.FORWARD.value, period) for period in (FIRST, SECOND, LAST)]
         backward = [(Phase.BACKWARD.value, period) for period in (LAST, SECOND, FIRST)]
         if runs not in (forward, forward + backward):
-            raise NotRepeated(f"the nodes of its layers are not in one piece each: {runs}")
+            raise NotRepeated("the nodes of a layer do not stand together in forward and backward")
 
     # --- the pattern -----------------------------------------------------------------------
 
@@ -139,15 +140,17 @@ class _Extension:
                     )
         skipped = {node for inputs in self._inputs[2:-1] for node in inputs.values()}
         for node in self._graph.nodes:
-            _, period, _ = self._place_of.get(node, ("", -1, 0))
+            is_outside = self._period_of(node) is None and node.op != "output"
             for source in node.all_input_nodes:
-                _, source_period, _ = self._place_of.get(source, ("", -1, 0))
-                of_pattern = source_period == SECOND or source in self._own
-                if source in skipped or (of_pattern and period == -1 and node.op != "output"):
+                of_pattern = self._period_of(source) == SECOND or source in self._own
+                if source in skipped or (of_pattern and is_outside):
                     raise NotRepeated(
-                        f"{node.name} ({node.target}), which is of no layer, reads {source.name} of "
-                        "one layer"
+                        f"{node.name} ({node.target}), which is of no layer, reads {source.name} "
+                        "of one layer"
                     )
+
+    def _period_of(self, node: fx.Node) -> int | None:
+        return self._place_of[node][1] if node in self._place_of else None
 
     def _is_alike(self, node: fx.Node, its: fx.Node, period: int) -> bool:
         whole = 0 if period == FIRST else self._last
@@ -185,19 +188,19 @@ class _Extension:
         """From the nodes of the traced graph."""
         copies: dict[tuple[str, int, int], fx.Node] = {}
         """By phase, period of all and position."""
+        sizes: dict[int, dict[Any, torch.SymInt]] = defaultdict(dict)
+        """By period, from the expressions of sizes in the pattern to its own sizes."""
         names = _Names(self._nodes)
 
         def read_by(period: int | None) -> Callable[[fx.Node], fx.Node]:
             def read(node: fx.Node) -> fx.Node:
-                place = self._place_of.get(node)
-                if period is None or period == 0:
+                phase, of_period, position = self._place_of.get(node, ("", -1, 0))
+                if period == self._last and of_period == SECOND:  # its neighbour was left out
+                    return copies[phase, period - 1, position]
+                if period is None or period in (0, self._last):
                     return made[node]
-                if period == self._last:  # its neighbour was left out
-                    before = place is not None and place[1] == SECOND
-                    return copies[place[0], period - 1, place[2]] if before else made[node]
-                if place is None:
+                if of_period == -1:
                     return made[self._inputs[period].get(node, node)]
-                phase, of_period, position = place
                 return copies[phase, period + of_period - SECOND, position]
 
             return read
@@ -213,8 +216,12 @@ class _Extension:
                 for position, node in enumerate(self._nodes[phase, SECOND]):
                     new = write(node, names.of_copy(node, phase, distance), period)
                     new.meta["custom"] = renamed_annotations(node, self._names[period])
-                    if _depends_on_data(node):
-                        _infer_anew(new)
+                    leaves, structure = pytree.tree_flatten(value_of(node))
+                    if any(map(_depends_on_data, leaves)):
+                        own = [value_of_copy(leaf, sizes[period]) for leaf in leaves]
+                        new.meta["val"] = pytree.tree_unflatten(own, structure)
+                        for stale in ("tensor_meta", "eager_input_vals"):
+                            new.meta.pop(stale, None)
                     copies[phase, period, position] = new
             names.pass_copies(phase, len(periods))
 
@@ -249,42 +256,43 @@ class _Extension:
         for spec, nodes in with_parts(trace.outputs, values):
             if spec.kind is OutputKind.GRADIENT:
                 gradients[spec.name] = (spec, nodes)
-            else:
-                outputs.append(spec)
-                returned += [made[node] for node in nodes]
-        # by name of a parameter that was left out, its period and the parameter of the pattern
+                continue
+            if any(self._period_of(node) == SECOND for node in nodes):
+                raise NotRepeated(f"the step returns what a layer computes as '{spec.name}'")
+            outputs.append(spec)
+            returned += [made[node] for node in nodes]
+        # by name of a parameter of the pattern or of a copy, its period and that of the pattern
         spec_of = {}
-        for spec, nodes in with_parts(trace.inputs, self._graph.find_nodes(op="placeholder")):
-            spec_of[nodes[0]] = spec
-        left_out: dict[str, tuple[int, str]] = {}
-        for period in range(2, self._last):
-            for sample, own in self._inputs[period].items():
-                if own in spec_of:
-                    left_out[spec_of[own].name] = period, spec_of[sample].name
-        without_grad = []
-        for spec in trace.inputs if trace.backward else ():
-            if spec.kind is not InputKind.PARAMETER or not spec.requires_grad:
+        for taken, nodes in with_parts(trace.inputs, self._graph.find_nodes(op="placeholder")):
+            spec_of[nodes[0]] = taken
+        of_layer: dict[str, tuple[int, str]] = {}
+        for period in (1, *range(2, self._last)):
+            for sample in self._own & spec_of.keys():
+                own = self._inputs[period].get(sample, sample)
+                of_layer[spec_of[own].name] = period, spec_of[sample].name
+        without_grad: list[str] = []
+        for given in trace.inputs if trace.backward else ():
+            if given.kind is not InputKind.PARAMETER or not given.requires_grad:
                 continue
-            period, sample = left_out.get(spec.name, (None, spec.name))
-            if sample not in gradients:
-                without_grad.append(spec.name)
+            name = given.name
+            period, of_pattern = of_layer.get(name, (-1, name))
+            if of_pattern not in gradients:
+                without_grad.append(name)
                 continue
-            output, nodes = gradients[sample]
-            outputs.append(Output(output.kind, spec.name, output.layout))
+            output, nodes = gradients[of_pattern]
+            outputs.append(Output(output.kind, name, output.layout))
             for node in nodes:
-                place = self._place_of.get(node)
-                if period is None:
-                    returned.append(made[node])
-                elif place is None or place[1] != SECOND:
-                    raise NotRepeated(f"the gradient of '{sample}' is not made in its layer")
-                else:
-                    returned.append(copies[place[0], period, place[2]])
+                if (self._period_of(node) == SECOND) != (period != -1):
+                    raise NotRepeated(f"the gradient of '{of_pattern}' is not made in its layer")
+                phase, _, position = self._place_of.get(node, ("", -1, 0))
+                its = made[node] if period == -1 else copies[phase, period, position]
+                returned.append(its)
         trace.outputs, trace.without_grad = outputs, without_grad
         texts = set(trace.rounding)
         for names in self._names[2:-1]:
-            for sample, own in names.items():
-                begins = re.compile(rf"(?<=module '){re.escape(sample)}(?=['.])")
-                texts.update(begins.sub(own, text) for text in trace.rounding)
+            for layer, its in names.items():
+                begins = re.compile(rf"(?<=module '){re.escape(layer)}(?=['.])")
+                texts.update(begins.sub(its, text) for text in trace.rounding)
         trace.rounding = sorted(texts)
         return tuple(returned)
 
@@ -292,8 +300,8 @@ class _Extension:
 class _Names:
     """The names that the nodes would have if all layers were traced.
 
-    fx numbers the nodes of an op: mm, mm_1, mm_2. Each copy of the pattern moves the numbers of what
-    comes after it on by as many nodes as a period has.
+    fx numbers the nodes of an op: mm, mm_1, mm_2. Each copy of the pattern moves the numbers of
+    what comes after it on by as many nodes as a period has.
     """
 
     def __init__(self, nodes: dict[tuple[str, int], list[fx.Node]]) -> None:
@@ -313,7 +321,7 @@ class _Names:
         return f"{op}_{number}" if number else op
 
     def of_copy(self, node: fx.Node, phase: str, distance: int) -> str:
-        """Return the name of a pattern's node in the copy that is the first, second, ... written."""
+        """Return the name of a pattern's node in the first, second, ... copy that is written."""
         # in forward the pattern stands before its copies, in backward after them
         periods = distance if phase == Phase.FORWARD.value else distance - 1
         return self.of(node, periods * self._steps[phase].get(_numbered(node.name)[0], 0))
@@ -347,20 +355,7 @@ def _described(node: fx.Node) -> list[object]:
     return described
 
 
-def _depends_on_data(node: fx.Node) -> bool:
-    return any(
-        isinstance(value, torch.SymInt)
-        or (isinstance(value, torch.Tensor) and has_data_sizes(value))
-        for value in pytree.tree_leaves(value_of(node))
-    )
-
-
-def _infer_anew(node: fx.Node) -> None:
-    """Set the value of a node whose sizes data decide: those of each layer have their own symbols."""
-    if node.target is torch.ops.aten._local_scalar_dense.default:
-        (source,) = node.all_input_nodes
-        # a fake tensor remembers the symbol that it gave
-        source.meta["val"] = value_of(source).detach()
-    infer_value(node)
-    for stale in ("tensor_meta", "eager_input_vals"):
-        node.meta.pop(stale, None)
+def _depends_on_data(value: object) -> bool:
+    if isinstance(value, torch.Tensor):
+        return has_data_sizes(value)
+    return isinstance(value, torch.SymInt)

@@ -112,14 +112,18 @@ class Repetition:
         return self._calls[place].output
 
     def _check_given(self, place: int, given: list[Any], structure: Any) -> None:
-        """Check that a layer is given what its sample is, but for the results of the period
-        before: those of the second period instead of the first."""
+        """Check that a layer is given what its sample is, but for the results of layers: those of
+        the second period instead of the first, and those of its own period."""
         sample = self._calls[self.sample(place)]
+        begin = place - place % self.period
+        results = [(q, q + self.period) for q in range(self.period)]
+        results += [(self.sample(q), q) for q in range(begin, place)]
         carried: dict[int, Any] = {}
-        for before in range(self.period):
-            first, second = (self._calls[each].output for each in (before, before + self.period))
-            pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
-            carried.update({id(one): other for one, other in pairs if isinstance(one, torch.Tensor)})
+        for of_sample, own in results:
+            leaves = (pytree.tree_leaves(self._calls[each].output) for each in (of_sample, own))
+            for one, other in zip(*leaves, strict=False):
+                if isinstance(one, torch.Tensor):
+                    carried[id(one)] = other
         wanted = [carried.get(id(each), each) for each in sample.given]
         same = structure == sample.structure and all(map(_is_same, given, wanted))
         if not same:
@@ -188,11 +192,17 @@ def _longest_run(
     start, period, stop = _most_repeated(kinds)
     if (stop - start) // period <= TRACED_PERIODS:
         return None
-    pairs_of_run = []
+    pairs_of_run: list[Tensors] = []
+    owned: set[int] = set()
     for place in range(start, stop):
         sample = start + period + (place - start) % period
         own, its = of_kind[place], of_kind[sample]
         pairs_of_run.append({id(its[key]): own[key] for key in own})
+        # a tensor is of one layer or of all: gradients of some would be summed
+        of_layer = {id(own[key]) for key in own if own[key] is not its[key]}
+        if not owned.isdisjoint(of_layer):
+            return None
+        owned |= of_layer
     return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run)
 
 

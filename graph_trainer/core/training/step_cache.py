@@ -168,8 +168,11 @@ class TrainStep:
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with _errors_sent("capture", agreement):
-            how = {"backward": self.backward, "full_capture": self.full_capture}
-            joint = capture(model, self.loss_fn, args, kwargs, **how)
+            joint = capture(
+                *(model, self.loss_fn, args, kwargs),
+                backward=self.backward,
+                full_capture=self.full_capture,
+            )
             captured = time.perf_counter()
             earlier = None if together else self._firsts[program]
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)

@@ -1,0 +1,328 @@
+"""A graph whose alike layers are copies is the graph of a full capture."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.utils.checkpoint import checkpoint
+
+import graph_trainer.core.capture.capture as capture_module
+from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.extend import extend
+from graph_trainer.core.capture.forward_alone import capture_forward
+from graph_trainer.core.capture.model_state import state_of
+from graph_trainer.core.capture.repeated_layers import repetitions_in
+from graph_trainer.core.graph import data_sizes
+from graph_trainer.core.graph.annotations import annotations_of, value_of
+from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
+from graph_trainer.core.torch_private import pytree
+from graph_trainer.testing import fake_mesh, mean_square
+from graph_trainer.titan.config.load import load_config
+from tests.unit.graphs import Decoder
+
+TOKENS = torch.zeros(2, 4, dtype=torch.int64)
+X = torch.ones(2, 8)
+
+
+def described(value):
+    """What a test compares of a node's value: symbols by what is expected of them."""
+    parts = []
+    for leaf in pytree.tree_leaves(value):
+        parts.append(type(leaf))
+        if isinstance(leaf, torch.SymInt):
+            parts.append((data_sizes.expected(leaf), data_sizes.bound(leaf)))
+        if isinstance(leaf, torch.Tensor):
+            layout = (data_sizes.shape_of(leaf), data_sizes.stride_of(leaf))
+            offset = data_sizes.expected(leaf.storage_offset())
+            parts.append((*layout, offset, leaf.dtype, leaf.device, leaf.requires_grad))
+    return parts
+
+
+def assert_equal(part, full, *, names=True):
+    """Compare two captured steps node by node, with names and everything that is annotated."""
+    assert len(part.graph.nodes) == len(full.graph.nodes)
+    partner = {}
+    for mine, its in zip(part.graph.nodes, full.graph.nodes, strict=True):
+        partner[mine] = its
+        assert mine.op == its.op
+        assert mine.name == its.name or not names
+        if mine.op != "get_attr":
+            assert mine.target == its.target
+        assert fx.map_arg((mine.args, mine.kwargs), partner.get) == (its.args, its.kwargs)
+        assert described(value_of(mine)) == described(value_of(its)), mine.name
+        assert annotations_of(mine) == annotations_of(its), mine.name
+    assert part.signature == full.signature
+    assert part.rounding == full.rounding
+
+
+def both(model, *args, loss_fn=mean_square, **how):
+    """Capture a step with copies and in full; return the graphs."""
+    return [capture(model, loss_fn, args, full_capture=full, **how) for full in (False, True)]
+
+
+@pytest.fixture
+def reasons(caplog):
+    """Why all layers were traced, one line each."""
+    caplog.set_level(logging.INFO, logger="graph_trainer.core.capture.capture")
+    return SimpleNamespace(
+        all=lambda: [r.getMessage() for r in caplog.records if "Tracing all" in r.getMessage()]
+    )
+
+
+def stack_of(*layers):
+    return nn.Sequential(nn.Linear(8, 8), nn.Sequential(*layers), nn.Linear(8, 8))
+
+
+class Dropped(nn.Module):
+    """Draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return x + nn.functional.dropout(self.linear(x), 0.5)
+
+
+class Recomputed(Dropped):
+    """Draws them again in backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class Named(nn.Module):
+    """Multiplies by an attribute, by which layers may differ."""
+
+    def __init__(self, factor=2.0):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.factor = factor
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+def hooked(layer):
+    layer.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    layer.register_forward_hook(lambda module, args, output: output + 1)
+    return layer
+
+
+def tied_across(layers):
+    for layer in layers[1:]:
+        layer.linear.weight = layers[0].linear.weight
+    return layers
+
+
+MODELS = {
+    "decoder": (lambda: Decoder(6), TOKENS),
+    "tied embedding": (lambda: Decoder(5, tied=True), TOKENS),
+    "checkpointed": (lambda: Decoder(5, checkpointed=True), TOKENS),
+    "random": (lambda: stack_of(*(Dropped() for _ in range(6))), X),
+    "random again": (lambda: stack_of(*(Recomputed() for _ in range(6))), X),
+    "two kinds in turn": (
+        lambda: stack_of(*(Named(2.0 + i % 2) for i in range(9))),
+        X,
+    ),
+    "other layers first": (
+        lambda: stack_of(Dropped(), Dropped(), *(Named() for _ in range(5)), Dropped()),
+        X,
+    ),
+    "statistics": (
+        lambda: stack_of(*(nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 8)) for _ in range(5))),
+        X,
+    ),
+    "hooks": (lambda: stack_of(*(hooked(Named()) for _ in range(5))), X),
+    "frozen": (lambda: stack_of(*(Named().requires_grad_(i > 99) for i in range(5))), X),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("shards", [None, 3])
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
+    make, *args = MODELS[name]
+    model = make()
+    if shards is not None:  # 8 rows over 3 ranks: the last has fewer
+        simple_fsdp(model, fake_mesh(shards, shards - 1))
+    # draws that are shared with backward get their names when the trace has ended
+    assert_equal(*both(model, *args, backward=backward), names=name != "random again")
+    assert reasons.all() == []
+
+
+def test_layers_are_really_left_out(monkeypatch):
+    traced = []
+
+    def extended(graph_module, trace, repetition):
+        traced.append(len(graph_module.graph.nodes) - len(trace.inputs))
+        return extend(graph_module, trace, repetition)
+
+    monkeypatch.setattr(capture_module, "extend", extended)
+    graphs = [capture(Decoder(layers), mean_square, (TOKENS,)) for layers in (5, 9)]
+    assert traced[0] == traced[1] < len(graphs[0].graph.nodes) < len(graphs[1].graph.nodes)
+    capture(Decoder(9), mean_square, (TOKENS,), full_capture=True)
+    assert len(traced) == 2
+
+
+def test_the_model_is_left_as_it_was():
+    model = stack_of(*(hooked(Named()) for _ in range(5)))
+    before = [dict(vars(m)) for m in model.modules()]
+    capture(model, mean_square, (X,))
+    assert [dict(vars(m)) for m in model.modules()] == before
+    assert all("forward" not in vars(m) for m in model.modules())
+
+
+def shifted(layers):
+    layers[3].linear.weight.data = layers[3].linear.weight.data.t()
+    return layers
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda: [Named(float(i)) for i in range(6)],
+        lambda: [Named(), Named(), Named(3.0), Named(), Named(), Named(3.0)],
+        lambda: [Named() for _ in range(3)],
+        lambda: [hooked(Named()) if i == 3 else Named() for i in range(6)],
+        lambda: [Named().train(i != 3) for i in range(6)],
+        lambda: [Named().requires_grad_(i != 3) for i in range(6)],
+        lambda: shifted([Named() for _ in range(6)]),
+    ],
+    ids=["all differ", "no period", "few", "a hook", "a mode", "frozen", "strides"],
+)
+def test_layers_that_differ_are_not_taken_for_alike(layers):
+    model = stack_of(*layers())
+    assert repetitions_in(model, state_of(model).tensors) == []
+    assert_equal(*both(model, X))
+
+
+class Loop(nn.Module):
+    """Runs its layers in a way of its own."""
+
+    def __init__(self, loop, layers=6):
+        super().__init__()
+        self.layers = nn.ModuleList(Named() for _ in range(layers))
+        self.loop = loop
+
+    def forward(self, x):
+        return self.loop(self.layers, x)
+
+
+def with_an_op_between(layers, x):
+    for i, layer in enumerate(layers):
+        x = layer(x + 1 if i == 3 else x)
+    return x
+
+
+def with_all_results(layers, x):
+    results = [x]
+    for layer in layers:
+        results.append(layer(results[-1]))
+    return torch.stack(results).sum(0)
+
+
+def with_one_result(layers, x):
+    results = [x]
+    for layer in layers:
+        results.append(layer(results[-1]))
+    return results[-1] * results[4]
+
+
+def backwards(layers, x):
+    for layer in reversed(layers):
+        x = layer(x)
+    return x
+
+
+def without_one(layers, x):
+    for i, layer in enumerate(layers):
+        x = x if i == 4 else layer(x)
+    return x
+
+
+def one_twice(layers, x):
+    for i, layer in enumerate(layers):
+        x = layer(layer(x)) if i == 3 else layer(x)
+    return x
+
+
+def catching(layers, x):
+    for layer in reversed(layers):
+        try:
+            x = layer(x)
+        except Exception:
+            x = x * 3
+    return x
+
+
+def with_norms_of_weights(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x + sum(layer.linear.weight.square().sum() for layer in layers)
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [
+        with_an_op_between,
+        with_all_results,
+        with_one_result,
+        backwards,
+        without_one,
+        one_twice,
+        catching,
+        with_norms_of_weights,
+    ],
+)
+def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, reasons):
+    model = Loop(loop)
+    assert len(repetitions_in(model, state_of(model).tensors)) == 1
+    assert_equal(*both(model, X))
+    (reason,) = reasons.all()
+    assert "Tracing all layers: " in reason
+
+
+def test_what_layers_return_to_the_caller_is_of_the_right_ones(reasons):
+    class Hidden(Loop):
+        def forward(self, x):
+            states = [x]
+            for layer in self.layers:
+                states.append(layer(states[-1]))
+            return {"all": states, "last": states[-1]}
+
+    joint = capture_forward(Hidden(None), (X,))
+    outputs = dict.fromkeys(joint.output_values()[:7])
+    assert len(outputs) == 7
+    assert reasons.all()
+
+
+def test_a_layer_that_counts_its_calls_is_traced_in_full(reasons):
+    class Counting(Named):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    assert_equal(*both(stack_of(*(Counting() for _ in range(5))), X))
+    assert "forward changes" in reasons.all()[0]
+
+
+def test_tensors_that_only_some_layers_share_are_told_apart():
+    layers = [Named() for _ in range(7)]
+    layers[2].linear.weight = layers[5].linear.weight
+    assert_equal(*both(stack_of(*layers), X))
+    assert_equal(*both(stack_of(*tied_across([Named() for _ in range(6)])), X))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3", "deepseek_v3"])
+def test_a_shipped_model_repeats_its_layers(family):
+    from graph_trainer.planner.fake_rank import FakeRank
+
+    flags = ["--module", family, "--config", "debugmodel"]
+    config = load_config(flags, world_size=2)
+    model = FakeRank(config, 2).model
+    assert repetitions_in(model, state_of(model).tensors), family
