@@ -149,10 +149,10 @@ def main(argv: Sequence[str]) -> int:
             plan = replace(plan, expert_loads=loads)
     if not plan.fits:
         with progress("what would help") as say:
-            plan = replace(plan, advice=tuple(advise(plan, load, say)))
+            plan = replace(plan, advice=tuple(advise(plan, load, say, usable_processes())))
     if flags.memory_curve:
         with progress("memory curve") as say:
-            plan = replace(plan, memory_curve=tuple(memory_curve(plan, say)))
+            plan = replace(plan, memory_curve=tuple(memory_curve(plan, say, usable_processes())))
     _print(report_text(plan_report(plan)), files.values())
     for flag, path in files.items():
         write, _ = _WRITERS[flag.removeprefix("--")]

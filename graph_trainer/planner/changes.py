@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from graph_trainer.core.graph.annotations import Phase, block_of, module_of, phase_of
-from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
@@ -17,7 +13,7 @@ from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
-from graph_trainer.planner.captures import Captures, what_is_captured
+from graph_trainer.planner.captures import what_is_captured
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.ledger import row_of
@@ -36,13 +32,8 @@ POLICY = "activation_checkpoint.type"
 _LIMITS = 8
 """The number of memory limits of a curve."""
 
-# with fewer layers the ends of a step take up too much of what a schedule may spend
-_FEW, _MORE = 3, 5
 _LEAST = 0.005
 """The smallest saving that is worth a mention, as a part of the whole."""
-
-_Place = tuple[Phase | None, str, str, str, int]
-"""Phase, which layer, module, op and the number of such nodes before: one node at any depth."""
 
 
 def flags_of(change: Mapping[str, str]) -> tuple[str, ...]:
@@ -72,8 +63,7 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 def changes_that_help(plan: Plan) -> Iterator[Change]:
     """Yield the changes of HELPS that a run does not have yet.
 
-    Where a limit or a table decides what is kept, in blocks that a shallow model lacks, the only
-    one is a limit of what the device has.
+    Where a limit or a table decides what is kept, the only one is a limit of what the device has.
     """
     if plan.memory_table is not None:
         yield {KEY: f"{plan.hardware.memory_gib:g}"}
@@ -119,132 +109,84 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
                 raise AssertionError(f"{key} has no values to try")
 
 
-def advise(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Outcome]:
+def advise(
+    plan: Plan, load: LoadConfig, on_progress: OnProgress, processes: int = 1
+) -> list[Outcome]:
     """Plan the run again with one setting changed at a time.
 
     Args:
         plan: the plan of a run that does not fit.
         load: loads the config of the same command line.
         on_progress: called before each change.
+        processes: how many plan at once at most.
 
     Returns:
         the changes that make the run fit or need clearly less memory, the one that needs least
         first, without those that the config excludes.
     """
-    estimate = _estimator(plan, on_progress)
-    outcomes = []
-    for change in changes_that_help(plan):
-        flags = flags_of(change)
-        on_progress(f"trying {' '.join(flags)}")
-        try:
-            outcome = estimate(change, load(flags))
-        except GraphTrainerError:  # this config excludes the change
-            continue
-        if outcome.fits or outcome.needed_bytes < (1 - _LEAST) * plan.need.total:
-            outcomes.append(outcome)
-    return sorted(outcomes, key=lambda outcome: outcome.needed_bytes)
 
-
-def _estimator(
-    plan: Plan, on_progress: OnProgress
-) -> Callable[[Change, GraphTrainerConfig], Outcome]:
-    """Return a function that estimates the outcome of a change, given the changed config.
-
-    It compares the first layers of the model with and without the change, so that it takes seconds
-    for a model of any depth. Where a limit or a table decides what is kept, it plans the whole
-    model, since a shallow one lacks blocks that the table names.
-    """
-    if plan.memory_table is not None:
-        return lambda change, config: outcome_of(change, _planned(config, plan))
-    on_progress("estimating from a few layers")
-    # shallow steps are small: none is captured twice, and that of the whole model is not dropped
-    plan = replace(plan, captures=Captures(most=32, cache=plan.captures.cache))
-    peak, speed = peak_and_speed(plan.config, plan)
-
-    def from_few_layers(change: Change, config: GraphTrainerConfig) -> Outcome:
-        new_peak, new_speed = peak_and_speed(config, plan)
-        needed = plan.need.total + int((new_peak / peak - 1) * plan.need.allocated)
-        return Outcome(
-            config=change,
-            fits=needed <= plan.allowed_bytes,
-            needed_bytes=needed,
-            tokens_per_second_per_gpu=plan.tokens_per_second_per_gpu * new_speed / speed,
+    def planned(config: GraphTrainerConfig) -> Plan:
+        return make_plan(
+            config,
+            plan.world_size,
+            plan.hardware,
+            rank=plan.rank,
+            runtime=plan.simulation.runtime,
+            every_pass=False,
+            captures=plan.captures,
         )
 
-    return from_few_layers
-
-
-def peak_and_speed(config: GraphTrainerConfig, plan: Plan) -> tuple[float, float]:
-    """Estimate a config's peak bytes and tokens/s/GPU from its first three and first five layers.
-
-    Layers of another kind before those that repeat, as dense ones before mixtures of experts, are
-    kept beside them.
-
-    What is alive at a node of the first or the last layer, or outside the layers, grows linearly
-    with the number of layers, and between the first and the last layer it changes evenly. So the
-    peak is the highest of these lines at the model's depth, wherever the peak of the shallow models
-    is. The time of a step grows linearly too.
-    """
-    assert config.model_spec is not None
-    routed = [
-        getattr(layer, "moe", None) is not None
-        for layer in getattr(config.model_spec.model, "layers", ())
+    configs = loaded(list(changes_that_help(plan)), load)
+    outcomes = plan_each(configs, planned, on_progress, processes)
+    helpful = (1 - _LEAST) * plan.need.total
+    found = [
+        each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
     ]
-    before = routed.index(routed[-1]) if routed else 0
-    few, more = (_planned(config, plan, before + layers) for layers in (_FEW, _MORE))
-    depth = len(routed) - before
-    times = (depth - _FEW) / (_MORE - _FEW) if depth > _MORE else 1.0
-    low, high = _memory_by_place(few), _memory_by_place(more)
-    common = low.keys() & high.keys()
-    peak = max(low[place] + (high[place] - low[place]) * times for place in common)
-    seconds = few.step_seconds + (more.step_seconds - few.step_seconds) * times
-    return peak, more.tokens_per_step / more.ranks_per_batch / seconds
+    return sorted(found, key=lambda outcome: outcome.needed_bytes)
 
 
-def _memory_by_place(plan: Plan) -> dict[_Place, int]:
-    """Return the bytes alive at every node of each list's first and last layer and outside them."""
-    simulation = plan.simulation
-    nodes = list(simulation.joint.graph.nodes)
-    blocks = {block for node in nodes if (block := block_of(module_of(node))) is not None}
-    lists: dict[str, list[str]] = {}
-    for block in sorted(blocks, key=lambda block: int(block.rpartition(".")[2])):
-        lists.setdefault(block.rpartition(".")[0], []).append(block)
-    names: dict[str, str] = {}
-    for layers in lists.values():
-        names |= {layers[0]: "first", layers[-1]: "last"}
-    seen: Counter[tuple[Phase | None, str, str, str]] = Counter()
-    memory = {}
-    for node, num in zip(nodes, simulation.memory.total, strict=True):
-        module = module_of(node) or ""
-        layer = block_of(module)
-        if layer is not None and layer not in names:
-            continue
-        which = "" if layer is None else names[layer]
-        like = (phase_of(node), which, without_layer(module), str(node.target))
-        if node.op == "call_function":
-            memory[(*like, seen[like])] = num
-            seen[like] += 1
-    return memory
+Loaded = list[tuple[Change, GraphTrainerConfig | ConfigError]]
+"""Changes, each with the changed config, or with why it excludes the change."""
 
 
-def _planned(config: GraphTrainerConfig, plan: Plan, layers: int | None = None) -> Plan:
-    """Plan a changed config, or the first layers of its model, as another plan was made."""
-    spec = config.model_spec
-    assert spec is not None
-    if layers is not None and hasattr(spec.model, "layers"):
-        model = copy.deepcopy(spec.model)
-        model.layers = model.layers[:layers]
-        config = copy.copy(config)
-        config.model_spec = replace(spec, model=model)
-    return make_plan(
-        config,
-        plan.world_size,
-        plan.hardware,
-        rank=plan.rank,
-        runtime=plan.simulation.runtime,
-        every_pass=False,
-        captures=plan.captures,
-    )
+def loaded(changes: Sequence[Change], load: LoadConfig) -> Loaded:
+    """Load the config of every change."""
+    configs: Loaded = []
+    for change in changes:
+        try:
+            configs.append((change, load(flags_of(change))))
+        except ConfigError as error:
+            configs.append((change, error))
+    return configs
+
+
+def plan_each(
+    configs: Loaded,
+    plan: Callable[[GraphTrainerConfig], Plan],
+    on_progress: OnProgress,
+    processes: int,
+) -> list[Outcome]:
+    """Plan changed configs, at most `processes` at once. Those of one captured step follow each
+    other, so that it is captured once; those that cannot be planned have an error."""
+    first: dict[str, int] = {}
+    for _, config in configs:
+        first.setdefault(_captured_for(config), len(first))
+    configs = sorted(configs, key=lambda each: first[_captured_for(each[1])])
+
+    def planned(number: int) -> Outcome:
+        change, config = configs[number]
+        try:
+            if isinstance(config, ConfigError):
+                raise config
+            return outcome_of(change, plan(config))
+        except GraphTrainerError as error:
+            return Outcome(config=change, error=str(error))
+
+    def announce(number: int) -> None:
+        words = ", ".join(f"{key} = {value}" for key, value in configs[number][0].items())
+        on_progress(f"{number + 1} of {len(configs)}: {words}")
+
+    return in_processes(planned, range(len(configs)), processes, on_start=announce)
 
 
 def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -293,38 +235,14 @@ def compare(
     Raises:
         ConfigError: a key or a value that no combination can have.
     """
-    configs: list[tuple[Change, GraphTrainerConfig | ConfigError]] = []
-    for change in combinations(wanted):
-        try:
-            configs.append((change, load(flags_of(change))))
-        except ConfigError as error:
-            configs.append((change, error))
+    configs = loaded(combinations(wanted), load)
     for key, values in wanted.items():
         for value in values:
-            loaded = [config for change, config in configs if change[key] == value]
-            errors = [each for each in loaded if isinstance(each, ConfigError)]
-            if len(errors) == len(loaded):
+            of_value = [config for change, config in configs if change[key] == value]
+            errors = [each for each in of_value if isinstance(each, ConfigError)]
+            if len(errors) == len(of_value):
                 raise errors[0]
-    # rows of one captured step follow each other, so that it is captured once
-    first: dict[str, int] = {}
-    for _, config in configs:
-        first.setdefault(_captured_for(config), len(first))
-    configs.sort(key=lambda each: first[_captured_for(each[1])])
-
-    def planned(number: int) -> Outcome:
-        change, config = configs[number]
-        try:
-            if isinstance(config, ConfigError):
-                raise config
-            return outcome_of(change, plan(config))
-        except GraphTrainerError as error:
-            return Outcome(config=change, error=str(error))
-
-    def announce(number: int) -> None:
-        words = ", ".join(f"{key} = {value}" for key, value in configs[number][0].items())
-        on_progress(f"{number + 1} of {len(configs)}: {words}")
-
-    outcomes = in_processes(planned, range(len(configs)), processes, on_start=announce)
+    outcomes = plan_each(configs, plan, on_progress, processes)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
 
@@ -333,44 +251,55 @@ def _captured_for(config: GraphTrainerConfig | ConfigError) -> str:
     return "" if isinstance(config, ConfigError) else what_is_captured(config)
 
 
-def memory_curve(plan: Plan, on_progress: OnProgress) -> list[Outcome]:
+def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> list[Outcome]:
     """Plan the run under every fixed policy, and under limits between the least and the most.
 
-    The step is captured at most once. Limits stand closer where memory is short, as time changes
-    fastest there; parameters are kept unsharded or gathered again as the plan chooses ("auto").
+    The step is captured at most once. At most `processes` plan at once. Limits stand closer where
+    memory is short, as time changes fastest there; parameters are kept unsharded or gathered again
+    as the plan chooses ("auto").
 
     Raises:
         CaptureError, PassError, VerificationError: as `make_plan`.
     """
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
 
-    def outcome(change: Change, passes: PassConfig) -> Outcome:
-        trial = plan.captures.of(run, on_progress)
-        last = run_passes(trial, passes).last
+    def outcome(changed: tuple[Change, PassConfig]) -> Outcome | None:
+        change, passes = changed
+        trial = plan.captures.of(run)
+        try:
+            last = run_passes(trial, passes).last
+        except MemoryLimitError:  # gathered ahead, merged: a little more than "full" needs
+            return None
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
         rows = [row_of(simulation, last.name, last.seconds)]
         return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
+
+    def announce(changed: tuple[Change, PassConfig]) -> None:
+        change, _ = changed
+        limit = float(change.get(KEY, 0)) * GIB
+        on_progress(f"a limit of {gib(limit)} GiB" if limit else f"the policy {change[POLICY]}")
+
+    def outcomes_of(changed: list[tuple[Change, PassConfig]]) -> list[Outcome]:
+        made = in_processes(outcome, changed, processes, on_start=announce)
+        return [each for each in made if each is not None]
 
     passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
     # Without a limit nothing is planned.
     auto = passes.reshard_after_forward == "auto"
     reshard = "default" if auto else passes.reshard_after_forward
     fixed: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
-    outcomes = []
+    trials: list[tuple[Change, PassConfig]] = []
     for policy in fixed:
-        on_progress(f"the policy {policy}")
         of_policy = with_policy(passes, policy, reshard_after_forward=reshard)
-        outcomes.append(outcome({POLICY: policy}, of_policy))
+        trials.append(({POLICY: policy}, of_policy))
+    outcomes = outcomes_of(trials)
     needed = [each.needed_bytes for each in outcomes]
     least, most = min(needed), max(needed)
+    trials = []
     for number in range(1, _LIMITS + 1):
-        limit = int(least + (most - least) * (number / _LIMITS) ** 2 + 0.02 * least)
-        on_progress(f"a limit of {gib(limit)} GiB")
+        limit = int(least + (most - least) * (number / _LIMITS) ** 2 + 0.02 * least) / GIB
         limited = with_policy(
-            passes, "budget", reshard_after_forward="auto", memory_limit_gib=limit / GIB
+            passes, "budget", reshard_after_forward="auto", memory_limit_gib=limit
         )
-        try:
-            outcomes.append(outcome({POLICY: "budget", KEY: str(limit / GIB)}, limited))
-        except MemoryLimitError:  # gathered ahead, merged: a little more than "full" needs
-            continue
-    return outcomes
+        trials.append(({POLICY: "budget", KEY: str(limit)}, limited))
+    return outcomes + outcomes_of(trials)

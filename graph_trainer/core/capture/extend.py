@@ -290,9 +290,9 @@ class _Extension:
         trace.outputs, trace.without_grad = outputs, without_grad
         texts = set(trace.rounding)
         for names in self._names[2:-1]:
-            for layer, its in names.items():
+            for layer, own_name in names.items():
                 begins = re.compile(rf"(?<=module '){re.escape(layer)}(?=['.])")
-                texts.update(begins.sub(its, text) for text in trace.rounding)
+                texts.update(begins.sub(own_name, text) for text in trace.rounding)
         trace.rounding = sorted(texts)
         return tuple(returned)
 

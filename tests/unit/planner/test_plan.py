@@ -20,7 +20,6 @@ from graph_trainer.core.graph.annotations import parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.memory_limit import Budget, what_would_help
-from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import TORCHTITAN
 from graph_trainer.core.simulation.simulate import simulate
@@ -245,7 +244,7 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     tried: list[str] = []
     monkeypatch.setattr(changes, "changes_that_help", lambda plan: CHANGES)
     found = changes.advise(plan, lambda flags: small(*flags), tried.append)
-    assert len(tried) == 1 + len(CHANGES)
+    assert len(tried) == len(CHANGES)
     # one that needs more is not advice, one that the config excludes is left out
     assert sorted(map(str, CHANGES[:2])) == sorted(str(a.config) for a in found)
     assert [a.needed_bytes for a in found] == sorted(a.needed_bytes for a in found)
@@ -256,9 +255,8 @@ def test_advice_is_sorted_by_what_it_saves_and_says_what_fits(monkeypatch):
     best = flags_of(found[0].config)
     assert " ".join(best) in shown(advised)
     assert plan_report(advised)["advice"][0]["needed_bytes"] == found[0].needed_bytes
-    # a change does about what it does by itself
-    whole = make_plan(small(*best), 4, hardware)
-    assert whole.need.total == pytest.approx(found[0].needed_bytes, rel=0.15)
+    # a change does what it does by itself
+    assert make_plan(small(*best), 4, hardware).need.total == found[0].needed_bytes
 
 
 CHANGES = [
@@ -267,42 +265,6 @@ CHANGES = [
     {"parallelism.fsdp_reshard_after_forward": "never"},
     {"parallelism.tensor_parallel_degree": "3"},
 ]
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ("--parallelism.fsdp_reshard_after_forward", "never"),
-        ("--activation_checkpoint.type", "full"),
-    ],
-    ids=["never", "full"],
-)
-def test_advice_for_a_deep_model_is_what_the_whole_model_would_need(flags):
-    config = load_config([*FLAGS, *flags], world_size=4)
-    whole = make_plan(config, 4, load_hardware("h100-sxm"))
-    peak, speed = changes.peak_and_speed(load_config([*FLAGS, *flags], world_size=4), whole)
-    assert len(whole.config.model_spec.model.layers) == 6
-    # a schedule may spend this part of the peak, at some depths more of it than at others
-    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
-    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
-
-
-@pytest.mark.full
-def test_advice_for_experts_after_several_dense_layers_keeps_these():
-    words = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel", *FLAGS]
-    words += ["--parallelism.expert_parallel_degree", "2"]
-
-    def deep():
-        config = load_config(words, world_size=4)
-        dense, mixture, *_ = config.model_spec.model.layers
-        config.model_spec.model.layers = [copy.deepcopy(dense) for _ in range(3)]
-        config.model_spec.model.layers += [copy.deepcopy(mixture) for _ in range(7)]
-        return config
-
-    whole = make_plan(deep(), 4, load_hardware("h100-sxm"), every_pass=False)
-    peak, speed = changes.peak_and_speed(deep(), whole)
-    assert peak == pytest.approx(whole.peak_bytes, rel=ScheduleOverlapOptions().max_peak_growth)
-    assert speed == pytest.approx(whole.tokens_per_second_per_gpu, rel=0.01)
 
 
 def test_what_is_used_to_the_full_is_no_advice():
