@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 
 import torch
 
@@ -68,8 +69,9 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
     def group(ranks: Ranks) -> str:
         """Name a group alike for all parallel groups through the ranks of a class."""
         axes = classes.axes_of_group(ranks, rank)
-        if axes is None:
-            return f"ranks {list(ranks)}"
+        if axes is None:  # of experts, over part of an axis: named by what its ranks have in common
+            apart = {after - before for before, after in pairwise(ranks)}
+            return f"{len(ranks)} ranks {apart.pop()} apart" if len(apart) == 1 else f"{[*ranks]}"
         along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
         return " and ".join(along) or "self"
 

@@ -7,7 +7,7 @@ import math
 import time
 
 import torch
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.agreement import Agreement
@@ -22,9 +22,6 @@ from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
-_AXES = ("dp_replicate", "fsdp", "tp")
-"""The axes of parameters, whose shards context parallelism's ranks share."""
-
 MOST_CLASSES = 27
 """Three coordinates (first, last, any other) along each of three axes. First and last have
 classes of their own only up to this number of classes; other local shapes always have."""
@@ -32,8 +29,9 @@ classes of their own only up to this number of classes; other local shapes alway
 Shape = tuple[int, ...]
 
 
-_Layout = tuple[Shape, tuple[tuple[int, int], ...]]
-"""Global shape of a parameter; mesh axis and tensor dimension of each sharding, outermost first."""
+_Layout = tuple[Shape, tuple[tuple[str, int, int], ...]]
+"""Global shape of a parameter; of each sharding, outermost first, the mesh axis, its size and the
+tensor dimension."""
 
 
 def verify_order(
@@ -138,29 +136,47 @@ def _numbered(kinds: list[list[int]], apart: tuple[int, ...]) -> tuple[int, ...]
 def _layout_of(parameter: torch.Tensor) -> _Layout:
     if not isinstance(parameter, DTensor):
         return tuple(parameter.shape), ()
-    placed: list[tuple[str, Placement]] = list(
-        zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
-    )
-    shards = [(_AXES.index(n), p.dim) for n, p in placed if isinstance(p, (Shard, StridedShard))]
+    mesh = parameter.device_mesh
+    names = zip(mesh.mesh_dim_names or (), mesh.shape, parameter.placements, strict=True)
+    shards = [
+        (name, size, p.dim) for name, size, p in names if isinstance(p, (Shard, StridedShard))
+    ]
     return tuple(parameter.shape), tuple(shards)
 
 
 def _local_shape(layout: _Layout, sizes: tuple[int, ...], place: tuple[int, ...]) -> Shape:
-    """Compute the local shape at a place of a mesh of these sizes, whose axes are those of _AXES,
-    or have context parallelism's apart, after FSDP's.
+    """Compute the local shape at a place of a mesh of these sizes, whose axes are replicas, FSDP,
+    then context parallelism where there is any, and tensor parallelism.
 
     The innermost axis splits first, as torch.chunk does: the first ranks get
     ceil(size / ranks) rows, later ranks fewer or none.
     """
+    # ranks of one replica are counted along the last axis first
+    inner, ranks = 0, 1
+    for size, coordinate in zip(sizes[1:], place[1:], strict=True):
+        inner, ranks = inner * size + coordinate, ranks * size
     shape, shards = layout
     local = list(shape)
-    if len(sizes) > len(_AXES):
-        replicate, shard, context, tensor = sizes
-        sizes = (replicate, shard * context, tensor)
-        place = (place[0], place[1] * context + place[2], place[3])
-    for axis, dim in reversed(shards):
-        each = -(-local[dim] // sizes[axis])
-        local[dim] = max(0, min(each, local[dim] - place[axis] * each))
+    for name, size, dim in reversed(shards):
+        match name:
+            case "dp_replicate":
+                coordinate = place[0]
+            case "tp":
+                coordinate = place[-1]
+            case "fsdp":  # context parallelism's ranks share its shards
+                coordinate = inner // sizes[-1]
+            case "ep":  # experts are spread over neighbours, whatever these are to other layers
+                coordinate = inner % size
+            case "efsdp":
+                coordinate = inner // (ranks // size)
+            case _:
+                raise VerificationError(
+                    f"a parameter is sharded over mesh axis '{name}', and which ranks are alike is "
+                    "known of dp_replicate, fsdp, tp, ep and efsdp: read the graph of every rank, "
+                    "by --verify-order --all-ranks"
+                )
+        each = -(-local[dim] // size)
+        local[dim] = max(0, min(each, local[dim] - coordinate * each))
     return tuple(local)
 
 

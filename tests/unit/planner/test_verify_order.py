@@ -13,6 +13,7 @@ from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.verify_order import (
@@ -21,6 +22,7 @@ from graph_trainer.planner.verify_order import (
     rank_classes,
     verify_order,
 )
+from graph_trainer.titan.config.load import load_config
 from tests.unit.fake_ranks import Agreed
 from tests.unit.planner import conftest
 from tests.unit.planner.conftest import shown
@@ -79,6 +81,38 @@ def test_context_parallelism_is_an_axis_of_its_own():
     for rank in range(6):
         check_shapes(FakeRank(config, 6, rank, "cpu"), classes)
     assert verify_order(config, 6, device="cpu").ranks == 6
+
+
+EXPERTS = ("--module", "graph_trainer.deepseek_v3", "--config", "debugmodel")
+SHORT = ("--training.seq_len", "32", "--training.local_batch_size", "1")
+SPREAD = {
+    "shards": (),
+    "tensor parallelism": ("--parallelism.tensor_parallel_degree", "2"),
+    "replicas": ("--parallelism.data_parallel_replicate_degree", "2"),
+}
+
+
+@pytest.mark.parametrize("spread", SPREAD)
+def test_ranks_of_a_class_hold_the_same_parts_of_experts(spread):
+    degree = ("--parallelism.expert_parallel_degree", "4")
+    config = load_config([*EXPERTS, *SHORT, *SPREAD[spread], *degree], world_size=8)
+    classes = rank_classes(FakeRank(config, 8, 0, "cpu"))
+    for rank in range(8):
+        check_shapes(FakeRank(config, 8, rank, "cpu"), classes)
+
+
+@pytest.mark.full
+def test_ranks_of_a_class_of_experts_have_one_fingerprint():
+    degree = ("--parallelism.expert_parallel_degree", "2")
+    config = load_config([*EXPERTS, *SHORT, *degree], world_size=8)
+    classes = rank_classes(FakeRank(config, 8, 0, "cpu"))
+    assert classes.representative_of(1) == classes.representative_of(4) == 1
+    prints = []
+    for rank in (1, 4):
+        joint = FakeRank(config, 8, rank, "cpu").capture()
+        prints.append(fingerprint_of(joint, rank, classes))
+    assert prints[0].difference(prints[1]) is None
+    assert "2 ranks 1 apart" in str(prints[0].collectives)
 
 
 def test_uneven_and_empty_shards_are_proved():

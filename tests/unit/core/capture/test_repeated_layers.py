@@ -19,7 +19,6 @@ from graph_trainer.core.graph.annotations import annotations_of, value_of
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.testing import fake_mesh, mean_square
-from graph_trainer.titan.config.load import load_config
 from tests.unit.graphs import Decoder
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
@@ -141,8 +140,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shards", [None, 3])
-@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize(("shards", "backward"), [(None, True), (3, True), (3, False)])
 def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
     make, *args = MODELS[name]
     model = make()
@@ -316,13 +314,3 @@ def test_tensors_that_only_some_layers_share_are_told_apart():
     layers[2].linear.weight = layers[5].linear.weight
     assert_equal(*both(stack_of(*layers), X))
     assert_equal(*both(stack_of(*tied_across([Named() for _ in range(6)])), X))
-
-
-@pytest.mark.parametrize("family", ["llama3", "qwen3", "deepseek_v3"])
-def test_a_shipped_model_repeats_its_layers(family):
-    from graph_trainer.planner.fake_rank import FakeRank
-
-    flags = ["--module", family, "--config", "debugmodel"]
-    config = load_config(flags, world_size=2)
-    model = FakeRank(config, 2).model
-    assert repetitions_in(model, state_of(model).tensors), family
