@@ -310,6 +310,31 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
         contents.update(before)
 
 
+@contextlib.contextmanager
+def reads_seen(kind: type, name: str, see: Callable[[nn.Module, str], None]) -> Iterator[None]:
+    """Inside, call `see(module, name)` before an attribute of a class of modules is read.
+
+    Such an attribute is in the module's dict, which a property of the class comes before.
+    """
+
+    def read(module: nn.Module) -> Any:
+        see(module, name)
+        return vars(module)[name]
+
+    def write(module: nn.Module, value: Any) -> None:
+        vars(module)[name] = value
+
+    before = kind.__dict__.get(name)
+    setattr(kind, name, property(read, write))
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(kind, name)
+        else:
+            setattr(kind, name, before)
+
+
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
     """Make a value like another one whose sizes data decide, with symbols of its own.
 

@@ -8,7 +8,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping
 from types import FunctionType, MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,15 +18,28 @@ from graph_trainer.core.torch_private import tensor_hooks
 
 Tensors = dict[int, torch.Tensor]
 
+Attribute = tuple[type, str]
+"""A class of modules and the name of an attribute."""
+
 _ATOMS = {type(None), bool, int, float, complex, str, bytes, type}
 _INITIAL = "_param_init"
 """Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
 of these depends on a layer's depth."""
 
 
-def counterparts(
+class Alike(NamedTuple):
+    """What two modules that are alike have in the same places."""
+
+    tensors: Tensors
+    """By id of each tensor of the first module the one of the second."""
+    positions: set[Attribute]
+    """Attributes in which each has its own number in the stack of layers. They are alike only if
+    no step reads these."""
+
+
+def compare(
     first: nn.Module, second: nn.Module, names: tuple[str, str], inputs: Mapping[int, torch.Tensor]
-) -> Tensors | None:
+) -> Alike | None:
     """Compare what two modules are made of: classes, attributes, hooks, functions, tensors.
 
     Tensors correspond if they have equal layouts and are inputs of the step, or if they are one
@@ -34,14 +47,14 @@ def counterparts(
 
     Args:
         first, second: the modules.
-        names: their FQNs.
+        names: their FQNs; a number at the end is that in the stack.
         inputs: the tensors that are inputs of the step, by id.
 
     Returns:
-        By id of each tensor of `first` the one of `second`; None where the modules differ.
+        What corresponds; None where the modules differ.
     """
     walk = _Walk(names, inputs)
-    return walk.tensors if walk.are_alike(first, second) else None
+    return Alike(walk.tensors, walk.positions) if walk.are_alike(first, second) else None
 
 
 class _Walk:
@@ -49,6 +62,7 @@ class _Walk:
 
     def __init__(self, names: tuple[str, str], inputs: Mapping[int, torch.Tensor]) -> None:
         self.tensors: Tensors = {}
+        self.positions: set[Attribute] = set()
         self._names = names
         self._inputs = inputs
         self._partners: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
@@ -81,7 +95,8 @@ class _Walk:
                 continue
             elif one is other:
                 continue
-            contents = [list(_contents(each)) for each in (one, other)]
+            apart = self._positions_of(one, other)
+            contents = [list(_contents(each, apart)) for each in (one, other)]
             if len(contents[0]) != len(contents[1]):
                 return False
             if not contents[0] and not isinstance(one, torch.Tensor) and one != other:
@@ -95,6 +110,21 @@ class _Walk:
         is_within = text == first or text.startswith(f"{first}.")
         return second + text.removeprefix(first) if is_within else text
 
+    def _positions_of(self, one: Any, other: Any) -> set[str]:
+        """Return the attributes of two modules that are their layers' numbers in the stack."""
+        if not isinstance(one, nn.Module):
+            return set()
+        numbers = [name.rpartition(".")[2] for name in self._names]
+        held = (vars(one), vars(other))
+        found = set()
+        for name, value in held[0].items():
+            values = value, held[1].get(name)
+            is_number = all(type(each) is int for each in values) and values[0] != values[1]
+            if is_number and list(map(str, values)) == numbers:
+                found.add(name)
+        self.positions.update((type(one), name) for name in found)
+        return found
+
     def _are_alike_tensors(self, one: torch.Tensor, other: torch.Tensor) -> bool:
         if one is other:
             return True
@@ -103,8 +133,9 @@ class _Walk:
         return are_inputs and same_kind and unwrap(one)[1] == unwrap(other)[1]
 
 
-def _contents(value: Any) -> Iterable[Any]:
-    """List what an object is made of, in an order that is the same for one that is alike."""
+def _contents(value: Any, apart: set[str]) -> Iterable[Any]:
+    """List what an object is made of but for some attributes, in an order that is the same for one
+    that is alike."""
     if isinstance(value, torch.Tensor):
         return (vars(value), *tensor_hooks(value))
     if isinstance(value, dict):
@@ -122,7 +153,8 @@ def _contents(value: Any) -> Iterable[Any]:
         return (value.func, value.args, value.keywords)
     attributes = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
-        attributes.pop(_INITIAL, None)
+        for name in (_INITIAL, *apart):
+            attributes.pop(name, None)
         # by handle, which is another one for each hook
         for name, held in attributes.items():
             if "hooks" in name and isinstance(held, dict):

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta
 
-from graph_trainer.core.capture.alike import Tensors, counterparts
+from graph_trainer.core.capture.alike import Alike, Attribute, Tensors, compare
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     forward_replaced,
     modules_that_look_for_hooks,
     pytree,
+    reads_seen,
 )
 from graph_trainer.errors import CaptureError
 
@@ -45,6 +46,8 @@ class Repetition:
     period: int
     counterparts: list[Tensors]
     """By layer: by id of each tensor of its sample, its own."""
+    positions: set[Attribute]
+    """Where layers have their numbers, which the step must not read."""
     _calls: list[_Call] = field(default_factory=list)
     _failure: str = ""
 
@@ -82,6 +85,8 @@ class Repetition:
                 else:
                     skip = functools.partial(self._skip, place)
                     stack.enter_context(forward_replaced(layer, skip))
+            for kind, name in self.positions:
+                stack.enter_context(reads_seen(kind, name, self._see_position_read))
             yield
         calls = len(self._calls)
         self._calls = []  # holds tensors of the trace
@@ -110,6 +115,10 @@ class Repetition:
         self._enter(place, self.layers[place], args, kwargs)
         self._calls[place].output = self._calls[self.sample(place)].output
         return self._calls[place].output
+
+    def _see_position_read(self, module: nn.Module, name: str) -> None:
+        if any(module in layer.modules() for layer in self.layers):
+            self._refuse(f"forward reads '{name}' of a {type(module).__name__}, its layer's number")
 
     def _check_given(self, place: int, given: list[Any], structure: Any) -> None:
         """Check that a layer is given what its sample is, but for the results of layers: those of
@@ -179,16 +188,16 @@ def _longest_run(
         return None
     # the kind of each layer is the place of the first one that it is like
     kinds: list[int] = []
-    of_kind: list[Tensors] = []  # from the tensors of that first one
+    of_kind: list[Alike] = []  # from what that first one has
     for place, (name, layer) in enumerate(stack.items()):
         for kind in (*dict.fromkeys(kinds), place):
-            pairs = counterparts(layers[kind], layer, (names[kind], name), inputs)
-            if pairs is not None:
+            alike = compare(layers[kind], layer, (names[kind], name), inputs)
+            if alike is not None:
                 break
         else:
             return None  # not even like itself
         kinds.append(kind)
-        of_kind.append(pairs)
+        of_kind.append(alike)
     start, period, stop = _most_repeated(kinds)
     if (stop - start) // period <= TRACED_PERIODS:
         return None
@@ -196,14 +205,15 @@ def _longest_run(
     owned: set[int] = set()
     for place in range(start, stop):
         sample = start + period + (place - start) % period
-        own, its = of_kind[place], of_kind[sample]
+        own, its = of_kind[place].tensors, of_kind[sample].tensors
         pairs_of_run.append({id(its[key]): own[key] for key in own})
         # a tensor is of one layer or of all: gradients of some would be summed
         of_layer = {id(own[key]) for key in own if own[key] is not its[key]}
         if not owned.isdisjoint(of_layer):
             return None
         owned |= of_layer
-    return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run)
+    positions = set().union(*(alike.positions for alike in of_kind[start:stop]))
+    return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run, positions)
 
 
 def _most_repeated(kinds: list[int]) -> tuple[int, int, int]:

@@ -297,6 +297,32 @@ def test_what_layers_return_to_the_caller_is_of_the_right_ones(reasons):
     assert reasons.all()
 
 
+class Numbered(Named):
+    """Knows which layer it is, as those of transformers do."""
+
+    reads = False
+
+    def __init__(self, layer_idx):
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x * self.layer_idx if self.reads else x
+
+
+class Reading(Numbered):
+    reads = True
+
+
+@pytest.mark.parametrize("kind", [Numbered, Reading])
+def test_a_layer_may_know_its_number_if_the_step_does_not_read_it(kind, reasons):
+    model = stack_of(*(kind(i) for i in range(6)))
+    assert_equal(*both(model, X))
+    assert bool(reasons.all()) == kind.reads
+    assert "layer_idx" not in vars(kind) and model[1][4].layer_idx == 4
+
+
 def test_a_layer_that_counts_its_calls_is_traced_in_full(reasons):
     class Counting(Named):
         calls = 0
