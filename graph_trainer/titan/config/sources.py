@@ -5,7 +5,6 @@ import dataclasses
 import importlib
 import importlib.resources
 import inspect
-import json
 import os
 import pkgutil
 import re
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.suggest import did_you_mean, show
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
@@ -34,25 +33,6 @@ UNSET = "unset"
 """The key that lists a table's keys whose value is None, which TOML cannot write."""
 
 GUESS = "Did you mean {}? "
-
-
-def show(value: Any) -> str:
-    """Format `value` as a TOML author would write it, cut after 120 characters."""
-    text = _as_toml(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _as_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_toml, value))}]"
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    return UNSET if value is None else str(value)
 
 
 @dataclass
