@@ -1,11 +1,10 @@
-"""What a config file and flags get wrong by themselves, told by the schema of files, without torch.
-
-The loader of configs checks all of this and more, after seconds of imports.
-"""
+"""The keys of configs, read from the schema of files without torch: what a file and flags get wrong
+by themselves, and what a shell completes. The loader of configs checks more, after seconds."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,12 +68,88 @@ def check_early(argv: Sequence[str]) -> None:
         raise ConfigError("\n".join(check.lines))
 
 
+def with_names_of_environment(argv: Sequence[str]) -> list[str]:
+    """Return the flags with --module and --config from MODULE and CONFIG where no flag names them.
+
+    A resolved file names its own module, so there is no default here.
+    """
+    words = list(argv)
+    for flag in ("--config", "--module"):
+        value = variable(flag.removeprefix("--").upper())
+        if value and not any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            words[:0] = [flag, value]
+    return words
+
+
+def variable(name: str, default: str = "") -> str:
+    """Read a variable of the environment; an empty one counts as unset."""
+    return os.environ.get(name) or default
+
+
+def print_completion(words: Sequence[str]) -> int:
+    """Print the script that completes in a shell, or the words that it asks for.
+
+    Args:
+        words: "bash" or "zsh"; or "words", then those of a command line up to the cursor.
+
+    Raises:
+        ConfigError: no such shell.
+    """
+    shell, *line = words or [""]
+    if shell in _SCRIPTS:
+        print(_SCRIPTS[shell] + _SCRIPT, end="")
+    elif shell == "words":
+        print("\n".join(_completed(line)))
+    else:
+        raise ConfigError(f"completion {shell}: write {' or '.join(_SCRIPTS)}.")
+    return 0
+
+
+def _completed(line: list[str]) -> Iterator[str]:
+    """Yield what may stand in place of the last word of a command line, its first the command."""
+    from graph_trainer.cli.main import _COMMANDS
+
+    before = line[-2] if len(line) > 1 else ""
+    check = _Check()
+    if len(line) < 2:
+        yield from ["--help", "--version", *_COMMANDS]
+    elif before == "--config":
+        yield from sorted({path.stem for path in _folder().glob("*/*.toml")})
+    elif before == "--module":
+        yield from check.schema["properties"]["module"]["examples"]
+    elif (key := before.removeprefix("--").replace("-", "_")) in check.keys:
+        for schema in check.keys[key].values():
+            yield from [] if "enum" not in schema else map(str, schema["enum"])
+    else:
+        yield from ["--help", "--module", "--config", *_OWN.get(line[0], [])]
+        yield from (f"--{key}" for key, kinds in check.keys.items() if {} not in kinds.values())
+
+
+SCHEMA = "--schema"
+DRY_RUN = "--dry-run"
+_OWN = {"train": [DRY_RUN, "--plan", "--quiet", "--verbose"], "config": [SCHEMA], "plan": []}
+_SCRIPTS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
+_SCRIPT = """\
+_graph_trainer() {
+    local words
+    words=$(graph-trainer completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
+}
+complete -o default -F _graph_trainer graph-trainer
+"""
+
+
 def _shipped(name: str) -> str:
-    """Read a file of configs/: of the installed package, or of the checkout."""
+    """Read a file of configs/."""
+    return (_folder() / name).read_text(encoding="utf-8")
+
+
+def _folder() -> Path:
+    """Return configs/ of the installed package, or of the checkout."""
     package = Path(__file__).resolve().parents[1]
-    installed = package / "configs" / name
-    path = installed if installed.exists() else package.parent / "configs" / name
-    return path.read_text(encoding="utf-8")
+    return next(
+        each / "configs" for each in (package, package.parent) if (each / "configs").exists()
+    )
 
 
 class _Check:

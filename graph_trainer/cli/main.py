@@ -3,15 +3,18 @@
 Each command imports what it needs, so that --help and a mistyped command answer at once.
 """
 
-import argparse
 import dataclasses
+import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
+from graph_trainer.cli.keys import DRY_RUN, SCHEMA, check_early, with_names_of_environment
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
@@ -23,7 +26,9 @@ examples:
   graph-trainer train --config my.toml --parallelism.tensor_parallel_degree 2
       a file of your own
   graph-trainer train --config 8b --help
-      every key of that config, with its documentation and its value
+      every key of that config, with its documentation and its value; --help lr: those about lr
+  graph-trainer train --config my.toml --dry-run
+      check everything, and print the config, the ranks and what the run will need
   graph-trainer config --config 8b --training.steps 100 > my.toml
       the config those flags resolve to, as a file to give back with --config
   graph-trainer config --schema
@@ -47,8 +52,6 @@ of them (default debugmodel) or a path to a .toml file. Flags override the file,
 the registry entry that its `base` names.
 """
 
-SCHEMA = "--schema"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
@@ -62,21 +65,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    # tyro parses the config's flags, --help among them, so argparse sees only the first word.
-    command = parser.parse_args(words[:1]).command
-    if command is None:
-        parser.print_help()
-        return 0
+    command, *words = sys.argv[1:] if argv is None else argv or ["--help"]
     try:
-        function, _ = _COMMANDS[command]
-        _check_cache_folder()
-        code: int = resolve_name(f"graph_trainer.cli.{function}")(words[1:])
+        code = _run(command, words)
+        sys.stdout.flush()
         return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, such as head, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    if command == "--version":
+        try:
+            installed = version("graph_trainer")
+        except PackageNotFoundError:
+            installed = "of a checkout that is not installed"
+        print(f"graph-trainer {installed}")
+        return 0
+    if command not in _COMMANDS:
+        raise ConfigError(
+            f"command line: there is no command {command}{did_you_mean(command, _COMMANDS)} "
+            f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
+        )
+    function, about = _COMMANDS[command]
+    if words in (["-h"], ["--help"]) and command in _USAGES:
+        print(f"usage: graph-trainer {command} {_USAGES[command]}\n\n{about.capitalize()}.")
+        return 0
+    if command not in ("completion", "doctor"):
+        by_environment = command in ("train", "bisect-passes")
+        check_early(with_names_of_environment(words) if by_environment else words)
+    _check_cache_folder()
+    # Importing torch makes millions of objects that stay: looked through for cycles, they take a
+    # fifth of its time.
+    gc.set_threshold(200_000, 10, 1000)
+    code: int = resolve_name(f"graph_trainer.cli.{function}")(words)
+    return code
 
 
 def _check_cache_folder() -> None:
@@ -93,7 +123,7 @@ def _check_cache_folder() -> None:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train: as one rank under torchrun, otherwise by launching the ranks.
+    """Train: as one rank under torchrun, otherwise by launching the ranks; or say what would run.
 
     A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
 
@@ -106,8 +136,12 @@ def train(argv: Sequence[str]) -> int:
         leave(run(argv))
     from graph_trainer.cli import launcher
 
-    if {"-h", "--help"} & set(argv):
+    if argv and argv[-1] in ("-h", "--help"):
         print(launcher.USAGE, end="", flush=True)
+    if DRY_RUN in argv:
+        from graph_trainer.cli.plan_command import dry_run
+
+        return dry_run([word for word in argv if word != DRY_RUN])
     return launcher.start(launcher.prepare(argv))
 
 
@@ -181,31 +215,30 @@ _COMMANDS = {
     ),
     "config": (
         "main:print_config",
-        "print the resolved config as TOML, or with --schema its JSON schema",
+        "print the resolved config as TOML, which --config takes back, or with --schema its\n"
+        f"{'':17}JSON schema, from which an editor completes it",
     ),
-    "passes": ("main:print_passes", "list the graph passes"),
-    "bisect-passes": (
-        "bisect:bisect_passes",
-        "find the pass, and the node, that changes the numbers; --help explains",
-    ),
+    "passes": ("main:print_passes", "list the graph passes, with those that a config adds"),
+    "bisect-passes": ("bisect:bisect_passes", "find the pass, and the node, that changes numbers"),
     "doctor": ("doctor:main", "say what this machine has, and what will not work on it"),
+    "completion": ("keys:print_completion", "print what completes commands and flags in a shell"),
 }
 """By name: the function of this folder that runs the command, and the command's help."""
 
+_USAGES = {
+    "config": "[--schema] [--module MODULE] [--config CONFIG] [--section.key VALUE]",
+    "passes": "[--module MODULE] [--config CONFIG] [--section.key VALUE]",
+    "completion": "{bash,zsh}",
+    "doctor": "",
+}
+"""By name of a command without a help of its own: what may follow it."""
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="graph-trainer",
-        description="Train a sharded model from one captured graph of its whole train step.",
-        epilog=f"{_RULES}\n{_EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    try:
-        installed = version("graph_trainer")
-    except PackageNotFoundError:
-        installed = "of a checkout that is not installed"
-    parser.add_argument("--version", action="version", version=f"%(prog)s {installed}")
-    commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(_COMMANDS)}}}")
-    for name, (_, text) in _COMMANDS.items():
-        commands.add_parser(name, help=text)
-    return parser
+_HELP = """\
+usage: graph-trainer [--help] [--version] COMMAND ...
+
+Train a sharded model from one captured graph of its whole train step.
+
+commands, each with a --help of its own:
+"""
+_HELP += "".join(f"  {name:15}{about}\n" for name, (_, about) in _COMMANDS.items())
+_HELP += f"\n{_RULES}\n{_EXAMPLES}"

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
@@ -102,8 +103,8 @@ class Flags:
     config: str | None
     table: dict[str, Any]
     """Nested table of the keys: values are `FlagText`, or false for `--section.no-key`."""
-    shown: list[str]
-    """The words that ask for help or for a shell's completion instead of a run."""
+    shown: list[str] | None
+    """The words after --help, to look for; None without it."""
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
@@ -116,11 +117,11 @@ def read_flags(argv: Sequence[str]) -> Flags:
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
     words = [_SHORT.get(word, word) for word in words]
     values, words = take_flags(words, _EXAMPLES)
-    shown = [word for word in words if word in ("-h", "--help")]
-    words = [word for word in words if word not in shown]
+    shown = None
     for place, word in enumerate(words):
-        if word.startswith("--tyro-"):  # completion: a shell follows, and perhaps a file
-            shown, words = words[place:], words[:place]
+        if word in ("-h", "--help"):
+            shown = [*takewhile(lambda each: not each.startswith("-"), words[place + 1 :])]
+            del words[place : place + 1 + len(shown)]
             break
     table: dict[str, Any] = {}
     while words:
