@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,16 @@ from graph_trainer.core.suggest import (
 from graph_trainer.core.toml_file import parse_toml, read_toml
 from graph_trainer.errors import ConfigError
 
+SCHEMA = "--schema"
+DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_SKIPPED = ("type", "unset", "module", "base")
+_NO_KEYS = ("type", "unset", "module", "base")
+
+_Known = dict[str, dict[str, dict[str, Any]]]
+"""Key, without indices of lists -> by the section's type, or "", the schema of its value; empty
+where the key is a section."""
 
 
 def check_early(argv: Sequence[str]) -> None:
@@ -44,28 +51,111 @@ def check_early(argv: Sequence[str]) -> None:
     config, table = flags.get("config", ""), {}
     if config.endswith(".toml") or "/" in config:
         table = read_toml(Path(config), "--config")
-    check = _Check()
-    modules = check.schema["properties"]["module"]["examples"]
+    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    modules = schema["properties"]["module"]["examples"]
     module = flags.get("module") or table.get("module", modules[0])
     if module not in modules and f"graph_trainer.{module}" not in modules:
         return
-    of_flags: dict[str, Any] = {}
+    known: _Known = {}
+    for key, kind, of_value in _keys(schema, schema["$defs"]):
+        known.setdefault(key, {})[kind] = of_value
+    found = [(config, *each) for each in _flat(table, known)]
     for name, value in flags.items():
-        *sections, key = name.split(".")
-        inside = of_flags
-        for section in sections:
-            inside = inside.setdefault(section, {})
-            if not isinstance(inside, dict):  # a value and a section: the loader says so
-                return
-        if sections:  # the others are few, or the command's
-            inside[key] = value
-    check.table(table, "", config)
-    if any(_OLD in line for line in check.lines) and "base" not in table:
+        if "." in name:  # the others are few, or the command's
+            plain = re.sub(r"\.\d+(?=\.)", "", name)
+            plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
+            found.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
+    types = {key: value for _, key, _, value in found}
+    moved = parse_toml((_configs() / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
+    lines: list[str] = []
+    for where, key, shown, value in found:
+        section, _, name = key.rpartition(".")
+        kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
+        is_free = {} not in known.get(section, {"": {}}).values()  # a table with keys of any name
+        of_user = is_free or ":" in str(kind) or section.startswith("compile.")
+        if name in _NO_KEYS or (kinds is None and of_user):
+            continue
+        wrong: tuple[str, str] | None = None
+        if kinds is None:
+            siblings = _names_below(known, section)
+            is_near = top in known and nearest(name, siblings)
+            text = moved.get(key) or (not is_near and moved.get(top))
+            keys = [each for each, kinds in known.items() if {} not in kinds.values()]
+            wrong = (_OLD, text) if text else ("unknown key", unknown_key(shown, siblings, keys))
+        elif {} in kinds.values():
+            wrong = ("expected a section", AS_SECTION)
+        elif kind is None or kind in kinds or "" in kinds:
+            wrong = _wrong_value(shown, value, kinds.get(str(kind)) or [*kinds.values()][0])
+        if wrong and (kinds is None or where != _FLAGS):  # the loader reads the text of flags
+            problem, remedy = wrong
+            remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
+            lines.append(f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip())
+    if any(_OLD in line for line in lines) and table and "base" not in table:
         start = 'Begin it with base = "llama3_8b", or what has its model, and change these keys:'
-        check.lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
-    check.table(of_flags, "", _FLAGS, table)
-    if check.lines:
-        raise ConfigError("\n".join(check.lines))
+        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def flag_names() -> list[str]:
+    """List the flags of all keys."""
+    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    keys = [f"--{key}" for key, _, value in _keys(schema, schema["$defs"]) if value]
+    return list(dict.fromkeys(keys))
+
+
+def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return problem and remedy of a value that is not what its schema describes."""
+    options = schema.get("anyOf", [schema])
+    choices = [choice for each in options for choice in each.get("enum", ())]
+    kinds = [each["type"] for each in options if "type" in each]
+    if choices and value not in choices:
+        return wrong_choice(value, choices)
+    fits = not kinds or any(isinstance(value, _TYPES.get(kind, dict)) for kind in kinds)
+    is_right = fits and (not isinstance(value, bool) or not kinds or "boolean" in kinds)
+    return None if is_right else wrong_type(key, value, kinds)
+
+
+def _flat(
+    table: Mapping[str, Any], known: _Known, path: str = "", shown: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield a file's keys, without indices of lists and as messages show them, and their values."""
+    for name, value in table.items():
+        key, kinds = path + name, known.get(path + name) or {}
+        if isinstance(value, Mapping) and {} in (kinds, *kinds.values()):
+            yield from _flat(value, known, f"{key}.", f"{shown}{name}.")
+        elif isinstance(value, list) and any(_names_below(known, key)):
+            for i, each in enumerate(value):
+                if isinstance(each, Mapping):
+                    yield from _flat(each, known, f"{key}.", f"{shown}{name}[{i}].")
+        else:
+            yield key, shown + name, value
+
+
+def _names_below(known: Iterable[str], section: str) -> list[str]:
+    path = f"{section}." if section else ""
+    return [key[len(path) :] for key in known if re.fullmatch(rf"{re.escape(path)}\w+", key)]
+
+
+def _keys(
+    schema: Mapping[str, Any], classes: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield key, type of its section and schema of its value."""
+    for option in schema.get("anyOf", [schema]):
+        properties = classes.get(option.get("$ref", "")[8:], option).get("properties", {})
+        kind = properties.get("type", {}).get("const", "")
+        for name in [each for each in properties if each not in _NO_KEYS]:
+            value = properties[name]
+            inner = list(_keys(value.get("items", value), classes, f"{path}{name}."))
+            yield f"{path}{name}", kind, {} if inner and "items" not in value else value
+            yield from inner
+
+
+def _configs() -> Path:
+    """Return the folder of configs of the installed package, or of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "configs"
+    return folder if folder.exists() else package.parent / "configs"
 
 
 def with_names_of_environment(argv: Sequence[str]) -> list[str]:
@@ -84,159 +174,3 @@ def with_names_of_environment(argv: Sequence[str]) -> list[str]:
 def variable(name: str, default: str = "") -> str:
     """Read a variable of the environment; an empty one counts as unset."""
     return os.environ.get(name) or default
-
-
-def print_completion(words: Sequence[str]) -> int:
-    """Print the script that completes in a shell, or the words that it asks for.
-
-    Args:
-        words: "bash" or "zsh"; or "words", then those of a command line up to the cursor.
-
-    Raises:
-        ConfigError: no such shell.
-    """
-    shell, *line = words or [""]
-    if shell in _SCRIPTS:
-        print(_SCRIPTS[shell] + _SCRIPT, end="")
-    elif shell == "words":
-        print("\n".join(_completed(line)))
-    else:
-        raise ConfigError(f"completion {shell}: write {' or '.join(_SCRIPTS)}.")
-    return 0
-
-
-def _completed(line: list[str]) -> Iterator[str]:
-    """Yield what may stand in place of the last word of a command line, its first the command."""
-    from graph_trainer.cli.main import _COMMANDS
-
-    before = line[-2] if len(line) > 1 else ""
-    check = _Check()
-    if len(line) < 2:
-        yield from ["--help", "--version", *_COMMANDS]
-    elif before == "--config":
-        yield from sorted({path.stem for path in _folder().glob("*/*.toml")})
-    elif before == "--module":
-        yield from check.schema["properties"]["module"]["examples"]
-    elif (key := before.removeprefix("--").replace("-", "_")) in check.keys:
-        for schema in check.keys[key].values():
-            yield from [] if "enum" not in schema else map(str, schema["enum"])
-    else:
-        yield from ["--help", "--module", "--config", *_OWN.get(line[0], [])]
-        yield from (f"--{key}" for key, kinds in check.keys.items() if {} not in kinds.values())
-
-
-SCHEMA = "--schema"
-DRY_RUN = "--dry-run"
-_OWN = {"train": [DRY_RUN, "--plan", "--quiet", "--verbose"], "config": [SCHEMA], "plan": []}
-_SCRIPTS = {"bash": "", "zsh": "autoload -U +X bashcompinit && bashcompinit\n"}
-_SCRIPT = """\
-_graph_trainer() {
-    local words
-    words=$(graph-trainer completion words "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
-    COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))
-}
-complete -o default -F _graph_trainer graph-trainer
-"""
-
-
-def _shipped(name: str) -> str:
-    """Read a file of configs/."""
-    return (_folder() / name).read_text(encoding="utf-8")
-
-
-def _folder() -> Path:
-    """Return configs/ of the installed package, or of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return next(
-        each / "configs" for each in (package, package.parent) if (each / "configs").exists()
-    )
-
-
-class _Check:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self.schema: dict[str, Any] = json.loads(_shipped("schema.json"))
-        self.keys: dict[str, dict[str, dict[str, Any]]] = {}
-        """Key, without indices of lists -> by the section's type, or "", the schema of its value;
-        empty where it is a section."""
-        for key, kind, schema in self._walk(self.schema, ""):
-            self.keys.setdefault(key, {})[kind] = schema
-
-    def _walk(self, schema: Mapping[str, Any], path: str) -> Iterator[tuple[str, str, Any]]:
-        for option in schema.get("anyOf", [schema]):
-            named = option.get("$ref", "").rpartition("/")[2]
-            properties = self.schema["$defs"].get(named, option).get("properties", {})
-            kind = properties.get("type", {}).get("const", "")
-            for name, value in properties.items():
-                if name in _SKIPPED:
-                    continue
-                inner = list(self._walk(value.get("items", value), f"{path}{name}."))
-                yield f"{path}{name}", kind, {} if inner and "items" not in value else value
-                yield from inner
-
-    def table(
-        self, table: Mapping[str, Any], path: str, where: str, below: Any = None, shown: str = ""
-    ) -> None:
-        """Check a section, or an entry of a list of tables.
-
-        Args:
-            path: what its keys begin with in `self.keys`.
-            below: the section in the file, where `table` is of the flags.
-            shown: what its keys begin with in messages, if not with `path`.
-        """
-        below = below if isinstance(below, Mapping) else {}
-        kind, shown = table.get("type", below.get("type")), shown or path
-        for name, value in table.items():
-            plain = name.removeprefix("no_") if where == _FLAGS else name
-            kinds = self.keys.get(path + name) or self.keys.get(path + plain)
-            inside = f"{path}{name}."
-            if name.isdigit() and isinstance(value, Mapping):  # --section.list.0.key
-                self.table(value, path, where, None, f"{shown[:-1]}[{name}].")
-            elif kinds is None:
-                if name not in _SKIPPED and ":" not in str(kind):
-                    self.unknown(value, path, name, where, shown + name)
-            elif isinstance(value, Mapping) and self.names(inside):
-                self.table(value, inside, where, below.get(name))
-            elif isinstance(value, list) and self.names(inside):
-                for i, each in enumerate(value):
-                    if isinstance(each, Mapping):
-                        self.table(each, inside, where, None, f"{inside[:-1]}[{i}].")
-            elif where != _FLAGS and {} in kinds.values():
-                self.refuse(value, path + name, where, "expected a section", AS_SECTION)
-            elif where != _FLAGS and (kind is None or kind in kinds or "" in kinds):
-                schema = kinds.get(kind) or next(iter(kinds.values()))
-                self.type(value, schema, shown + name, where)
-
-    def names(self, path: str) -> list[str]:
-        """Return the names of the keys that begin with `path` and go one level further."""
-        below = [key.removeprefix(path) for key in self.keys if key.startswith(path)]
-        return [name for name in below if "." not in name]
-
-    def refuse(self, value: Any, key: str, where: str, problem: str, remedy: str) -> None:
-        remedy = remedy.replace("{key}", key).replace("{value}", str(value).lower())
-        self.lines.append(f"{where}: {key} = {show(value)}: {problem}. {remedy}".rstrip())
-
-    def unknown(self, value: Any, path: str, name: str, where: str, shown: str) -> None:
-        """Refuse an unknown key, or each key of an unknown section of torchtitan's."""
-        moved = parse_toml(_shipped("torchtitan_keys.toml"), "torchtitan_keys.toml")
-        section = (path + name).partition(".")[0]
-        if isinstance(value, Mapping) and section in moved:
-            for key, each in value.items():
-                self.unknown(each, f"{path}{name}.", key, where, f"{shown}.{key}")
-        elif not (isinstance(value, Mapping) and section == "compile"):  # of a pass of the user's
-            siblings = self.names(path)
-            keys = [each for each, kinds in self.keys.items() if {} not in kinds.values()]
-            text = moved.get(path + name) or (nearest(name, siblings) == [] and moved.get(section))
-            otherwise = unknown_key(shown, siblings, keys)
-            self.refuse(value, shown, where, _OLD if text else "unknown key", text or otherwise)
-
-    def type(self, value: Any, schema: Mapping[str, Any], key: str, where: str) -> None:
-        """Refuse a value of the wrong type."""
-        options = schema.get("anyOf", [schema])
-        choices = [c for each in options for c in each.get("enum", [each.get("const")])]
-        kinds = [each["type"] for each in options if "type" in each]
-        fits = not kinds or any(isinstance(value, _TYPES.get(kind, dict)) for kind in kinds)
-        if choices[0] is not None and value not in choices:
-            self.refuse(value, key, where, *wrong_choice(value, choices))
-        elif not fits or (isinstance(value, bool) and "boolean" not in kinds):
-            self.refuse(value, key, where, *wrong_type(key, value, kinds))

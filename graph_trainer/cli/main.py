@@ -13,36 +13,29 @@ from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
-from graph_trainer.cli.keys import DRY_RUN, SCHEMA, check_early, with_names_of_environment
+from graph_trainer.cli.keys import (
+    DRY_RUN,
+    SCHEMA,
+    check_early,
+    flag_names,
+    with_names_of_environment,
+)
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
 examples:
-  graph-trainer train
-      the small Llama 3 on every GPU of this machine, or on two CPU ranks
   NGPU=8 graph-trainer train --config 8b --training.steps 100
-      another config, with one value changed
-  graph-trainer train --config my.toml --parallelism.tensor_parallel_degree 2
-      a file of your own
-  graph-trainer train --config 8b --help
-      every key of that config, with its documentation and its value; --help lr: those about lr
+      a config with one value changed; without flags the small Llama 3 on every GPU of this
+      machine, or on two CPU ranks
   graph-trainer train --config my.toml --dry-run
       check everything, and print the config, the ranks and what the run will need
+  graph-trainer train --config 8b --help lr
+      the keys of that config about lr, with documentation and values; without a word all of them
   graph-trainer config --config 8b --training.steps 100 > my.toml
       the config those flags resolve to, as a file to give back with --config
-  graph-trainer config --schema
-      the JSON schema of the config files, from which an editor completes them
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm
       what that run will communicate, need in memory and take in time, simulated without a GPU
-  graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm --save plan.json
-      the same, and a file with which a run is compared: graph-trainer train --plan plan.json
-  graph-trainer passes --compile.passes default,my_package.passes:my_pass
-      the graph passes and one of your own, my_pass in my_package/passes.py
-  graph-trainer bisect-passes --training.seq_len 32
-      which pass makes loss or gradients differ from the model's own, if any does
-  graph-trainer doctor
-      what this machine has, what will not work on it, and what to do about that
 """
 
 _RULES = """\
@@ -95,10 +88,11 @@ def _run(command: str, words: list[str]) -> int:
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
         )
     function, about = _COMMANDS[command]
-    if words in (["-h"], ["--help"]) and command in _USAGES:
-        print(f"usage: graph-trainer {command} {_USAGES[command]}\n\n{about.capitalize()}.")
-        return 0
-    if command not in ("completion", "doctor"):
+    if command in ("doctor", "completion"):
+        if {"-h", "--help"} & {*words}:
+            print(f"graph-trainer {command}: {about}")
+            return 0
+    else:
         by_environment = command in ("train", "bisect-passes")
         check_early(with_names_of_environment(words) if by_environment else words)
     _check_cache_folder()
@@ -143,6 +137,17 @@ def train(argv: Sequence[str]) -> int:
 
         return dry_run([word for word in argv if word != DRY_RUN])
     return launcher.start(launcher.prepare(argv))
+
+
+def print_completion(argv: Sequence[str]) -> int:
+    """Print the script that completes commands, flags and file names in bash or zsh."""
+    if list(argv) not in (["bash"], ["zsh"]):
+        raise ConfigError("command line: write `completion bash` or `completion zsh`")
+    words = [*_COMMANDS, "--help", "--module", "--config", SCHEMA, DRY_RUN, *flag_names()]
+    if argv[0] == "zsh":
+        print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
+    print(f"complete -o default -W '{' '.join(words)}' graph-trainer")
+    return 0
 
 
 def print_config(argv: Sequence[str]) -> int:
@@ -215,23 +220,17 @@ _COMMANDS = {
     ),
     "config": (
         "main:print_config",
-        "print the resolved config as TOML, which --config takes back, or with --schema its\n"
-        f"{'':17}JSON schema, from which an editor completes it",
+        "print the resolved config as TOML, or with --schema its JSON schema",
     ),
     "passes": ("main:print_passes", "list the graph passes, with those that a config adds"),
     "bisect-passes": ("bisect:bisect_passes", "find the pass, and the node, that changes numbers"),
     "doctor": ("doctor:main", "say what this machine has, and what will not work on it"),
-    "completion": ("keys:print_completion", "print what completes commands and flags in a shell"),
+    "completion": (
+        "main:print_completion",
+        "print what completes commands and flags; `completion bash` or `completion zsh`",
+    ),
 }
 """By name: the function of this folder that runs the command, and the command's help."""
-
-_USAGES = {
-    "config": "[--schema] [--module MODULE] [--config CONFIG] [--section.key VALUE]",
-    "passes": "[--module MODULE] [--config CONFIG] [--section.key VALUE]",
-    "completion": "{bash,zsh}",
-    "doctor": "",
-}
-"""By name of a command without a help of its own: what may follow it."""
 
 _HELP = """\
 usage: graph-trainer [--help] [--version] COMMAND ...

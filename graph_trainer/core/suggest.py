@@ -60,6 +60,7 @@ _KINDS = {
     "object": ("a table", "{ key = value }"),
 }
 """The types of JSON: what a message calls them, and an example."""
+_NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
 
 
 def show(value: Any) -> str:
@@ -127,9 +128,7 @@ def wrong_type(
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         example = f"[{show(value)}]"
-    elif kind == "integer" and re.fullmatch(r"-?\d{1,18}(\.0*)?", said, re.ASCII):
-        example = said.partition(".")[0]
-    elif kind == "number" and re.fullmatch(r"-?\d+(\.\d+)?(e-?\d+)?", said, re.ASCII):
+    elif isinstance(value, str) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
         example = said
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example

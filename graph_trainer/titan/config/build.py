@@ -47,7 +47,6 @@ from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import (
-    NOT_TORCH_COMPILE,
     GraphCompileConfig,
     GraphTrainerConfig,
     compile_class,
@@ -358,10 +357,8 @@ class _Builder:
                 values[name] = self.value(value, known[name], key)
             elif name in known and not is_set:
                 values[name] = value
-            elif name in known and issubclass(cls, GraphCompileConfig):
-                self.refuse(key, value, *NOT_TORCH_COMPILE)
             elif name in known:
-                remedy = "Remove it; it comes from the registry entry that `base` names."
+                remedy = "Remove it; where it has an effect it comes from what `base` names."
                 self.refuse(key, value, "not settable from a file", remedy)
             elif name != "type" and is_set:
                 # not set: options of a pass that the entry lists, and the file does not

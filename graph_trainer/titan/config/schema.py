@@ -223,8 +223,8 @@ def help_text(config: Any, words: Sequence[str], prog: str) -> str:
         )
     if words:
         return "\n".join(found)
-    plan = _PLAN if prog.endswith("train") else ""
-    return "\n".join([_DESCRIPTION.format(plan=plan, prog=prog), *found])
+    own = _OWN.get(prog.rpartition(" ")[2], "")
+    return "\n".join([_DESCRIPTION.format(own=own, prog=prog), *found])
 
 
 def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
@@ -252,19 +252,24 @@ def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
 
 
 _DESCRIPTION = """\
-Train a model from one captured graph.
+usage: {prog} [--module NAME] [--config NAME] [--section.key VALUE]
 
 --module NAME  a package of configs (default graph_trainer.llama3)
 --config NAME  one of its configs, or a path to a .toml file (default debugmodel)
 --quiet        show steps, warnings and errors alone; --verbose all that torchtitan logs
 --help WORD    only the keys that have the word in name or documentation, such as training or lr
-{plan}
+{own}
 Flags override the file, the file overrides its base. Values are written as in TOML; text needs no
 quotes, a list of texts is a,b,c, and None means no value. The keys, and what {prog} would run with:
 """
 
-_PLAN = """\
+_OWN = {
+    "train": """\
 --dry-run      check everything, print the config, the ranks and what the run will need, and end
 --plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
                show predicted beside measured; give its --config and flags again
-"""
+""",
+    "config": """\
+--schema       print the JSON schema of config files, from which an editor completes them
+""",
+}
