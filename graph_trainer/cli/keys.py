@@ -43,12 +43,13 @@ def check_early(argv: Sequence[str]) -> None:
         ConfigError: a file that cannot be read or is not TOML; all that is wrong, a line each.
     """
     flags: dict[str, str] = {}
-    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+    for word, after in zip(argv, [*argv[1:], "--"], strict=False):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             value = value if equals or after.startswith("--") else after
             flags[name[2:].replace("-", "_")] = value
-    config, table = flags.get("config", ""), {}
+    table: dict[str, Any] = {}
+    config = flags.get("config", "")
     if config.endswith(".toml") or "/" in config:
         table = read_toml(Path(config), "--config")
     schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
@@ -57,22 +58,24 @@ def check_early(argv: Sequence[str]) -> None:
     if module not in modules and f"graph_trainer.{module}" not in modules:
         return
     known: _Known = {}
+    free: list[str] = []  # tables with keys of any name
     for key, kind, of_value in _keys(schema, schema["$defs"]):
         known.setdefault(key, {})[kind] = of_value
+        free += [f"{key}."] if of_value.get("type") == "object" else []
     found = [(config, *each) for each in _flat(table, known)]
     for name, value in flags.items():
         if "." in name:  # the others are few, or the command's
             plain = re.sub(r"\.\d+(?=\.)", "", name)
             plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
             found.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
-    types = {key: value for _, key, _, value in found}
+    types = {key: str(value) for _, key, _, value in found}
     moved = parse_toml((_configs() / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines: list[str] = []
     for where, key, shown, value in found:
         section, _, name = key.rpartition(".")
         kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
-        is_free = {} not in known.get(section, {"": {}}).values()  # a table with keys of any name
-        of_user = is_free or ":" in str(kind) or section.startswith("compile.")
+        of_pass = section.startswith("compile.") and section not in known
+        of_user = of_pass or ":" in str(kind) or key.startswith(tuple(free))
         if name in _NO_KEYS or (kinds is None and of_user):
             continue
         wrong: tuple[str, str] | None = None
@@ -85,7 +88,7 @@ def check_early(argv: Sequence[str]) -> None:
         elif {} in kinds.values():
             wrong = ("expected a section", AS_SECTION)
         elif kind is None or kind in kinds or "" in kinds:
-            wrong = _wrong_value(shown, value, kinds.get(str(kind)) or [*kinds.values()][0])
+            wrong = _wrong_value(shown, value, kinds.get(kind or "") or [*kinds.values()][0])
         if wrong and (kinds is None or where != _FLAGS):  # the loader reads the text of flags
             problem, remedy = wrong
             remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())

@@ -92,7 +92,7 @@ def _run(command: str, words: list[str]) -> int:
         if {"-h", "--help"} & {*words}:
             print(f"graph-trainer {command}: {about}")
             return 0
-    else:
+    elif "RANK" not in os.environ:  # a rank records what it raises
         by_environment = command in ("train", "bisect-passes")
         check_early(with_names_of_environment(words) if by_environment else words)
     _check_cache_folder()

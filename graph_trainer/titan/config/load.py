@@ -54,7 +54,7 @@ def load_config(
         config, problems = build_config(source.entry, table, origins)
         if flags.shown is not None:
             print(help_text(config or source.entry, flags.shown, prog))
-            raise SystemExit
+            raise SystemExit(0)
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size

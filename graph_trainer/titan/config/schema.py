@@ -260,7 +260,7 @@ usage: {prog} [--module NAME] [--config NAME] [--section.key VALUE]
 --help WORD    only the keys that have the word in name or documentation, such as training or lr
 {own}
 Flags override the file, the file overrides its base. Values are written as in TOML; text needs no
-quotes, a list of texts is a,b,c, and None means no value. The keys, and what {prog} would run with:
+quotes, a list of texts is a,b,c, and None means no value. The keys, and their values here:
 """
 
 _OWN = {

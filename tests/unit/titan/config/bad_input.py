@@ -56,8 +56,8 @@ KEYS_AND_TYPES = (
         '[compile]\npasses = ["default", "rematerialise"]',
     ),
     Bad('compile.disable_passes = ["dedup_unshards"]', "did you mean 'deduplicate_unshards'?"),
-    Bad("compile.enable = true", "set compile.mode, compile.backend"),
-    Bad('compile.components = ["loss"]', "set compile.mode, compile.backend"),
+    Bad("compile.enable = true", "`base` names"),
+    Bad('compile.components = ["loss"]', "`base` names"),
     Bad('model_spec = "x"', "`base` names"),
     Bad('dataloader.type = "txt"', 'Did you mean text? Write "text", "huggingface"'),
     Bad("dataloader.type = 3", 'Write "text"'),
@@ -77,7 +77,7 @@ KEYS_AND_TYPES = (
         'It belongs to type = "file"',
         '[activation_checkpoint]\ntype = "budget"\npath = "x.toml"',
     ),
-    Bad("dataloader.sources = []", 'It belongs to type = "huggingface_interleaved"'),
+    Bad("dataloader.sources = 3", 'It belongs to type = "huggingface_interleaved"'),
     Bad('training.unset = "steps"', 'unset = ["key"]'),
     Bad(
         "training.steps = unset: expected an integer",
@@ -391,12 +391,12 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'training.steps = "ten": expected an integer',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps", "ten"],
     ),
     Bad(
         f'training.steps = "{"9" * 40}',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps=" + "9" * 5000],
     ),
     Bad(
@@ -428,7 +428,7 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'training.steps = "": expected an integer',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps"],
     ),
     Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
@@ -437,11 +437,11 @@ ON_THE_COMMAND_LINE = (
         "Keep one of both",
         ["--training", "3", "--training.steps", "4"],
     ),
-    Bad("training.steps = true: expected an integer", "= 1", ["--training.steps", "true"]),
-    Bad('checkpoint.enable = "True": expected true', "= true", ["--checkpoint.enable", "True"]),
+    Bad("training.steps = true: expected an integer", "steps 1", ["--training.steps", "true"]),
+    Bad('checkpoint.enable = "True": expected true', "enable true.", ["--checkpoint.enable", "True"]),
     Bad(
         'optimizer.param_groups = { 1 = { pattern = "x" } }',
-        "or --optimizer.param_groups.0.key value",
+        "Or --optimizer.param_groups.0.key value",
         ["--optimizer.param_groups.1.pattern", "x"],
     ),
     Bad(
@@ -451,8 +451,8 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
     Bad(
-        'compile.enable = "": torchtitan\'s torch.compile switch',
-        "set compile.mode",
+        'compile.enable = "": not settable',
+        "`base` names",
         ["--compile.enable"],
     ),
     Bad("steps = 0 }", "must be positive or -1", ["--validator.steps", "0"]),
