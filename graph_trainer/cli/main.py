@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    command, *words = sys.argv[1:] if argv is None else argv or ["--help"]
+    command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         code = _run(command, words)
         sys.stdout.flush()
@@ -88,11 +88,10 @@ def _run(command: str, words: list[str]) -> int:
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
         )
     function, about = _COMMANDS[command]
-    if command in ("doctor", "completion"):
-        if {"-h", "--help"} & {*words}:
-            print(f"graph-trainer {command}: {about}")
-            return 0
-    elif "RANK" not in os.environ:  # a rank records what it raises
+    if command in ("doctor", "completion") and {"-h", "--help"} & {*words}:
+        print(f"graph-trainer {command}: {about}")
+        return 0
+    if "RANK" not in os.environ:  # a rank records what it raises
         by_environment = command in ("train", "bisect-passes")
         check_early(with_names_of_environment(words) if by_environment else words)
     _check_cache_folder()

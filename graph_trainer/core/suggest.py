@@ -94,9 +94,7 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     own = {key.rpartition(".")[2]: key for key in known}
     known |= dict.fromkeys(elsewhere)
     words = set(re.split("[._]", key.lower()))
-    near = [
-        each for each in known if set(re.split("[._]", each)) == words
-    ]  # a.enable_a is a.enable
+    near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
     near += [own[each] for each in nearest(name, own)]
     # The right key in the wrong section is as common as a typo.
     near += [each for each in known if each.rpartition(".")[2] == name]
@@ -119,7 +117,7 @@ def wrong_type(
 
     Args:
         kinds: the types that the key takes, by their names in JSON, or other words for them.
-        nullable: whether the key may have no value.
+        nullable: whether the key may have no value, which a flag can say.
     """
     expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
     kind, said = kinds[0], str(value).strip().lower()
@@ -132,8 +130,7 @@ def wrong_type(
         example = said
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example
-    remedy = f"Write --{key} {example}" if is_flag else f"Write {key} = {example}"
-    if nullable:
-        unset = f'unset = ["{key.rpartition(".")[2]}"] in its section'
-        remedy += f", or --{key} None" if is_flag else f", or {unset} for no value"
-    return f"expected {expected}", f"{remedy}."
+    if not is_flag:
+        return f"expected {expected}", f"Write {key} = {example}."
+    no_value = f", or --{key} None" if nullable else ""
+    return f"expected {expected}", f"Write --{key} {example}{no_value}."

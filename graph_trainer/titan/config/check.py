@@ -539,11 +539,8 @@ def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
     """Check that a data loader's or a tokenizer's text is there."""
     if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
         if component.dataset in text_datasets.DATASETS:
-            yield Problem(
-                f"{section}.dataset",
-                'a dataset of torchtitan\'s, which type = "huggingface" reads',
-                f'Set {section}.type = "huggingface" too.',
-            )
+            remedy = f'Set {section}.type = "huggingface" too, which reads it.'
+            yield Problem(f"{section}.dataset", "a dataset of torchtitan's", remedy)
             return
         try:
             open_corpus(component.dataset, component.dataset_path)

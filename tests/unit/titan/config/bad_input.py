@@ -438,7 +438,9 @@ ON_THE_COMMAND_LINE = (
         ["--training", "3", "--training.steps", "4"],
     ),
     Bad("training.steps = true: expected an integer", "steps 1", ["--training.steps", "true"]),
-    Bad('checkpoint.enable = "True": expected true', "enable true.", ["--checkpoint.enable", "True"]),
+    Bad(
+        'checkpoint.enable = "True": expected true', "enable true.", ["--checkpoint.enable", "True"]
+    ),
     Bad(
         'optimizer.param_groups = { 1 = { pattern = "x" } }',
         "Or --optimizer.param_groups.0.key value",
