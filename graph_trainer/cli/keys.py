@@ -59,8 +59,8 @@ def check_early(argv: Sequence[str]) -> None:
         return
     known: _Known = {}
     free: list[str] = []  # tables with keys of any name
-    for key, kind, of_value in _keys(schema, schema["$defs"]):
-        known.setdefault(key, {})[kind] = of_value
+    for key, of_type, of_value in _keys(schema, schema["$defs"]):
+        known.setdefault(key, {})[of_type] = of_value
         free += [f"{key}."] if of_value.get("type") == "object" else []
     found = [(config, *each) for each in _flat(table, known)]
     for name, value in flags.items():

@@ -98,7 +98,9 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     near += [own[each] for each in nearest(name, own)]
     # The right key in the wrong section is as common as a typo.
     near += [each for each in known if each.rpartition(".")[2] == name]
-    guess, *others = list(dict.fromkeys(near or nearest(key, known))) or [""]
+    if not path or not own:  # perhaps the section is misspelt
+        near = near or nearest(key, known)
+    guess, *others = list(dict.fromkeys(near)) or [""]
     if not guess:
         return f"`graph-trainer train --help {path}".rstrip() + "` lists the keys."
     return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")

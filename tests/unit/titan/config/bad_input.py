@@ -309,6 +309,11 @@ IN_FILES = (
     Bad("tokenizer.vocab_size = 4096", "2048 or less"),
     Bad("tokenizer.vocab_size = 100", "258"),
     Bad(
+        'dataloader.dataset = "c4": a dataset of torchtitan\'s',
+        'Set dataloader.type = "huggingface"',
+        '[dataloader]\ndataset = "c4"',
+    ),
+    Bad(
         'dataloader.dataset = "stdlip": unknown dataset',
         "Did you mean 'stdlib'?",
         '[dataloader]\ndataset = "stdlip"',
