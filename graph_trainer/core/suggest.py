@@ -97,9 +97,8 @@ def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> 
     near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
     near += [own[each] for each in nearest(name, own)]
     # The right key in the wrong section is as common as a typo.
-    near += [each for each in known if each.rpartition(".")[2] == name]
-    if not path or not own:  # perhaps the section is misspelt
-        near = near or nearest(key, known)
+    close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
+    near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
     guess, *others = list(dict.fromkeys(near)) or [""]
     if not guess:
         return f"`graph-trainer train --help {path}".rstrip() + "` lists the keys."
