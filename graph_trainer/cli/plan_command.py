@@ -168,16 +168,10 @@ def dry_run(argv: Sequence[str]) -> int:
 
 def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined."""
-    own = (
-        ("save", flags.save),
-        ("verify-order", flags.verify_order),
-        ("memory-curve", flags.memory_curve),
-        ("table", flags.table),
-    )
-    for name, value in own:
-        if value and flags.like != GRAPH_TRAINER.name:
+    for name in ("save", "verify_order", "memory_curve", "table"):
+        if getattr(flags, name) and flags.like != GRAPH_TRAINER.name:
             raise ConfigError(
-                f"--{name} is for runs of graph_trainer, and --like {flags.like} plans another "
+                f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like {flags.like} plans another "
                 "program: leave one of the two out"
             )
     if not flags.verify_order:
