@@ -171,8 +171,8 @@ def _check_together(flags: argparse.Namespace) -> None:
     for name in ("save", "verify_order", "memory_curve", "table"):
         if getattr(flags, name) and flags.like != GRAPH_TRAINER.name:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like {flags.like} plans another "
-                "program: leave one of the two out"
+                f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like "
+                f"{flags.like} plans another program: leave one of the two out"
             )
     if not flags.verify_order:
         if flags.all_ranks:
