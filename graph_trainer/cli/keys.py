@@ -50,7 +50,8 @@ def check_early(argv: Sequence[str]) -> None:
             flags[name[2:].replace("-", "_")] = value
     table: dict[str, Any] = {}
     config = flags.get("config", "")
-    if config.endswith(".toml") or "/" in config:
+    is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
+    if (config.endswith(".toml") or "/" in config) and not is_pipe:
         table = read_toml(Path(config), "--config")
     schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
     modules = schema["properties"]["module"]["examples"]

@@ -1,5 +1,6 @@
 """What is told of a file and flags without torch: all of it wrong, and in the loader's words."""
 
+import os
 import re
 import subprocess
 import sys
@@ -108,6 +109,11 @@ def test_wrong_flags(flags, said):
     message = early(*flags.split())
     assert all(part in message for part in said), message
     assert len(message.splitlines()) == 1
+
+
+def test_a_pipe_is_left_to_the_loader_which_reads_it_too(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert not early("--config", tmp_path / "pipe.toml")  # it would wait for a writer
 
 
 @examples(100)
