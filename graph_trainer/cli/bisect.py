@@ -37,16 +37,10 @@ All flags belong to the config, as those of `train` do; `graph-trainer train --h
 GPUs are not used. NGPU says how many ranks there are; without it, as many as the degrees of
 parallelism multiply to, or 2. A small model finds as much as a large one:
 
-  graph-trainer bisect-passes
-      the small Llama 3 on two ranks, with the default passes
   graph-trainer bisect-passes --training.seq_len 32 --training.local_batch_size 1
-      the same with less to compute
-  graph-trainer bisect-passes --compile.passes default,overlap_fsdp
-      one more pass in the list
-  graph-trainer bisect-passes --compile.passes default,my_package.passes:my_pass
-      a pass of your own, my_pass in my_package/passes.py
-  graph-trainer bisect-passes --config my.toml --debug.seed 1
-      a config of your own; the seed fixes the random numbers
+      the small Llama 3 on two ranks, with the default passes and little to compute
+  graph-trainer bisect-passes --compile.passes default,my_package.passes:my_pass --debug.seed 1
+      with a pass of your own, my_pass in my_package/passes.py, and fixed random numbers
 
 Exit code: 0 where everything is equal, 1 where capture or a pass differs, 2 for bad input or where
 the ranks failed.

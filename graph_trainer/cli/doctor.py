@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         table.add_column("what", no_wrap=True)
         table.add_column(heading, overflow="fold")
     lacking.add_column("remedy", overflow="fold")
-    for each in findings:
+    for each in sorted(findings, key=lambda each: not each.stops_training):
         has.add_row(each.what, Text(each.state))
         if each.lacks:
             lacking.add_row(each.what, Text(each.lacks), Text(each.remedy))
@@ -99,7 +99,9 @@ def _packages() -> list[Finding]:
         else:
             remedy = f"pip install '{need}'"
             unfit.append(Finding(need.name, version, f"training: {need} is needed", remedy, True))
-    return [*unfit, Finding("packages", ", ".join(fine))]
+    named = [each for each in fine if each.startswith("torch")]
+    fitting = f"{', '.join(named)} and {len(fine) - len(named)} others fit"
+    return [*unfit, Finding("packages", fitting)]
 
 
 def _devices() -> Iterator[Finding]:

@@ -12,12 +12,13 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from graph_trainer.cli.keys import variable, with_names_of_environment
 from graph_trainer.errors import ConfigError
 from graph_trainer.train import SHOWN_BY_LAUNCHER
 
@@ -59,6 +60,8 @@ class Launch:
     """Variables of the ranks beside those of this process."""
     tracebacks: Path = Path("tracebacks.txt")
     """The file for the tracebacks of ranks that fail."""
+    config: Any = field(default=None, compare=False)
+    world_size: int = field(default=0, compare=False)
 
 
 def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
@@ -71,13 +74,13 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     machine = _number("NODE_RANK", 0, least=0, meaning="which of the machines this one is")
     restarts = _number("MAX_RESTARTS", 0, least=0, meaning="how often the ranks may be restarted")
     ranks = _number("NGPU", 0, least=1, meaning="the number of ranks on this machine")
-    endpoint = _variable("RDZV_ENDPOINT", "localhost:0")  # port 0: each run finds a free one
+    endpoint = variable("RDZV_ENDPOINT", "localhost:0")  # port 0: each run finds a free one
     if machine >= machines:
         raise ConfigError(
             f"environment: NODE_RANK = {machine}, but there are {machines} machines (NNODES). Set "
             f"it to 0 to {machines - 1}."
         )
-    if machines > 1 and not _variable("RDZV_ENDPOINT"):
+    if machines > 1 and not variable("RDZV_ENDPOINT"):
         raise ConfigError(
             f"environment: NNODES = {machines}, but RDZV_ENDPOINT is not set. Set it to "
             "host:port of one of the machines, the same on all of them."
@@ -89,10 +92,10 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     _check_restarts(config, restarts)
 
     environment = {}
-    if gpus and not _variable("PYTORCH_ALLOC_CONF"):
+    if gpus and not variable("PYTORCH_ALLOC_CONF"):
         # Less fragmentation; torchtitan's own default.
         environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    if ranks > 1 and not _variable("OMP_NUM_THREADS"):
+    if ranks > 1 and not variable("OMP_NUM_THREADS"):
         # Each rank would otherwise start a thread for every core of the machine.
         environment["OMP_NUM_THREADS"] = str(max(1, usable_cores() // ranks))
     if restarts:
@@ -101,14 +104,15 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     arguments = [f"--nproc_per_node={ranks}", f"--nnodes={machines}", f"--node_rank={machine}"]
     arguments += ["--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}"]
-    if machines > 1 and _variable("NODE_RANK"):
+    if machines > 1 and variable("NODE_RANK"):
         # torchrun's guess by host name fails behind aliases.
         arguments.append(f"--rdzv_conf=is_host={int(machine == 0)}")
     arguments.append(f"--max_restarts={restarts}")
-    arguments += [f"--local-ranks-filter={_variable('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
+    arguments += [f"--local-ranks-filter={variable('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
     name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
     tracebacks = Path(config.dump_folder) / name
-    return Launch([*arguments, "-m", module, *argv], environment, tracebacks)
+    words = [*arguments, "-m", module, *argv]
+    return Launch(words, environment, tracebacks, config, ranks * machines)
 
 
 def start(launch: Launch) -> int:
@@ -173,19 +177,6 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
     return max(code, 1)
 
 
-def with_names_of_environment(argv: Sequence[str]) -> list[str]:
-    """Return the flags with --module and --config from MODULE and CONFIG where no flag names them.
-
-    A resolved file names its own module, so there is no default here.
-    """
-    words = list(argv)
-    for flag in ("--config", "--module"):
-        value = _variable(flag.removeprefix("--").upper())
-        if value and not any(word == flag or word.startswith(f"{flag}=") for word in argv):
-            words[:0] = [flag, value]
-    return words
-
-
 def usable_cores() -> int:
     """Count the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
@@ -193,13 +184,8 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def _variable(name: str, default: str = "") -> str:
-    """Read a variable; an empty one counts as unset."""
-    return os.environ.get(name) or default
-
-
 def _number(name: str, default: int, *, least: int, meaning: str) -> int:
-    text = _variable(name)
+    text = variable(name)
     if not text:
         return default
     if not re.fullmatch("0|[1-9][0-9]{0,6}", text, re.ASCII) or int(text) < least:

@@ -3,41 +3,39 @@
 Each command imports what it needs, so that --help and a mistyped command answer at once.
 """
 
-import argparse
 import dataclasses
+import gc
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pkgutil import resolve_name
 
+from graph_trainer.cli.keys import (
+    DRY_RUN,
+    SCHEMA,
+    check_early,
+    flag_names,
+    with_names_of_environment,
+)
+from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
 examples:
-  graph-trainer train
-      the small Llama 3 on every GPU of this machine, or on two CPU ranks
   NGPU=8 graph-trainer train --config 8b --training.steps 100
-      another config, with one value changed
-  graph-trainer train --config my.toml --parallelism.tensor_parallel_degree 2
-      a file of your own
-  graph-trainer train --config 8b --help
-      every key of that config, with its documentation and its value
+      a config with one value changed; without flags the small Llama 3 on every GPU of this
+      machine, or on two CPU ranks
+  graph-trainer train --config my.toml --dry-run
+      check everything, and print the config, the ranks and what the run will need
+  graph-trainer train --config 8b --help lr
+      the keys of that config about lr, with documentation and values; without a word all of them
   graph-trainer config --config 8b --training.steps 100 > my.toml
       the config those flags resolve to, as a file to give back with --config
-  graph-trainer config --schema
-      the JSON schema of the config files, from which an editor completes them
   graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm
       what that run will communicate, need in memory and take in time, simulated without a GPU
-  graph-trainer plan --config 8b --world-size 128 --hardware h100-sxm --save plan.json
-      the same, and a file with which a run is compared: graph-trainer train --plan plan.json
-  graph-trainer passes --compile.passes default,my_package.passes:my_pass
-      the graph passes and one of your own, my_pass in my_package/passes.py
-  graph-trainer bisect-passes --training.seq_len 32
-      which pass makes loss or gradients differ from the model's own, if any does
-  graph-trainer doctor
-      what this machine has, what will not work on it, and what to do about that
 """
 
 _RULES = """\
@@ -46,8 +44,6 @@ own besides. --module names a package of configs (default graph_trainer.llama3),
 of them (default debugmodel) or a path to a .toml file. Flags override the file, the file overrides
 the registry entry that its `base` names.
 """
-
-SCHEMA = "--schema"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,21 +58,48 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None and not sys.flags.safe_path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser()
-    # tyro parses the config's flags, --help among them, so argparse sees only the first word.
-    command = parser.parse_args(words[:1]).command
-    if command is None:
-        parser.print_help()
-        return 0
+    command, *words = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
-        function, _ = _COMMANDS[command]
-        _check_cache_folder()
-        code: int = resolve_name(f"graph_trainer.cli.{function}")(words[1:])
+        code = _run(command, words)
+        sys.stdout.flush()
         return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader, such as head, has what it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run(command: str, words: list[str]) -> int:
+    if command in ("-h", "--help"):
+        print(_HELP, end="")
+        return 0
+    if command == "--version":
+        try:
+            installed = version("graph_trainer")
+        except PackageNotFoundError:
+            installed = "of a checkout that is not installed"
+        print(f"graph-trainer {installed}")
+        return 0
+    if command not in _COMMANDS:
+        raise ConfigError(
+            f"command line: there is no command {command}{did_you_mean(command, _COMMANDS)} "
+            f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
+        )
+    function, about = _COMMANDS[command]
+    if command in ("doctor", "completion") and {"-h", "--help"} & {*words}:
+        print(f"graph-trainer {command}: {about}")
+        return 0
+    if "RANK" not in os.environ:  # a rank records what it raises
+        by_environment = command in ("train", "bisect-passes")
+        check_early(with_names_of_environment(words) if by_environment else words)
+    _check_cache_folder()
+    # Importing torch makes millions of objects that stay: looked through for cycles, they take a
+    # fifth of its time.
+    gc.set_threshold(200_000, 10, 1000)
+    code: int = resolve_name(f"graph_trainer.cli.{function}")(words)
+    return code
 
 
 def _check_cache_folder() -> None:
@@ -93,7 +116,7 @@ def _check_cache_folder() -> None:
 
 
 def train(argv: Sequence[str]) -> int:
-    """Train: as one rank under torchrun, otherwise by launching the ranks.
+    """Train: as one rank under torchrun, otherwise by launching the ranks; or say what would run.
 
     A rank ends its process here, as `python -m graph_trainer.train` does (see `leave`).
 
@@ -106,9 +129,24 @@ def train(argv: Sequence[str]) -> int:
         leave(run(argv))
     from graph_trainer.cli import launcher
 
-    if {"-h", "--help"} & set(argv):
+    if argv and argv[-1] in ("-h", "--help"):
         print(launcher.USAGE, end="", flush=True)
+    if DRY_RUN in argv:
+        from graph_trainer.cli.plan_command import dry_run
+
+        return dry_run([word for word in argv if word != DRY_RUN])
     return launcher.start(launcher.prepare(argv))
+
+
+def print_completion(argv: Sequence[str]) -> int:
+    """Print the script that completes commands, flags and file names in bash or zsh."""
+    if list(argv) not in (["bash"], ["zsh"]):
+        raise ConfigError("command line: write `completion bash` or `completion zsh`")
+    words = [*_COMMANDS, "--help", "--module", "--config", SCHEMA, DRY_RUN, *flag_names()]
+    if argv[0] == "zsh":
+        print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
+    print(f"complete -o default -W '{' '.join(words)}' graph-trainer")
+    return 0
 
 
 def print_config(argv: Sequence[str]) -> int:
@@ -183,29 +221,22 @@ _COMMANDS = {
         "main:print_config",
         "print the resolved config as TOML, or with --schema its JSON schema",
     ),
-    "passes": ("main:print_passes", "list the graph passes"),
-    "bisect-passes": (
-        "bisect:bisect_passes",
-        "find the pass, and the node, that changes the numbers; --help explains",
-    ),
+    "passes": ("main:print_passes", "list the graph passes, with those that a config adds"),
+    "bisect-passes": ("bisect:bisect_passes", "find the pass, and the node, that changes numbers"),
     "doctor": ("doctor:main", "say what this machine has, and what will not work on it"),
+    "completion": (
+        "main:print_completion",
+        "print what completes commands and flags; `completion bash` or `completion zsh`",
+    ),
 }
 """By name: the function of this folder that runs the command, and the command's help."""
 
+_HELP = """\
+usage: graph-trainer [--help] [--version] COMMAND ...
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="graph-trainer",
-        description="Train a sharded model from one captured graph of its whole train step.",
-        epilog=f"{_RULES}\n{_EXAMPLES}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    try:
-        installed = version("graph_trainer")
-    except PackageNotFoundError:
-        installed = "of a checkout that is not installed"
-    parser.add_argument("--version", action="version", version=f"%(prog)s {installed}")
-    commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(_COMMANDS)}}}")
-    for name, (_, text) in _COMMANDS.items():
-        commands.add_parser(name, help=text)
-    return parser
+Train a sharded model from one captured graph of its whole train step.
+
+commands, each with a --help of its own:
+"""
+_HELP += "".join(f"  {name:15}{about}\n" for name, (_, about) in _COMMANDS.items())
+_HELP += f"\n{_RULES}\n{_EXAMPLES}"

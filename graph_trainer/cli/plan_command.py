@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import IO
 
 from rich.console import Group, RenderableType
 
+from graph_trainer.cli.launcher import prepare
+from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
@@ -30,7 +30,7 @@ from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
 from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
-from graph_trainer.planner.text import comparison_table, report_text
+from graph_trainer.planner.text import comparison_table, fit_and_speed, report_text
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
@@ -67,22 +67,6 @@ examples:
 """
 
 
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Inside, look for reference cycles seldom, and almost never among old objects: a plan makes
-    millions that stay, and Python would walk through them a hundred times. A graph that a trial
-    drops is found among the young ones."""
-    before = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(200_000, 10, 1000)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        gc.unfreeze()
-
-
-@_few_collections()
 def main(argv: Sequence[str]) -> int:
     """Run `graph-trainer plan`; return its exit code.
 
@@ -162,19 +146,33 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def dry_run(argv: Sequence[str]) -> int:
+    """Print the config that `train` would run, after comments on its ranks and what they need.
+
+    Raises:
+        GraphTrainerError: as `launcher.prepare`, or a step that cannot be captured.
+    """
+    launch = prepare(argv)
+    config = launch.config
+    named = config.compile.hardware
+    hardware = load_hardware(named) if named else detect_hardware().hardware
+    captures = Captures(cache=CaptureCache(default_folder()))
+    with progress("plan") as say:
+        world_size = launch.world_size
+        plan = make_plan(config, world_size, hardware, captures=captures, on_progress=say)
+    lines = [f"{world_size} ranks: {launch.arguments[0]}", plan.headline]
+    lines += fit_and_speed(plan_report(plan)).splitlines()
+    print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
+    return 0
+
+
 def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined."""
-    own = (
-        ("save", flags.save),
-        ("verify-order", flags.verify_order),
-        ("memory-curve", flags.memory_curve),
-        ("table", flags.table),
-    )
-    for name, value in own:
-        if value and flags.like != GRAPH_TRAINER.name:
+    for name in ("save", "verify_order", "memory_curve", "table"):
+        if getattr(flags, name) and flags.like != GRAPH_TRAINER.name:
             raise ConfigError(
-                f"--{name} is for runs of graph_trainer, and --like {flags.like} plans another "
-                "program: leave one of the two out"
+                f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like "
+                f"{flags.like} plans another program: leave one of the two out"
             )
     if not flags.verify_order:
         if flags.all_ranks:

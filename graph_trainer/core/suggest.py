@@ -1,9 +1,12 @@
-"""Suggest the known name that a misspelt one was meant to be."""
+"""Word what is wrong with a name or a value of a user's, and suggest what was meant."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def nearest(
@@ -43,3 +46,92 @@ def did_you_mean(
     """
     close = nearest(name, known, 1, cutoff)
     return text.format(close[0]) if close else otherwise
+
+
+AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
+"""The remedy for a value in the place of a section."""
+
+_KINDS = {
+    "boolean": ("true or false", "true"),
+    "integer": ("an integer", "1"),
+    "number": ("a number", "0.5"),
+    "string": ("a string", '"text"'),
+    "array": ("a list", "[...]"),
+    "object": ("a table", "{ key = value }"),
+}
+"""The types of JSON: what a message calls them, and an example."""
+_NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
+
+
+def show(value: Any) -> str:
+    """Format `value` as a TOML author would write it, cut after 120 characters."""
+    text = _as_toml(value)
+    return text if len(text) <= 120 else text[:117] + "..."
+
+
+def _as_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_as_toml, value))}]"
+    if isinstance(value, Mapping):
+        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
+    return "unset" if value is None else str(value)
+
+
+def unknown_key(key: str, siblings: Iterable[str], elsewhere: Iterable[str]) -> str:
+    """Say what to write in place of an unknown key: the likeliest first, at most three others.
+
+    Args:
+        siblings: the names of its section.
+        elsewhere: the keys of all sections.
+    """
+    path, _, name = key.rpartition(".")
+    known = {f"{path}.{each}" if path else each: None for each in siblings}
+    own = {key.rpartition(".")[2]: key for key in known}
+    known |= dict.fromkeys(elsewhere)
+    words = set(re.split("[._]", key.lower()))
+    near = [each for each in known if set(re.split("[._]", each)) == words]  # as of a.enable_a
+    near += [own[each] for each in nearest(name, own)]
+    # The right key in the wrong section is as common as a typo.
+    close = nearest(name, {each.rpartition(".")[2] for each in known}, cutoff=0.8)
+    near += nearest(key, [each for each in known if each.rpartition(".")[2] in close], cutoff=0)
+    guess, *others = list(dict.fromkeys(near)) or [""]
+    if not guess:
+        return f"`graph-trainer train --help {path}".rstrip() + "` lists the keys."
+    return f"Did you mean {guess}? " + (f"Or {', '.join(others[:3])}." if others else "")
+
+
+def wrong_choice(value: Any, choices: Sequence[Any]) -> tuple[str, str]:
+    """Return problem and remedy of a value that is none of the choices."""
+    guess = did_you_mean(value, choices, "Did you mean {}? ") if isinstance(value, str) else ""
+    return "not one of the known values", f"{guess}Write {', '.join(map(show, choices))}."
+
+
+def wrong_type(
+    key: str, value: Any, kinds: Sequence[str], *, is_flag: bool = False, nullable: bool = False
+) -> tuple[str, str]:
+    """Return problem and remedy of a value of the wrong type.
+
+    Args:
+        kinds: the types that the key takes, by their names in JSON, or other words for them.
+        nullable: whether the key may have no value, which a flag can say.
+    """
+    expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
+    kind, said = kinds[0], str(value).strip().lower()
+    _, example = _KINDS.get(kind, ("", "..."))
+    if kind == "boolean" and said in ("false", "no", "off", "0"):
+        example = "false"
+    elif kind == "array" and isinstance(value, str) and value:
+        example = f"[{show(value)}]"
+    elif isinstance(value, str) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
+        example = said
+    entry = key.endswith("]")  # of a list, which is what a file and a flag give
+    key, example = key.partition("[")[0], f"[{example}]" if entry else example
+    if not is_flag:
+        return f"expected {expected}", f"Write {key} = {example}."
+    no_value = f", or --{key} None" if nullable else ""
+    return f"expected {expected}", f"Write --{key} {example}{no_value}."

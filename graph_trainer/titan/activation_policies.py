@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import tyro
 from torch import nn
 from torchtitan.distributed.activation_checkpoint import (
     ActivationCheckpointing,
@@ -65,18 +64,6 @@ class UserAC(ActivationCheckpointing):
         """Leave the model as it is."""
 
 
-Section: TypeAlias = (
-    Annotated[SelectiveAC.Config, tyro.conf.subcommand("selective")]
-    | Annotated[FullAC.Config, tyro.conf.subcommand("full")]
-    | Annotated[LayersAC.Config, tyro.conf.subcommand("layers")]
-    | Annotated[BudgetAC.Config, tyro.conf.subcommand("budget")]
-    | Annotated[FileAC.Config, tyro.conf.subcommand("file")]
-    | Annotated[UserAC.Config, tyro.conf.subcommand("user")]
-    | Annotated[None, tyro.conf.subcommand("none")]
-)
-"""What [activation_checkpoint] may be; or a subclass of one of these. The names are for tyro, to
-which every class is named Config."""
-
 POLICIES: dict[type, ActivationPolicy] = {
     SelectiveAC.Config: "selective",
     FullAC.Config: "full",
@@ -86,6 +73,17 @@ POLICIES: dict[type, ActivationPolicy] = {
     UserAC.Config: "user",
 }
 """What the passes do with a captured step instead of wrapping modules."""
+
+Section: TypeAlias = (
+    SelectiveAC.Config
+    | FullAC.Config
+    | LayersAC.Config
+    | BudgetAC.Config
+    | FileAC.Config
+    | UserAC.Config
+    | None
+)
+"""What [activation_checkpoint] may be; or a subclass of one of these."""
 
 NEEDS_CAPTURE = (BudgetAC.Config, FileAC.Config)
 """Sections that act on a captured step only."""

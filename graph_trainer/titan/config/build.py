@@ -33,14 +33,20 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
 from torchtitan.hf_datasets import text_datasets
 
-from graph_trainer.core.suggest import did_you_mean, nearest
+from graph_trainer.core.suggest import (
+    AS_SECTION,
+    did_you_mean,
+    show,
+    unknown_key,
+    wrong_choice,
+    wrong_type,
+)
 from graph_trainer.core.toml_file import parse_toml
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.run_config import (
-    NOT_TORCH_COMPILE,
     GraphCompileConfig,
     GraphTrainerConfig,
     compile_class,
@@ -52,7 +58,6 @@ from graph_trainer.titan.config.sources import (
     FlagText,
     Origins,
     Problem,
-    show,
     with_none,
 )
 from graph_trainer.titan.data.loader import TextDataLoader
@@ -310,15 +315,15 @@ def build_config(
     return config, builder.problems
 
 
-# What pydantic finds wrong -> what was expected, and an example of it.
+# What pydantic finds wrong -> the type of JSON that was expected.
 _EXPECTED = {
-    "bool_type": ("true or false", "true"),
-    "int_type": ("an integer", "1"),
-    "float_type": ("a number", "0.5"),
-    "string_type": ("a string", '"text"'),
-    "list_type": ("a list", "[...]"),
-    "tuple_type": ("a list", "[...]"),
-    "dict_type": ("a table", "{ key = value }"),
+    "bool_type": "boolean",
+    "int_type": "integer",
+    "float_type": "number",
+    "string_type": "string",
+    "list_type": "array",
+    "tuple_type": "array",
+    "dict_type": "object",
 }
 
 
@@ -352,10 +357,8 @@ class _Builder:
                 values[name] = self.value(value, known[name], key)
             elif name in known and not is_set:
                 values[name] = value
-            elif name in known and issubclass(cls, GraphCompileConfig):
-                self.refuse(key, value, *NOT_TORCH_COMPILE)
             elif name in known:
-                remedy = "Remove it; it comes from the registry entry that `base` names."
+                remedy = "Remove it; where it has an effect it comes from what `base` names."
                 self.refuse(key, value, "not settable from a file", remedy)
             elif name != "type" and is_set:
                 # not set: options of a pass that the entry lists, and the file does not
@@ -377,20 +380,14 @@ class _Builder:
 
     def unknown(self, cls: type, key: str, value: Any) -> None:
         """Refuse an unknown key, with the place where it belongs or the nearest known keys."""
-        path, _, name = key.rpartition(".")
-        siblings = list(settable_fields(cls))
+        name = key.rpartition(".")[2]
+        guess = unknown_key(key, settable_fields(cls), self.known_keys)
         having = [n for n, component in components([cls]).items() if name in fields_of(component)]
-        # The right key in the wrong section is as common as a typo.
-        near = [key.removesuffix(name) + each for each in nearest(name, siblings)]
-        near += [k for k in self.known_keys if k.rpartition(".")[2] == name and k not in near]
-        near = near or nearest(key, self.known_keys)
-        guess = f"Did you mean {' or '.join(near[:3])}? " if near else ""
         if having:
-            guess = f"It belongs to type = {' or '.join(map(show, having))}. "
+            guess = f"It belongs to type = {' or '.join(map(show, having))}."
         if issubclass(cls, GraphCompileConfig) and isinstance(value, Mapping):
-            guess += "A pass with options has its section where compile.passes names it. "
-        place = f"[{path}]" if path else "the top level"
-        self.refuse(key, value, "unknown key", f"{guess}Keys of {place}: {', '.join(siblings)}.")
+            guess += " A pass with options has its section where compile.passes names it."
+        self.refuse(key, value, "unknown key", guess)
 
     def value(self, value: Any, field: Field, key: str) -> Any:
         """Return a value as one of its field's type and within its bounds."""
@@ -399,8 +396,7 @@ class _Builder:
             cls = self.component(value, field, key)
             return cls and self.section(cls, value, key)
         if field.sections and (value is not None or not field.nullable):
-            remedy = f"Write its keys under a [{key}] heading, or as --{key}.key value."
-            return self.refuse(key, value, "expected a section", remedy)
+            return self.refuse(key, value, "expected a section", AS_SECTION.format(key=key))
         if field.entry and isinstance(value, list):
             entry = field_of(field.entry)
             return [self.value(each, entry, f"{key}[{i}]") for i, each in enumerate(value)]
@@ -421,19 +417,14 @@ class _Builder:
         literals = [each for each in field.options if typing.get_origin(each) is Literal]
         if literals:
             choices = [choice for each in literals for choice in typing.get_args(each)]
-            guess = did_you_mean(value, choices, GUESS) if isinstance(value, str) else ""
-            remedy = f"{guess}Write {', '.join(map(show, choices))}."
-            return self.refuse(key, value, "not one of the known values", remedy)
-        kinds = [_EXPECTED.get(each["type"], (each["msg"], "...")) for each in findings]
-        example = f"[{kinds[0][1]}]" if key.endswith("]") else kinds[0][1]
-        remedy = f"Write {key.partition('[')[0]} = {example}"
+            self.refuse(key, value, *wrong_choice(value, choices))
+            return
+        kinds = [_EXPECTED.get(each["type"], each["msg"]) for each in findings]
+        is_flag = self.origins.of(key) == COMMAND_LINE
+        problem, remedy = wrong_type(key, value, kinds, is_flag=is_flag, nullable=field.nullable)
         if field.entry:
-            remedy += f", or --{key}.0.key value for an entry that there is"
-        if field.nullable:
-            name = key.rpartition(".")[2]
-            remedy += f', or for no value unset = ["{name}"] in this section, or --{key} None'
-        expected = " or ".join(dict.fromkeys(kind for kind, _ in kinds))
-        return self.refuse(key, value, f"expected {expected}", f"{remedy}.")
+            remedy += f" Or --{key}.0.key value for an entry that there is."
+        self.refuse(key, value, problem, remedy)
 
     def component(self, table: Mapping[str, Any], field: Field, section: str) -> Any:
         """Return the config class that a section's `type` means, or None for "none"."""

@@ -26,7 +26,7 @@ from graph_trainer.core.passes.catalogue import (
     without_effect,
 )
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.suggest import did_you_mean, show
 from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
@@ -48,7 +48,7 @@ from graph_trainer.titan.config.run_config import (
     changed_sections,
     with_text_of_training,
 )
-from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal, show
+from graph_trainer.titan.config.sources import COMMAND_LINE, GUESS, Origins, Problem, refusal
 from graph_trainer.titan.data.corpus import open_corpus
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
@@ -114,6 +114,7 @@ def check_config(
     origins = origins or Origins()
     problems = [
         *_section_problems(config),
+        *_head_problems(config),
         *_batch_problems(config, world_size),
         *itertools.starmap(Problem, config.model_problems()),
         *_model_problems(config),
@@ -194,6 +195,23 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"profiler.profiler_active = {profiler.profiler_active} take",
             f"Set profiler.profile_freq to {least} or more.",
         )
+
+
+def _head_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check that tensor parallelism can split the heads: said before lengths."""
+    spec, tensor = config.model_spec, config.parallelism.tensor_parallel_degree
+    if spec is None:
+        return
+    attention = getattr(spec.model, "first_attention", None)
+    for name in ("n_heads", "n_kv_heads"):
+        heads = getattr(attention, name, None)
+        if heads is not None and heads % tensor:
+            fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
+            yield Problem(
+                "parallelism.tensor_parallel_degree",
+                f"does not divide the {name} = {heads} of {spec.name} {spec.flavor}",
+                f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
+            )
 
 
 def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Iterator[Problem]:
@@ -287,17 +305,6 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             "Leave it out, or set compile.mode to another one.",
             ("compile.mode",),
         )
-    tensor = config.parallelism.tensor_parallel_degree
-    attention = getattr(spec.model, "first_attention", None)
-    for name in ("n_heads", "n_kv_heads"):
-        heads = getattr(attention, name, None)
-        if heads is not None and heads % tensor:
-            fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-            yield Problem(
-                "parallelism.tensor_parallel_degree",
-                f"does not divide the {name} = {heads} of {model}",
-                f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
-            )
     yield from context_parallel_problems(config, spec.model)
     vocabulary = getattr(spec.model, "vocab_size", None)
     tokens = getattr(config.tokenizer, "vocab_size", None)
@@ -531,6 +538,10 @@ def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Probl
 def _dataset_problems(component: Any, section: str) -> Iterator[Problem]:
     """Check that a data loader's or a tokenizer's text is there."""
     if isinstance(component, TextDataLoader.Config | ByteBPETokenizer.Config):
+        if component.dataset in text_datasets.DATASETS:
+            remedy = f'Set {section}.type = "huggingface" too, which reads it.'
+            yield Problem(f"{section}.dataset", "a dataset of torchtitan's", remedy)
+            return
         try:
             open_corpus(component.dataset, component.dataset_path)
         except ConfigError as error:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from graph_trainer.titan.config.build import build_config, merge, table_of
 from graph_trainer.titan.config.check import check_config, world_size_from_environment
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.config.schema import show_help
+from graph_trainer.titan.config.schema import help_text
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
     Origins,
@@ -52,8 +52,9 @@ def load_config(
         table = merge(table_of(source.entry), source.table, source.where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
         config, problems = build_config(source.entry, table, origins)
-        if flags.shown:
-            show_help(config or source.entry, flags.shown, prog)
+        if flags.shown is not None:
+            print(help_text(config or source.entry, flags.shown, prog))
+            raise SystemExit(0)
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size

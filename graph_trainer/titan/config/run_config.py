@@ -49,13 +49,6 @@ if TYPE_CHECKING:
 else:
     BackendName = Literal[tuple(BACKENDS)]
 
-NOT_TORCH_COMPILE = (
-    "torchtitan's torch.compile switch, which graph_trainer does not have: [compile] here "
-    "configures the captured step",
-    "Leave it out and set compile.mode, compile.backend and compile.passes.",
-)
-"""Problem and remedy of an inherited key of [compile]."""
-
 
 @dataclass(kw_only=True, slots=True)
 class GraphCompileConfig(CompileConfig):

@@ -1,18 +1,18 @@
-"""What users read of the keys: --help, a shell's completion, and the JSON schema for editors."""
+"""What users read of the keys: --help, and the JSON schema for editors."""
 
 import dataclasses
 import inspect
-import sys
+import textwrap
+import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Union, get_type_hints
 
 import docstring_parser
-import tyro
 from pydantic import TypeAdapter
-from torchtitan.config import ConfigManager
-from tyro.constructors import PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from graph_trainer.core.passes.catalogue import load_pass, registered_passes
+from graph_trainer.core.suggest import did_you_mean, show
+from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import (
     NONE,
     Field,
@@ -20,6 +20,7 @@ from graph_trainer.titan.config.build import (
     components,
     required_fields,
     settable_fields,
+    type_of,
 )
 from graph_trainer.titan.config.run_config import (
     GraphCompileConfig,
@@ -28,6 +29,7 @@ from graph_trainer.titan.config.run_config import (
 )
 from graph_trainer.titan.config.sources import (
     DEFAULT_MODULE,
+    GUESS,
     UNSET,
     known_modules,
     registry_functions,
@@ -196,69 +198,78 @@ def _joined(paragraphs: Iterable[str | None]) -> str:
     return " ".join(" ".join(p.split()) for p in paragraphs if p)
 
 
-def show_help(config: Any, words: Sequence[str], prog: str) -> None:
-    """Print what `words` ask for, --help or a shell's completion, with the values of `config`.
+def help_text(config: Any, words: Sequence[str], prog: str) -> str:
+    """Format the keys of a config, each with what it takes, its value and its documentation.
 
     Args:
+        words: what to look for in keys and documentation; without any, all is shown.
         prog: the command's name in the text.
 
     Raises:
-        SystemExit: always; with code 0 but for a shell that tyro does not know.
+        ConfigError: no key has all of the words.
     """
-    registry = tyro.constructors.ConstructorRegistry()
-    ConfigManager.register_tyro_rules(registry)
-    registry.primitive_rule(_texts)
-    tyro.cli(
-        type(config),
-        args=list(words),
-        default=config,
-        registry=registry,
-        prog=prog,
-        description=_DESCRIPTION.format(
-            plan=_PLAN if prog.endswith("train") else "",
-            sections="\n".join(_typed_sections(config)),
-        ),
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-    sys.exit(0)
+    asked = [word.lower().replace("-", "_") for word in words]
+    found = []
+    for key, takes, value, text in _keys(config, ""):
+        if all(word in f"{key} {text}".lower() for word in asked):
+            filled = textwrap.fill(text, 94, initial_indent="      ", subsequent_indent="      ")
+            found.append(f"  --{key} {takes} = {show(value)}\n{filled}".rstrip())
+    if not found:
+        sections = settable_fields(type(config))
+        guess = did_you_mean(words[0], sections, GUESS)
+        raise ConfigError(
+            f"--help {' '.join(words)}: no key has that in its name or documentation. {guess}"
+            f"Sections: {', '.join(sections)}."
+        )
+    if words:
+        return "\n".join(found)
+    own = _OWN.get(prog.rpartition(" ")[2], "")
+    return "\n".join([_DESCRIPTION.format(own=own, prog=prog), *found])
 
 
-def _texts(kind: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[str, ...]] | None:
-    """Show tuples of texts as torchtitan's rule shows lists: a,b,c."""
-    if kind.type != tuple[str, ...]:
-        return None
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="A,B,C,...",
-        instance_from_str=lambda words: tuple(words[0].split(",")),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda value: [",".join(value)],
-    )
+def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+    """Yield key, what it takes, value and documentation."""
+    documented = _documentation(type(config))
+    for name, field in settable_fields(type(config)).items():
+        key, value, text = prefix + name, getattr(config, name), documented.get(name, "")
+        if names := components(field.sections):
+            known = [*names, NONE] if field.nullable else [*names]
+            of = NONE if value is None else type_of(value, field.sections)
+            yield f"{key}.type", f"{{{','.join(known)}}}", of, text
+        entries = value if field.entry and value else ()
+        for i, each in enumerate(entries):
+            yield from _keys(each, f"{key}.{i}.")
+        if dataclasses.is_dataclass(value):
+            yield from _keys(value, f"{key}.")
+        elif not field.sections and not entries:
+            takes = [
+                f"{{{','.join(map(str, typing.get_args(each)))}}}"
+                if typing.get_origin(each) is typing.Literal
+                else str(getattr(typing.get_origin(each) or each, "__name__", each)).upper()
+                for each in field.options
+            ]
+            yield key, "|".join(takes), value, text
 
 
 _DESCRIPTION = """\
-Train a model from one captured graph.
+usage: {prog} [--module NAME] [--config NAME] [--section.key VALUE]
 
 --module NAME  a package of configs (default graph_trainer.llama3)
 --config NAME  one of its configs, or a path to a .toml file (default debugmodel)
 --quiet        show steps, warnings and errors alone; --verbose all that torchtitan logs
-{plan}
-Flags override the file, the file overrides its base. Values are written as in TOML; text needs no \
-quotes, a list of texts is a,b,c, and None means no value. The sections below that can be one of \
-several components take --SECTION.type:
-{sections}"""
-
-_PLAN = """\
---plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
-               show predicted beside measured; give its --config and flags again
+--help WORD    only the keys that have the word in name or documentation, such as training or lr
+{own}
+Flags override the file, the file overrides its base. Values are written as in TOML; text needs no
+quotes, a list of texts is a,b,c, and None means no value. The keys, and their values here:
 """
 
-
-def _typed_sections(config: Any, prefix: str = "") -> Iterator[str]:
-    for name, field in settable_fields(type(config)).items():
-        if names := components(field.sections):
-            off = [NONE] if field.nullable else []
-            yield f"  --{prefix}{name}.type {{{','.join([*names, *off])}}}"
-        value = getattr(config, name)
-        if dataclasses.is_dataclass(value):
-            yield from _typed_sections(value, f"{prefix}{name}.")
+_OWN = {
+    "train": """\
+--dry-run      check everything, print the config, the ranks and what the run will need, and end
+--plan FILE    train only what `graph-trainer plan --save FILE` planned, and at the end
+               show predicted beside measured; give its --config and flags again
+""",
+    "config": """\
+--schema       print the JSON schema of config files, from which an editor completes them
+""",
+}

@@ -5,20 +5,20 @@ import dataclasses
 import importlib
 import importlib.resources
 import inspect
-import json
 import os
 import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, get_type_hints
 
 from torchtitan.trainer import Trainer
 
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.suggest import did_you_mean, show
 from graph_trainer.core.toml_file import read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
@@ -34,25 +34,6 @@ UNSET = "unset"
 """The key that lists a table's keys whose value is None, which TOML cannot write."""
 
 GUESS = "Did you mean {}? "
-
-
-def show(value: Any) -> str:
-    """Format `value` as a TOML author would write it, cut after 120 characters."""
-    text = _as_toml(value)
-    return text if len(text) <= 120 else text[:117] + "..."
-
-
-def _as_toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_toml, value))}]"
-    if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
-        return f"{{ {pairs} }}" if pairs else "{}"
-    return UNSET if value is None else str(value)
 
 
 @dataclass
@@ -122,8 +103,8 @@ class Flags:
     config: str | None
     table: dict[str, Any]
     """Nested table of the keys: values are `FlagText`, or false for `--section.no-key`."""
-    shown: list[str]
-    """The words that ask for help or for a shell's completion instead of a run."""
+    shown: list[str] | None
+    """The words after --help, to look for; None without it."""
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
@@ -136,11 +117,11 @@ def read_flags(argv: Sequence[str]) -> Flags:
     words = [_SUBCOMMAND.sub(r"--\1.type=\2", word) for word in argv]
     words = [_SHORT.get(word, word) for word in words]
     values, words = take_flags(words, _EXAMPLES)
-    shown = [word for word in words if word in ("-h", "--help")]
-    words = [word for word in words if word not in shown]
+    shown = None
     for place, word in enumerate(words):
-        if word.startswith("--tyro-"):  # completion: a shell follows, and perhaps a file
-            shown, words = words[place:], words[:place]
+        if word in ("-h", "--help"):
+            shown = [*takewhile(lambda each: not each.startswith("-"), words[place + 1 :])]
+            del words[place : place + 1 + len(shown)]
             break
     table: dict[str, Any] = {}
     while words:

@@ -149,6 +149,19 @@ def test_each_lack_is_one_row_with_its_remedy(kind, machine, capsys):
     assert out.startswith("What will not work here") and max(map(len, out.splitlines())) <= 100
 
 
+def test_what_keeps_from_training_stands_first_and_fitting_packages_on_one_line(machine, capsys):
+    LACKS["no GPU"][0](machine)
+    LACKS["torchtitan missing"][0](machine)
+    assert cli.main(["doctor"]) == 1
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    rows = [line[0] for line in lines]
+    assert rows.index("torchtitan") < rows.index("GPU")
+    (packages,) = (line for line in lines if line[0] == "packages")
+    assert (
+        packages[-2:] == ["others", "fit"] and ["torch", torch.__version__ + ","] == packages[1:3]
+    )
+
+
 def test_it_runs_where_torchtitan_cannot_be_imported(tmp_path):
     probe = (
         "import sys; sys.modules['torchtitan'] = None\n"

@@ -1,8 +1,12 @@
 """The console script: what it prints, starts and refuses."""
 
 import os
+import pty
+import select
+import shutil
 import subprocess
 import sys
+import time
 import tomllib
 
 import pytest
@@ -93,7 +97,7 @@ def test_a_rank_tells_its_mistake_in_one_message_and_leaves_with_2(monkeypatch):
     probe = (
         "import atexit, sys; from graph_trainer.cli.main import main\n"
         "atexit.register(print, 'finalized')\n"
-        "main(['train', '--training.stepz', '3'])"
+        "sys.exit(main(['train', '--training.stepz', '3']))"
     )
     monkeypatch.setenv("RANK", "0")
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
@@ -122,16 +126,117 @@ def test_the_help_of_train_lists_every_key_with_its_documentation(capsys):
         cli.main(["train", "--help"])
     assert ended.value.code == 0
     out = capsys.readouterr().out
-    assert out.startswith(launcher.USAGE)
+    assert out.startswith(launcher.USAGE) and max(map(len, out.splitlines())) <= 100
     for key in settable_keys(load_config([])):
-        # tyro has flags for the entries of lists and tables, none for an empty table.
-        if not key.startswith(("activation_checkpoint", "optimizer.")):
-            assert f"--{key.replace('_', '-')}" in out, key
-    text = " ".join(out.replace("│", " ").split())
+        # an entry of a list has flags of its own
+        assert f"  --{key} " in out or key == "optimizer.param_groups", key
+    text = " ".join(out.split())
     assert "bitwise equal to the model itself" in text  # our own documentation
-    assert "How many train steps to run (default: " in text  # torchtitan's
-    assert "--compile.enable" not in text
-    assert "--dataloader.type {text,huggingface" in text
+    assert "--training.steps INT = 40 How many train steps to run" in text  # torchtitan's
+    assert "--compile.enable " not in text and "--dry-run" in text and "--plan FILE" in text
+    assert '--dataloader.type {text,huggingface,huggingface_interleaved} = "text"' in text
+    assert "--optimizer.param_groups.0.pattern STR = " in text
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        (["train", "--help", "max_norm"], ["training.max_norm"]),
+        (
+            ["config", "--training.steps", "7", "--help", "training", "how", "many"],
+            ["steps INT = 7"],
+        ),
+        (["train", "--help", "max-norm", "--config", "8b"], ["training.max_norm FLOAT|INT = 1.0"]),
+    ],
+)
+def test_help_shows_the_keys_that_were_asked_for(words, keys, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(words)
+    out = capsys.readouterr().out
+    found = [line for line in out.splitlines() if line.startswith("  --")]
+    assert len(found) == len(keys) and "usage" not in out
+    assert all(key in line for key, line in zip(keys, found, strict=True))
+
+
+def test_help_about_nothing_is_told_what_there_is(capsys):
+    code, _, err = run(capsys, "train", "--help", "trainin_")
+    assert code == 2 and "Did you mean training?" in err and "optimizer" in err
+
+
+@pytest.mark.parametrize("command", ["config", "passes", "doctor", "completion", "plan"])
+def test_every_command_has_help(command, capsys):
+    try:
+        assert cli.main([command, "--help"]) == 0
+    except SystemExit as ended:
+        assert ended.code == 0
+    out, err = capsys.readouterr()
+    assert f"graph-trainer {command}" in out and err == ""
+    assert command != "config" or "--schema" in out
+
+
+def test_a_reader_that_has_enough_is_no_error(monkeypatch, capfd):
+    """As of `graph-trainer train --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert cli.main(["--help"]) == 141
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_dry_run_prints_config_ranks_and_need(capsys):
+    flags = ["--parallelism.tensor_parallel_degree", "2", "--training.seq_len", "64"]
+    code, out, err = run(capsys, "train", "--dry-run", *flags)
+    comments = [line for line in out.splitlines() if line.startswith("# ")]
+    assert code == 0 and "2 ranks: --nproc_per_node=2" in comments[0]
+    assert "llama3 debugmodel" in comments[1] and "Fits: needs" in comments[2]
+    assert tomllib.loads(out)["training"]["seq_len"] == 64
+    assert "capturing the train step" in err
+    code, out, err = run(capsys, "train", "--dry-run", "--training.seq_len", "63", *flags[:2])
+    assert (code, out) == (2, "") and "multiple of 2" in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_a_shell_completes_commands_and_flags(shell, tmp_path, capsys):
+    """In a terminal: what stands there after TAB. The commands themselves are not run."""
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} here")
+    code, script, _ = run(capsys, "completion", shell)
+    assert code == 0
+    (tmp_path / "completion").write_text(script)
+    ours, its = pty.openpty()
+    words = [shell, *(["--norc"] if shell == "bash" else ["-f"]), "-i"]
+    environment = os.environ | {"TERM": "dumb", "HOME": str(tmp_path)}
+    with subprocess.Popen(words, stdin=its, stdout=its, stderr=its, env=environment) as process:
+        shown, until = b"", time.monotonic() + 20
+
+        def enter(text, awaited):
+            nonlocal shown
+            os.write(ours, text.encode())
+            while awaited not in shown and time.monotonic() < until:
+                if select.select([ours], [], [], 1)[0]:
+                    shown += os.read(ours, 4096)
+
+        enter(f". {tmp_path}/completion; echo re''ady\n", b"ready\r\n")
+        enter("graph-trainer bis\t", b"bisect-passes ")
+        enter("\x15graph-trainer train --training.ste\t", b"--training.steps ")  # ^U: a new line
+        process.kill()
+    os.close(ours)
+    os.close(its)
+    assert b"graph-trainer bisect-passes " in shown and b"--training.steps " in shown, shown
+
+
+def test_completion_asks_for_a_shell_that_it_knows(capsys):
+    code, _, err = run(capsys, "completion", "fish")
+    assert code == 2 and "completion zsh" in err
+
+
+def test_unknown_commands_are_told_the_nearest(capsys):
+    code, out, err = run(capsys, "frain")
+    assert (code, out) == (2, "") and "no command frain; did you mean 'train'?" in err
+    for command in ("passes", "doctor"):
+        code, out, err = run(capsys, command, "now")
+        assert (code, out) == (2, "") and "now" in err
 
 
 def test_the_table_of_passes_names_them_all_in_stage_order_within_100_columns(capsys):
@@ -163,15 +268,6 @@ def test_a_pass_in_the_current_folder_is_in_the_table(tmp_path, capsys, monkeypa
     assert "tidy" in out and "a pass of mine" in out and "schedule_overlap" in out
 
 
-def test_unknown_commands_and_words_are_refused(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["frain"])
-    assert ended.value.code == 2 and "frain" in capsys.readouterr().err
-    for command in ("passes", "doctor"):
-        code, out, err = run(capsys, command, "now")
-        assert (code, out) == (2, "") and "now" in err
-
-
 def test_without_a_command_the_help_is_shown(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "examples:" in out
@@ -184,14 +280,14 @@ import atexit, sys
 heavy = {"torch", "torchtitan", "pydantic"}
 atexit.register(lambda: print(sorted(heavy & sys.modules.keys())))
 from graph_trainer.cli.main import main
-main(sys.argv[1:])
+sys.exit(main(sys.argv[1:]))
 """
     done = subprocess.run(
         [sys.executable, "-c", program, word], capture_output=True, text=True, check=False
     )
     assert done.stdout.endswith("[]\n"), done.stdout + done.stderr
     assert done.returncode == (2 if word == "trian" else 0)
-    said = {"--help": "usage: ", "--version": "0.1.0", "trian": "invalid choice: 'trian'"}[word]
+    said = {"--help": "usage: ", "--version": "0.1.0", "trian": "did you mean 'train'?"}[word]
     assert said in done.stdout + done.stderr
 
 

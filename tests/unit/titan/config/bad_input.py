@@ -32,11 +32,15 @@ KEYS_AND_TYPES = (
     Bad("trainning = { steps = 3 }", "Did you mean training?"),
     Bad("steps = 3", "Did you mean training.steps"),
     Bad("metrics.seq_len = 3", "Did you mean training.seq_len?"),
+    Bad("checkpoint.enable_checkpoint = true", "checkpoint.enable"),
     Bad('training.steps = "ten"', "Write training.steps = 1"),
+    Bad('training.local_batch_size = "4"', "Write training.local_batch_size = 4."),
+    Bad('checkpoint.enable = "no"', "Write checkpoint.enable = false."),
+    Bad('optimizer.lr = "1e-3"', "Write optimizer.lr = 1e-3"),
     Bad("training.steps = true", "Write training.steps = 1"),
     Bad("training.steps = 1.5", "Write training.steps = 1"),
     Bad("metrics.enable_tensorboard = 1", "Write metrics.enable_tensorboard = true"),
-    Bad('compile.passes = "default"', "Write compile.passes = [...]"),
+    Bad('compile.passes = "default"', 'Write compile.passes = ["default"]'),
     Bad("compile.passes[0] = 1", 'Write compile.passes = ["text"]', "[compile]\npasses = [1]"),
     Bad("training = 3", "under a [training] heading"),
     Bad("training = [{ steps = 3 }]", "under a [training] heading"),
@@ -52,9 +56,9 @@ KEYS_AND_TYPES = (
         '[compile]\npasses = ["default", "rematerialise"]',
     ),
     Bad('compile.disable_passes = ["dedup_unshards"]', "did you mean 'deduplicate_unshards'?"),
-    Bad("compile.enable = true", "set compile.mode, compile.backend"),
-    Bad('compile.components = ["loss"]', "set compile.mode, compile.backend"),
-    Bad('model_spec = { name = "x" }', "`base` names"),
+    Bad("compile.enable = true", "`base` names"),
+    Bad('compile.components = ["loss"]', "`base` names"),
+    Bad('model_spec = "x"', "`base` names"),
     Bad('dataloader.type = "txt"', 'Did you mean text? Write "text", "huggingface"'),
     Bad("dataloader.type = 3", 'Write "text"'),
     Bad(
@@ -305,6 +309,11 @@ IN_FILES = (
     Bad("tokenizer.vocab_size = 4096", "2048 or less"),
     Bad("tokenizer.vocab_size = 100", "258"),
     Bad(
+        'dataloader.dataset = "c4": a dataset of torchtitan\'s',
+        'Set dataloader.type = "huggingface"',
+        '[dataloader]\ndataset = "c4"',
+    ),
+    Bad(
         'dataloader.dataset = "stdlip": unknown dataset',
         "Did you mean 'stdlib'?",
         '[dataloader]\ndataset = "stdlip"',
@@ -387,12 +396,12 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'training.steps = "ten": expected an integer',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps", "ten"],
     ),
     Bad(
         f'training.steps = "{"9" * 40}',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps=" + "9" * 5000],
     ),
     Bad(
@@ -424,7 +433,7 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad(
         'training.steps = "": expected an integer',
-        "Write training.steps = 1",
+        "Write --training.steps 1.",
         ["--training.steps"],
     ),
     Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
@@ -433,11 +442,13 @@ ON_THE_COMMAND_LINE = (
         "Keep one of both",
         ["--training", "3", "--training.steps", "4"],
     ),
-    Bad("training.steps = true: expected an integer", "= 1", ["--training.steps", "true"]),
-    Bad('checkpoint.enable = "True": expected true', "= true", ["--checkpoint.enable", "True"]),
+    Bad("training.steps = true: expected an integer", "steps 1", ["--training.steps", "true"]),
+    Bad(
+        'checkpoint.enable = "True": expected true', "enable true.", ["--checkpoint.enable", "True"]
+    ),
     Bad(
         'optimizer.param_groups = { 1 = { pattern = "x" } }',
-        "or --optimizer.param_groups.0.key value",
+        "Or --optimizer.param_groups.0.key value",
         ["--optimizer.param_groups.1.pattern", "x"],
     ),
     Bad(
@@ -447,8 +458,8 @@ ON_THE_COMMAND_LINE = (
     ),
     Bad('unexpected "steps"', "every value follows its flag", ["steps"]),
     Bad(
-        'compile.enable = "": torchtitan\'s torch.compile switch',
-        "set compile.mode",
+        'compile.enable = "": not settable',
+        "`base` names",
         ["--compile.enable"],
     ),
     Bad("steps = 0 }", "must be positive or -1", ["--validator.steps", "0"]),

@@ -181,6 +181,20 @@ def test_sequences_need_not_divide_without_sequence_parallelism():
     load_config([*argv, "--parallelism.no-enable_sequence_parallel"])
 
 
+def test_heads_that_do_not_divide_are_said_before_sequences():
+    heads, lengths = refused(["--parallelism.tensor_parallel_degree=3"]).splitlines()
+    assert "n_heads = 16" in heads and "training.seq_len = 256" in lengths
+
+
+def test_an_unknown_key_names_the_likeliest_and_three_others_at_most():
+    message = refused(["--training.dataset_pth", "x"])
+    assert "Did you mean" in message and "max_norm" not in message
+    message = refused(["--checkpoint.enable_checkpoint"])
+    assert "Did you mean checkpoint.enable? Or checkpoint.enable_first_step" in message
+    assert message.count("checkpoint.") <= 5
+    assert "`graph-trainer train --help training` lists" in refused(["--training.zzz", "x"])
+
+
 def test_the_launcher_names_the_ranks(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "3 are started" in refused(["--parallelism.data_parallel_shard_degree=2"])

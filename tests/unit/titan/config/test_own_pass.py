@@ -129,7 +129,7 @@ def test_help_schema_and_table_show_it(in_file, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         load_config([*flag, "--help"])
     out = capsys.readouterr().out
-    assert ended.value.code == 0 and "--compile.keep-small-unshards.max-kib" in out
+    assert ended.value.code == 0 and "--compile.keep_small_unshards.max_kib" in out
     assert "The largest parameter that stays gathered" in out
     assert cli.main(["config", "--schema", *flag]) == 0
     definitions = json.loads(capsys.readouterr().out)["$defs"]
@@ -149,7 +149,7 @@ def test_help_schema_and_table_show_it(in_file, tmp_path, capsys):
         (LISTED.replace("own_passes", "no_passes"), ["'no_passes:keep", "no module 'no_passes'"]),
         (LISTED.replace(NAME, "own_passes:keep"), ["'own_passes:keep'", "keep_small_unshards"]),
         (LISTED.replace(NAME, "own_passes:misnamed"), ["[compile.passes]", "exists already"]),
-        (LISTED + OPTIONS.replace("8", "'8'"), ["keep_small_unshards.max_kib", '"8"', "= 1"]),
+        (LISTED + OPTIONS.replace("8", "'8'"), ["keep_small_unshards.max_kib", '"8"', "= 8."]),
         (LISTED + OPTIONS.replace("8", "-8"), ["max_kib = -8", "max_kib is below 0"]),
         (LISTED + OPTIONS.replace("kib", "mib"), ["max_mib", "= 8", "keep_small_unshards.max_kib"]),
         (OPTIONS, ["compile.keep_small_unshards", "unknown key", "where compile.passes names it"]),

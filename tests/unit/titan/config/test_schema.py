@@ -18,7 +18,7 @@ from tests.unit.titan.config.bad_input import IN_FILES, KEYS_AND_TYPES
 from tests.unit.titan.config.test_config_errors import BASE, shortly
 
 ROOT = Path(__file__).resolve().parents[4]
-CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*.toml") if p.parent.name != "hardware")
+CONFIGS = sorted(p for p in (ROOT / "configs").glob("*/*.toml") if p.parent.name != "hardware")
 DIRECTIVE = "#:schema "
 """How Taplo and Even Better TOML name a file's schema, in its first line."""
 

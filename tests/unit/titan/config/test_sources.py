@@ -216,16 +216,6 @@ def test_a_module_without_entries_is_told_what_one_is(own_package):
         load_config(["--module", "mygpt", "--config", "small"])
 
 
-def test_a_shells_completion_is_printed_or_written(tmp_path, capsys):
-    for words in (["--tyro-print-completion", "bash"], ["--tyro-write-completion", "bash"]):
-        file = [str(tmp_path / "completion")] if "write" in words[0] else []
-        with pytest.raises(SystemExit) as ended:
-            load_config(["--training.steps", "3", *words, *file])
-        assert not ended.value.code
-    assert "--training.steps" in capsys.readouterr().out
-    assert "--training.steps" in (tmp_path / "completion").read_text()
-
-
 def test_type_flags_choose_components():
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader

@@ -1,0 +1,180 @@
+"""The keys of configs, read from the schema of files without torch: what a file and flags get wrong
+by themselves, and what a shell completes. The loader of configs checks more, after seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from graph_trainer.core.suggest import (
+    AS_SECTION,
+    nearest,
+    show,
+    unknown_key,
+    wrong_choice,
+    wrong_type,
+)
+from graph_trainer.core.toml_file import parse_toml, read_toml
+from graph_trainer.errors import ConfigError
+
+SCHEMA = "--schema"
+DRY_RUN = "--dry-run"
+_FLAGS = "command line"
+_OLD = "a key of torchtitan before 0.3"
+_TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
+_NO_KEYS = ("type", "unset", "module", "base")
+
+_Known = dict[str, dict[str, dict[str, Any]]]
+"""Key, without indices of lists -> by the section's type, or "", the schema of its value; empty
+where the key is a section."""
+
+
+def check_early(argv: Sequence[str]) -> None:
+    """Refuse unknown keys of the file and of the flags, and wrong types in the file.
+
+    What only the classes of a config know is left to the loader: the components and passes of a
+    user's own, and modules of configs that are not graph_trainer's.
+
+    Raises:
+        ConfigError: a file that cannot be read or is not TOML; all that is wrong, a line each.
+    """
+    flags: dict[str, str] = {}
+    for word, after in zip(argv, [*argv[1:], "--"], strict=False):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            value = value if equals or after.startswith("--") else after
+            flags[name[2:].replace("-", "_")] = value
+    table: dict[str, Any] = {}
+    config = flags.get("config", "")
+    is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
+    if (config.endswith(".toml") or "/" in config) and not is_pipe:
+        table = read_toml(Path(config), "--config")
+    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    modules = schema["properties"]["module"]["examples"]
+    module = flags.get("module") or table.get("module", modules[0])
+    if module not in modules and f"graph_trainer.{module}" not in modules:
+        return
+    known: _Known = {}
+    free: list[str] = []  # tables with keys of any name
+    for key, of_type, of_value in _keys(schema, schema["$defs"]):
+        known.setdefault(key, {})[of_type] = of_value
+        free += [f"{key}."] if of_value.get("type") == "object" else []
+    found = [(config, *each) for each in _flat(table, known)]
+    for name, value in flags.items():
+        if "." in name:  # the others are few, or the command's
+            plain = re.sub(r"\.\d+(?=\.)", "", name)
+            plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
+            found.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
+    types = {key: str(value) for _, key, _, value in found}
+    moved = parse_toml((_configs() / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
+    lines: list[str] = []
+    for where, key, shown, value in found:
+        section, _, name = key.rpartition(".")
+        kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
+        of_pass = section.startswith("compile.") and section not in known
+        of_user = of_pass or ":" in str(kind) or key.startswith(tuple(free))
+        if name in _NO_KEYS or (kinds is None and of_user):
+            continue
+        wrong: tuple[str, str] | None = None
+        if kinds is None:
+            siblings = _names_below(known, section)
+            is_near = top in known and nearest(name, siblings)
+            text = moved.get(key) or (not is_near and moved.get(top))
+            keys = [each for each, kinds in known.items() if {} not in kinds.values()]
+            wrong = (_OLD, text) if text else ("unknown key", unknown_key(shown, siblings, keys))
+        elif {} in kinds.values():
+            wrong = ("expected a section", AS_SECTION)
+        elif kind is None or kind in kinds or "" in kinds:
+            wrong = _wrong_value(shown, value, kinds.get(kind or "") or [*kinds.values()][0])
+        if wrong and (kinds is None or where != _FLAGS):  # the loader reads the text of flags
+            problem, remedy = wrong
+            remedy = remedy.replace("{key}", shown).replace("{value}", str(value).lower())
+            lines.append(f"{where}: {shown} = {show(value)}: {problem}. {remedy}".rstrip())
+    if any(_OLD in line for line in lines) and table and "base" not in table:
+        start = 'Begin it with base = "llama3_8b", or what has its model, and change these keys:'
+        lines.insert(0, f"{config}: a config of torchtitan before 0.3. {start}")
+    if lines:
+        raise ConfigError("\n".join(lines))
+
+
+def flag_names() -> list[str]:
+    """List the flags of all keys."""
+    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    keys = [f"--{key}" for key, _, value in _keys(schema, schema["$defs"]) if value]
+    return list(dict.fromkeys(keys))
+
+
+def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return problem and remedy of a value that is not what its schema describes."""
+    options = schema.get("anyOf", [schema])
+    choices = [choice for each in options for choice in each.get("enum", ())]
+    kinds = [each["type"] for each in options if "type" in each]
+    if choices and value not in choices:
+        return wrong_choice(value, choices)
+    fits = not kinds or any(isinstance(value, _TYPES.get(kind, dict)) for kind in kinds)
+    is_right = fits and (not isinstance(value, bool) or not kinds or "boolean" in kinds)
+    return None if is_right else wrong_type(key, value, kinds)
+
+
+def _flat(
+    table: Mapping[str, Any], known: _Known, path: str = "", shown: str = ""
+) -> Iterator[tuple[str, str, Any]]:
+    """Yield a file's keys, without indices of lists and as messages show them, and their values."""
+    for name, value in table.items():
+        key, kinds = path + name, known.get(path + name) or {}
+        if isinstance(value, Mapping) and {} in (kinds, *kinds.values()):
+            yield from _flat(value, known, f"{key}.", f"{shown}{name}.")
+        elif isinstance(value, list) and any(_names_below(known, key)):
+            for i, each in enumerate(value):
+                if isinstance(each, Mapping):
+                    yield from _flat(each, known, f"{key}.", f"{shown}{name}[{i}].")
+        else:
+            yield key, shown + name, value
+
+
+def _names_below(known: Iterable[str], section: str) -> list[str]:
+    path = f"{section}." if section else ""
+    return [key[len(path) :] for key in known if re.fullmatch(rf"{re.escape(path)}\w+", key)]
+
+
+def _keys(
+    schema: Mapping[str, Any], classes: Mapping[str, Any], path: str = ""
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield key, type of its section and schema of its value."""
+    for option in schema.get("anyOf", [schema]):
+        properties = classes.get(option.get("$ref", "")[8:], option).get("properties", {})
+        kind = properties.get("type", {}).get("const", "")
+        for name in [each for each in properties if each not in _NO_KEYS]:
+            value = properties[name]
+            inner = list(_keys(value.get("items", value), classes, f"{path}{name}."))
+            yield f"{path}{name}", kind, {} if inner and "items" not in value else value
+            yield from inner
+
+
+def _configs() -> Path:
+    """Return the folder of configs of the installed package, or of the checkout."""
+    package = Path(__file__).resolve().parents[1]
+    folder = package / "configs"
+    return folder if folder.exists() else package.parent / "configs"
+
+
+def with_names_of_environment(argv: Sequence[str]) -> list[str]:
+    """Return the flags with --module and --config from MODULE and CONFIG where no flag names them.
+
+    A resolved file names its own module, so there is no default here.
+    """
+    words = list(argv)
+    for flag in ("--config", "--module"):
+        value = variable(flag.removeprefix("--").upper())
+        if value and not any(word == flag or word.startswith(f"{flag}=") for word in argv):
+            words[:0] = [flag, value]
+    return words
+
+
+def variable(name: str, default: str = "") -> str:
+    """Read a variable of the environment; an empty one counts as unset."""
+    return os.environ.get(name) or default

@@ -1,0 +1,191 @@
+"""What is told of a file and flags without torch: all of it wrong, and in the loader's words."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import tomli
+import tomli_w
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graph_trainer.cli.keys import check_early
+from graph_trainer.errors import ConfigError
+from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.config.sources import (
+    known_modules,
+    registry_functions,
+    registry_module,
+)
+from tests.examples import examples
+from tests.unit.titan.config.bad_input import IN_FILES, KEYS_AND_TYPES
+from tests.unit.titan.config.test_config_errors import TOML
+from tests.unit.titan.config.test_schema import CONFIGS, ROOT
+
+BASE = 'base = "llama3_debugmodel"\n'
+
+
+def early(*argv):
+    """What is said at once; "" where that is nothing."""
+    try:
+        check_early([str(word) for word in argv])
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(text):
+        path = tmp_path / "bad.toml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def test_it_says_what_the_loader_says_and_nothing_else(file):
+    said = 0
+    for bad in IN_FILES:
+        path = file(BASE + bad.text)
+        message = early("--config", path)
+        if not message or "a key of torchtitan" in message:
+            continue
+        said += 1
+        assert bad in KEYS_AND_TYPES and message.startswith(f"{path}: "), message
+        if "trainning" not in bad.said and "dataloader.sources" not in bad.said:
+            assert bad.said in message and bad.remedy in message, message
+    assert said >= 17
+
+
+ENTRIES = [
+    (module, name)
+    for module in known_modules()
+    for name in registry_functions(registry_module(module))
+]
+
+
+@pytest.mark.parametrize(("module", "base"), ENTRIES)
+def test_nothing_that_an_entry_has_is_refused(module, base, file):
+    path = file(f'module = "{module}"\nbase = "{base}"\n')
+    if module.endswith("transformers"):  # needs the folder of a model
+        return
+    assert not early("--config", file(config_to_toml(load_config(["--config", str(path)]))))
+
+
+def test_nothing_that_is_right_is_refused(file):
+    for path in CONFIGS:
+        assert not early("--config", path)
+    own = '[dataloader]\ntype = "my.data:Loader.Config"\nany = 1\n[compile]\npasses = ["my:pass"]\n'
+    path = file(BASE + own + "[compile.pass]\nsize = 1\n")
+    assert not early("--config", path)
+    assert not early("--config", path, "--dataloader.other", "3", "--compile.pass.size=4")
+    assert not early("--config", file('module = "my.models"\nbase = "x"\n[mine]\nkey = 1\n'))
+    assert not early("--module", "my.models", "--mine.key", "1")
+    assert not early(
+        *("--training.no-enable_cpu_offload", "--checkpoint.enable", "--world-size", "8"),
+        *("--optimizer.param-groups.0.optimizer-kwargs.lr", "1e-3", "--training.steps=3"),
+        *("--optimizer.param_groups.0.pattern", "x", "activation-checkpoint:full"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--training.stepz 3", ["command line: training.stepz", "Did you mean training.steps?"]),
+        ("--checkpoint.enable-checkpoint", ["checkpoint.enable."]),
+        ("--optimizer.param_groups.0.patern x", ["optimizer.param_groups[0].patern"]),
+        ("--model.flavor 8B", ["--config 8b"]),
+        ("--training.dataset C4", ['dataloader.dataset = "c4"', 'dataloader.type = "huggingface"']),
+        ("--compile.enable", ["set compile.mode, compile.backend"]),
+        ("--float8.recipe_name rowwise", ["no float8"]),
+        ("--config no/such.toml", ["no such file"]),
+    ],
+)
+def test_wrong_flags(flags, said):
+    message = early(*flags.split())
+    assert all(part in message for part in said), message
+    assert len(message.splitlines()) == 1
+
+
+def test_a_pipe_is_left_to_the_loader_which_reads_it_too(tmp_path):
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert not early("--config", tmp_path / "pipe.toml")  # it would wait for a writer
+
+
+@examples(100)
+@given(table=st.dictionaries(st.sampled_from(["training", "optimizer", "job", "x"]), TOML))
+def test_whatever_a_file_holds_it_is_passed_on_or_refused(table, tmp_path_factory):
+    path = tmp_path_factory.getbasetemp() / "any.toml"
+    path.write_text(tomli_w.dumps(table), encoding="utf-8")
+    assert early("--config", path) or True
+
+
+OLD = """
+[job]
+dump_folder = "./outputs"
+description = "a run"
+[profiling]
+enable_profiling = true
+[model]
+name = "llama3"
+flavor = "8B"
+tokenizer_path = "tokenizer.model"
+[optimizer]
+name = "AdamW"
+lr = 3e-4
+[training]
+batch_size = 1
+seq_len = 8192
+dataset = "c4"
+compile = false
+[checkpoint]
+enable_checkpoint = false
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[validation]
+enabled = true
+[float8]
+enable_fsdp_float8_all_gather = false
+"""
+
+
+def test_a_file_of_torchtitans_is_recognised_and_each_of_its_keys_explained(file):
+    path = file(OLD)
+    first, *lines = early("--config", path).splitlines()
+    assert "a config of torchtitan before 0.3" in first and 'base = "llama3_8b"' in first
+    keys = [
+        f"{section}.{key}"
+        for section, table in tomli.loads(OLD).items()
+        for key in table
+        if f"{section}.{key}" not in ("optimizer.lr", "training.seq_len")
+    ]
+    assert [line.split()[1] for line in lines] == keys
+    assert not [line for line in lines if "unknown key" in line]
+
+
+def test_what_stands_for_a_key_of_torchtitans_is_a_key_of_ours():
+    from graph_trainer.cli.keys import flag_names
+
+    moved = tomli.loads((ROOT / "configs/torchtitan_keys.toml").read_text())
+    named = re.findall(r"\bWrite ((?:\w+\.)+\w+)", " ".join(moved.values()))
+    assert len(named) > 15
+    assert not {f"--{key}" for key in named} - {*flag_names()}
+    assert not {f"--{key}" for key in moved} & {*flag_names()}
+
+
+def test_a_typo_costs_no_import_of_torch(file):
+    program = (
+        "import sys, time; from graph_trainer.cli.main import main\n"
+        "code = main(sys.argv[1:])\n"
+        "print(code, sorted({'torch', 'torchtitan', 'pydantic'} & sys.modules.keys()))\n"
+        "print(time.process_time() < 0.5)"
+    )
+    path = file(BASE + "[training]\nstep = 3\n")
+    words = [sys.executable, "-c", program, "train", "--config", str(path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.stdout == "2 []\nTrue\n" and "training.steps?" in done.stderr
