@@ -91,7 +91,8 @@ def _run(command: str, words: list[str]) -> int:
     if command in ("doctor", "completion") and {"-h", "--help"} & {*words}:
         print(f"graph-trainer {command}: {about}")
         return 0
-    if "RANK" not in os.environ:  # a rank records what it raises
+    # a rank records what it raises; --schema may be writing the file that is read here
+    if "RANK" not in os.environ and "--schema" not in words:
         by_environment = command in ("train", "bisect-passes")
         check_early(with_names_of_environment(words) if by_environment else words)
     _check_cache_folder()
