@@ -11,10 +11,11 @@ import contextlib
 import hashlib
 import io
 import itertools
+import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 
 SUMS = "SHA256SUMS"
 HF_INDEX = "model.safetensors.index.json"
+UNFINISHED = "unfinished"
+"""The folder inside an export that holds its files until all are written."""
 
 Sums = dict[str, tuple[str, int | None]]
 """File name -> SHA-256 in hexadecimal, and bytes: None in a list that `sha256sum` wrote."""
@@ -108,11 +111,7 @@ class _HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Write the list to the disk, then rename: torch renames `.metadata` alone."""
         self._sums[Path(new_path).name] = self._sums.pop(Path(path).name)
-        with (Path(new_path).parent / SUMS).open("w") as file:
-            for name, (digest, size) in sorted(self._sums.items()):
-                file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_sums(Path(new_path).parent, self._sums)
         super().rename(path, new_path)
 
 
@@ -131,6 +130,10 @@ class _HashingFile(io.BufferedWriter):
 def is_complete(checkpoint: Path) -> bool:
     """Tell whether a checkpoint has the file that we, and torchtitan's exports, write last."""
     return (checkpoint / METADATA).is_file() or (checkpoint / HF_INDEX).is_file()
+
+
+def _last_file(checkpoint: Path) -> str:
+    return HF_INDEX if (checkpoint / HF_INDEX).is_file() else METADATA
 
 
 def steps_in(folder: Path) -> dict[int, bool]:
@@ -153,6 +156,34 @@ def empty(checkpoint: Path) -> None:
     for name in (METADATA, HF_INDEX):  # first: half of a checkpoint must not look complete
         (checkpoint / name).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+def publish(staging: Path, sums: Sums | None) -> None:
+    """Move an export out of its folder UNFINISHED, with digests, also of files without one; None
+    leaves digests out."""
+    if sums is not None:
+        others = digests(path for path in staging.iterdir() if path.name not in sums)
+        _write_sums(staging, sums | others)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == HF_INDEX):
+        path.rename(staging.parent / path.name)
+    staging.rmdir()
+
+
+def digests(files: Iterable[Path]) -> Sums:
+    """Hash files."""
+    sums: Sums = {}
+    for path in files:
+        with path.open("rb") as file:
+            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
+    return sums
+
+
+def _write_sums(folder: Path, sums: Sums) -> None:
+    with (folder / SUMS).open("w") as file:
+        for name, (digest, size) in sorted(sums.items()):
+            file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def sums_of(folder: Path) -> Sums:
@@ -179,8 +210,9 @@ def sums_of(folder: Path) -> Sums:
             sums[digest[2]] = digest[1], sizes.get(digest[2])
         elif not line.startswith("#"):
             raise ValueError("it has a line that is not a digest")
-    if METADATA not in sums or (sizes and sizes.keys() != sums.keys()):
-        raise ValueError(f"it has not a digest and a size for {METADATA} and each other file")
+    last = _last_file(folder)
+    if last not in sums or (sizes and sizes.keys() != sums.keys()):
+        raise ValueError(f"it has not a digest and a size for {last} and each other file")
     return sums
 
 
@@ -199,12 +231,16 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     """
     lines: dict[str, str] = {}  # by file name
     sums: Sums = {}
-    needed = {METADATA: 0} if share == 0 else {}  # file name -> its least length in bytes
+    last = _last_file(folder)
+    needed = {last: 0} if share == 0 else {}  # file name -> its least length in bytes
     reading = SUMS
     try:
         sums = sums_of(folder) if verify else {}
-        reading = METADATA
-        places = DataReader(str(folder)).read_metadata().storage_data if share == 0 else {}
+        reading = last
+        if HF_INDEX in needed:
+            index = json.loads((folder / HF_INDEX).read_text("utf-8"))
+            needed |= dict.fromkeys(index["weight_map"].values(), 0)
+        places = DataReader(str(folder)).read_metadata().storage_data if METADATA in needed else {}
         for place in places.values():
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))
