@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,7 +44,6 @@ def main(argv: Sequence[str]) -> int:
     run = checkpoint.resolve().parent.parent
     if read_flags(rest).config is None and (run / "config.toml").is_file():
         rest[:0] = ["--config", str(run / "config.toml")]
-    warnings.filterwarnings("ignore", "torch.distributed is disabled")
     config = load_config(rest, prog="graph-trainer export")
     own = run / TOKENIZER
     export(checkpoint, folder, config, own if own.is_dir() else Path(config.hf_assets_path))

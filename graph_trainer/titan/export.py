@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+import torch.distributed as dist
+from torchtitan.components.checkpointer.dcp import AsyncMode
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
-from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.logging import logger
 
-from graph_trainer.errors import CheckpointError
-from graph_trainer.titan.checkpoint_files import HF_INDEX, UNFINISHED, damage, publish
-from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
-_FILE_BYTES = 5 << 30  # of a file of weights; one at a time is in memory
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
 
@@ -88,50 +86,35 @@ def write_beside_weights(
 
 
 def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig, tokenizer: Path) -> None:
-    """Write the model in a checkpoint of any number of ranks to a new folder, in one process.
+    """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or holds another model.
+        CheckpointError: the checkpoint is damaged, or holds another model; or the disk is full.
     """
-    if lines := damage(checkpoint):
-        raise CheckpointError(f"the checkpoint {checkpoint} is damaged: {', '.join(lines[:5])}.")
-    spec, dtype = config.model_spec, TORCH_DTYPE_MAP[config.checkpoint.export_dtype]
+    spec, assets = config.model_spec, Path(config.hf_assets_path)
     assert spec is not None and spec.state_dict_adapter is not None
-    adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         wanted = spec.model.build().state_dict()
-    stored: dict[str, Any] = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
-    files: list[list[str]] = [[]]
-    size = 0
-    for name, tensor in wanted.items():
-        if getattr(stored.get(name), "size", None) != tensor.shape:
-            raise CheckpointError(
-                f"the checkpoint {checkpoint} is of another model than the config: it has no "
-                f"{name} of {list(tensor.shape)}. Give the --config and flags of its run."
-            )
-        size += tensor.numel() * dtype.itemsize
-        if size > _FILE_BYTES * len(files):
-            files.append([])
-        files[-1].append(name)
-    staging = folder / UNFINISHED
-    staging.mkdir(parents=True)
+    of_assets = str(assets) if (assets / HF_INDEX).is_file() else None  # as many files as there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        where: dict[str, str] = {}
-        for number, names in enumerate(files, 1):
-            state = {name: torch.empty(wanted[name].shape, dtype=dtype) for name in names}
-            reader, planner = DataReader(str(checkpoint)), DataLoadPlanner()
-            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
-            theirs = {name: value.contiguous() for name, value in adapter.to_hf(state).items()}
-            for name in names:  # by which torchtitan chooses experts; Qwen 3 has no such weight
-                if "expert_bias" in name and state[name].any() and not adapter.to_hf({name: 0}):
-                    logger.warning(f"Hugging Face's model has no {name}: logits will differ")
-            file = f"model-{number:05}-of-{len(files):05}.safetensors"
-            save_file(theirs, staging / file, metadata={"format": "pt"})
-            where |= dict.fromkeys(theirs, file)
-        index = {"metadata": {}, "weight_map": where}
-        (staging / HF_INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-        write_beside_weights(described(config), tokenizer, dtype, staging)
-        publish(staging, {})
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+        section: Any = copy.copy(config.checkpoint)
+        section.enable, section.keep_latest_k = True, 0
+        manager = section.build(
+            dataloader=None,
+            model_parts=[],
+            optimizers=None,
+            lr_schedulers=None,
+            states={},
+            sd_adapter=spec.state_dict_adapter(spec.model, of_assets),
+        )
+        manager.beside_weights = partial(write_beside_weights, described(config), tokenizer)
+        dtype = manager.export_dtype
+        state = {name: torch.empty(each.shape, dtype=dtype) for name, each in wanted.items()}
+        manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
+        for name, value in state.items():  # torchtitan chooses experts by it; Qwen 3 has none
+            if "expert_bias" in name and value.any() and not manager.sd_adapter.to_hf({name: 0}):
+                logger.warning(f"Hugging Face's model has no {name}: its logits will differ")
+        manager.dcp_save(state, str(folder), AsyncMode.DISABLED, to_hf=True)
+    finally:
+        dist.destroy_process_group()
