@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
 from graph_trainer.errors import ConfigError
 
-USAGE = """\
-usage: graph-trainer export CHECKPOINT --to FOLDER [--section.key VALUE]
-
-Write the model of a checkpoint, such as outputs/checkpoint/step-40, to a new folder that
-AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained read: weights, config.json,
-tokenizer, and SHA256SUMS of them. Config and tokenizer are those of the output folder around the
-checkpoint; where there is no config.toml, give the --config and the flags of its run.
---checkpoint.export_dtype bfloat16 writes another dtype than that config's.
-"""
+_ABOUT = """\
+Write the model of a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer read:
+weights, config.json, tokenizer, and SHA256SUMS of them. Config and tokenizer are those of the
+output folder around the checkpoint; where it has no config.toml, give --config and flags of the
+run. Other flags belong to the config: --checkpoint.export_dtype bfloat16 writes that dtype."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,28 +21,24 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         GraphTrainerError: bad input, or a checkpoint that is damaged or of another model.
     """
-    if {"-h", "--help"} & set(argv):
-        print(USAGE, end="")
-        return 0
+    parser = argparse.ArgumentParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    given, rest = parser.parse_known_args(argv)
     from graph_trainer.titan.checkpoint_files import is_complete
     from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.config.sources import read_flags, take_flags
     from graph_trainer.titan.data.tokenizer import TOKENIZER
     from graph_trainer.titan.export import export
 
-    values, rest = take_flags(argv, {"--to": "exported"})
-    if "--to" not in values or not rest or rest[0].startswith("--"):
-        raise ConfigError(f"name a checkpoint and the folder to write.\n{USAGE}")
-    checkpoint, folder = Path(rest.pop(0)), Path(values["--to"])
-    if not is_complete(checkpoint):
-        raise ConfigError(f"{checkpoint} is no checkpoint: name a folder step-N of a run.")
-    if folder.exists():
-        raise ConfigError(f"--to {folder}: it exists. Name a new folder.")
-    run = checkpoint.resolve().parent.parent
-    if read_flags(rest).config is None and (run / "config.toml").is_file():
+    if not is_complete(given.checkpoint):
+        raise ConfigError(f"{given.checkpoint} is no checkpoint: name a folder step-N of a run.")
+    if given.to.exists():
+        raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
+    run = given.checkpoint.resolve().parent.parent
+    if not any(word.startswith("--config") for word in rest) and (run / "config.toml").is_file():
         rest[:0] = ["--config", str(run / "config.toml")]
     config = load_config(rest, prog="graph-trainer export")
     own = run / TOKENIZER
-    export(checkpoint, folder, config, own if own.is_dir() else Path(config.hf_assets_path))
-    print(f"{folder}: read it with AutoModelForCausalLM.from_pretrained({str(folder)!r})")
+    export(given.checkpoint, given.to, config, own if own.is_dir() else Path(config.hf_assets_path))
+    print(f"{given.to}: read it with AutoModelForCausalLM.from_pretrained({str(given.to)!r})")
     return 0

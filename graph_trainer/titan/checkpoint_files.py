@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import io
 import itertools
-import json
 import os
 import re
 import shutil
@@ -237,9 +236,6 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     try:
         sums = sums_of(folder) if verify else {}
         reading = last
-        if HF_INDEX in needed:
-            index = json.loads((folder / HF_INDEX).read_text("utf-8"))
-            needed |= dict.fromkeys(index["weight_map"].values(), 0)
         places = DataReader(str(folder)).read_metadata().storage_data if METADATA in needed else {}
         for place in places.values():
             end = place.offset + place.length

@@ -135,17 +135,11 @@ class CheckedCheckpointManager(CheckpointManager):
         weights = sorted(staging.glob("*.safetensors")) if self._verify else []
         sums: list[Sums] = [{}] * ranks
         dist.all_gather_object(sums, digests(weights[rank::ranks]))
-        failed: list[Exception | None] = [None]
-        try:
-            if rank == 0:
-                shutil.rmtree(staging / "sharded")  # each rank's part of what the weights have
-                self.beside_weights(self.export_dtype, staging)
-                publish(staging, dict(ChainMap(*sums)) if self._verify else None)
-        except Exception as error:
-            failed = [error]
-        dist.broadcast_object_list(failed)
-        if failed[0]:
-            raise failed[0]
+        if rank == 0:
+            shutil.rmtree(staging / "sharded")  # each rank's part of what the weights have
+            self.beside_weights(self.export_dtype, staging)
+            publish(staging, dict(ChainMap(*sums)) if self._verify else None)
+        dist.barrier()
 
     def _wait_for_saving(self) -> None:
         with self._errors_of_saving():

@@ -19,35 +19,35 @@ from torchtitan.tools.logging import logger
 
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.routing import mixtures_of
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
 
 def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
-    """Return what config.json is to say of a run's model; None where that is not known.
+    """Return what config.json is to say of a run's model, or None: from its sizes for a dense Llama
+    3 or Qwen 3, else from its config's method `config_json`, else from that in `hf_assets_path`.
 
-    A Llama 3 or Qwen 3 is described by its sizes, another model by a method `config_json` of its
-    config or by the config.json in `hf_assets_path`. Call it before a trainer is made of the
-    config, which shortens the rotations to the sequences of the run.
+    Call it before a trainer shortens the config's rotations to the sequences of the run.
     """
     model: Any = config.model_spec and config.model_spec.model
-    if type(model) not in (Llama3Model.Config, Qwen3Model.Config):
+    if type(model) not in (Llama3Model.Config, Qwen3Model.Config) or mixtures_of(model):
         path = Path(config.hf_assets_path) / "config.json"
-        said = model.config_json() if hasattr(model, "config_json") else None
-        return said or (dict(json.loads(path.read_text("utf-8"))) if path.is_file() else None)
+        said: Any = model.config_json() if hasattr(model, "config_json") else None
+        return said or (json.loads(path.read_text("utf-8")) if path.is_file() else None)
     block = model.layers[0]
-    attention, rope, moe = block.attention, block.attention.rope, getattr(block, "moe", None)
-    family = "Llama" if isinstance(model, Llama3Model.Config) else "Qwen3Moe" if moe else "Qwen3"
-    values = {
-        "architectures": [f"{family}ForCausalLM"],
-        "model_type": {"Llama": "llama", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}[family],
+    attention, rope = block.attention, block.attention.rope
+    name = "Llama" if isinstance(model, Llama3Model.Config) else "Qwen3"
+    said = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
         "vocab_size": model.vocab_size,
         "hidden_size": model.dim,
+        "intermediate_size": block.feed_forward.w1.out_features,
         "num_hidden_layers": len(model.layers),
         "num_attention_heads": attention.n_heads,
         "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
         "head_dim": rope.dim,
-        "hidden_act": "silu",
         "rms_norm_eps": model.norm.eps,
         "max_position_embeddings": rope.max_seq_len,
         "rope_theta": rope.theta,
@@ -56,15 +56,8 @@ def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
     if rope.scaling == "llama":
         names = "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
         scaling = {"rope_type": "llama3", "factor": rope.scaling_factor}
-        values["rope_scaling"] = scaling | {name: getattr(rope, name) for name in names}
-    if moe is None:
-        return values | {"intermediate_size": block.feed_forward.w1.out_features}
-    return values | {
-        "num_experts": moe.num_experts,
-        "num_experts_per_tok": moe.router.top_k,
-        "norm_topk_prob": moe.router.route_norm,
-        "moe_intermediate_size": moe.routed_experts.inner_experts.hidden_dim,
-    }
+        said["rope_scaling"] = scaling | {name: getattr(rope, name) for name in names}
+    return said
 
 
 def write_beside_weights(
@@ -89,7 +82,7 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig, tokenizer
     """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or holds another model; or the disk is full.
+        CheckpointError: the checkpoint is damaged, or of another model; or the disk is full.
     """
     spec, assets = config.model_spec, Path(config.hf_assets_path)
     assert spec is not None and spec.state_dict_adapter is not None

@@ -463,8 +463,18 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     resolved = with_text_of_training(config)
     training, validating = config.dataloader, resolved.validator.dataloader
     yield from _dataset_problems(training, "dataloader")
-    if resolved.tokenizer == config.tokenizer:  # with a text of its own
-        yield from _dataset_problems(config.tokenizer, "tokenizer")
+    tokenizer = config.tokenizer
+    if resolved.tokenizer == tokenizer:  # with a text of its own
+        yield from _dataset_problems(tokenizer, "tokenizer")
+        unsaid = isinstance(tokenizer, ByteBPETokenizer.Config) and not tokenizer.dataset
+        if unsaid and not tokenizer.dataset_path and not isinstance(training, TextDataLoader.Config):
+            yield Problem(
+                "tokenizer.dataset",
+                "the training data is no text that a tokenizer could be trained on",
+                'Set tokenizer.type = "huggingface" for the one in hf_assets_path, or say what it '
+                'is trained on: dataset = "stdlib" or a dataset_path here.',
+                ("dataloader.type",),
+            )
     if config.validator.enable and validating == config.validator.dataloader:
         named = getattr(validating, "dataset", "") or getattr(validating, "dataset_path", "")
         if named or not isinstance(validating, TextDataLoader.Config):

@@ -19,11 +19,17 @@ from graph_trainer.titan.data.tokenizer import TOKENIZER
 TEXT = "def f(x):\n    return 'é' + x  # <|begin|>\n"
 
 
-def run_of(module: str, config: str, folder: Path) -> tuple[GraphTrainerConfig, Any, Path]:
-    """A config with two layers, its model with random weights, and the checkpoint of a run."""
+def run_of(module: str, folder: Path) -> tuple[GraphTrainerConfig, Any, Path]:
+    """A config, its model with random weights, and the checkpoint of a run."""
     (folder / "text.txt").write_text(TEXT * 40)
-    words = ["--module", module, "--config", config, "--checkpoint.export_dtype", "float32"]
-    words += ["--tokenizer.dataset_path", str(folder / "text.txt"), "--tokenizer.vocab_size", "300"]
+    words = [
+        "--module",
+        module,
+        "--tokenizer.dataset_path",
+        str(folder / "text.txt"),
+        "--tokenizer.vocab_size",
+        "300",
+    ]
     loaded = load_config(words)
     assert loaded.model_spec is not None
     torch.manual_seed(5)
@@ -42,22 +48,13 @@ def run_of(module: str, config: str, folder: Path) -> tuple[GraphTrainerConfig, 
     return loaded, model, checkpoint
 
 
-@pytest.mark.parametrize(
-    ("module", "config", "error"),
-    [
-        ("graph_trainer.llama3", "debugmodel", 1e-5),
-        ("graph_trainer.qwen3", "debugmodel", 1e-5),
-        pytest.param(  # whose experts compute in bfloat16
-            "graph_trainer.qwen3", "debugmodel_moe", 2e-3, marks=pytest.mark.full
-        ),
-    ],
-)
+@pytest.mark.parametrize("module", ["graph_trainer.llama3", "graph_trainer.qwen3"])
 def test_from_pretrained_gives_the_same_logits_and_tokens(
-    module: str, config: str, error: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loaded, model, checkpoint = run_of(module, config, tmp_path)
+    loaded, model, checkpoint = run_of(module, tmp_path)
     folder = tmp_path / "exported"
     assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out
@@ -72,7 +69,7 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
     with torch.no_grad():
         wanted = model(tokens, positions=positions)
         found = theirs(tokens).logits
-    assert (found - wanted).abs().max() < error * wanted.abs().max()
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert damage(folder) == []
     files = {line.split()[1] for line in (folder / SUMS).read_text().splitlines() if line[0] != "#"}
     assert files == {path.name for path in folder.iterdir()} - {SUMS}
@@ -81,15 +78,12 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
     assert damage(folder) == [
         f"{weights.name} is truncated or changed: its SHA-256 is not that of {SUMS}"
     ]
-    weights.unlink()
-    (folder / SUMS).unlink()  # as in a folder that was downloaded
-    assert damage(folder) == [f"{weights.name} is missing"]
 
 
 def test_what_is_no_checkpoint_of_the_config_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, _, checkpoint = run_of("graph_trainer.llama3", "debugmodel", tmp_path)
+    _, _, checkpoint = run_of("graph_trainer.llama3", tmp_path)
     folder = tmp_path / "exported"
 
     def refused(*words: str) -> str:
@@ -97,9 +91,8 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
         assert not folder.exists()
         return capsys.readouterr().err
 
-    assert "usage: graph-trainer export" in refused(str(checkpoint))
     assert "is no checkpoint" in refused(str(checkpoint.parent), "--to", str(folder))
-    other = ("--module", "graph_trainer.qwen3", "--config", "debugmodel")
+    other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
     said = refused(str(checkpoint), "--to", str(folder), *other)
     assert "cannot be loaded: rank 0: " in said
     assert "exists" in refused(str(checkpoint), "--to", str(checkpoint)).replace(str(folder), "")
