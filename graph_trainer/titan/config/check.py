@@ -467,7 +467,11 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     if resolved.tokenizer == tokenizer:  # with a text of its own
         yield from _dataset_problems(tokenizer, "tokenizer")
         unsaid = isinstance(tokenizer, ByteBPETokenizer.Config) and not tokenizer.dataset
-        if unsaid and not tokenizer.dataset_path and not isinstance(training, TextDataLoader.Config):
+        if (
+            unsaid
+            and not tokenizer.dataset_path
+            and not isinstance(training, TextDataLoader.Config)
+        ):
             yield Problem(
                 "tokenizer.dataset",
                 "the training data is no text that a tokenizer could be trained on",

@@ -26,6 +26,13 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     layers = getattr(model, "layers", None)
+    if layers is None:  # a model of transformers, or one of the user's own
+        wanted = {f"{kind}_parallel_degree": 1 for kind in ("tensor", "context", "pipeline")}
+        for name, value in (wanted | {"document_mask": False}).items():
+            if getattr(parallelism, name) != value:
+                problem = "this model, no decoder of torchtitan's, takes data parallelism alone"
+                key, shown = f"parallelism.{name}", str(value).lower()
+                yield Problem(key, problem, f"Set {key} = {shown}.")
     if layers is None or (degree == 1 and not parallelism.document_mask):
         return
     for index, layer in enumerate(layers):
