@@ -27,7 +27,6 @@ def main(argv: Sequence[str]) -> int:
     given, rest = parser.parse_known_args(argv)
     from graph_trainer.titan.checkpoint_files import is_complete
     from graph_trainer.titan.config.load import load_config
-    from graph_trainer.titan.data.tokenizer import TOKENIZER
     from graph_trainer.titan.export import export
 
     if not is_complete(given.checkpoint):
@@ -38,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     if not any(word.startswith("--config") for word in rest) and (run / "config.toml").is_file():
         rest[:0] = ["--config", str(run / "config.toml")]
     config = load_config(rest, prog="graph-trainer export")
-    own = run / TOKENIZER
-    export(given.checkpoint, given.to, config, own if own.is_dir() else Path(config.hf_assets_path))
+    config.dump_folder = str(run)
+    export(given.checkpoint, given.to, config)
     print(f"{given.to}: read it with AutoModelForCausalLM.from_pretrained({str(given.to)!r})")
     return 0

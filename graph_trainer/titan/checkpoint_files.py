@@ -131,10 +131,6 @@ def is_complete(checkpoint: Path) -> bool:
     return (checkpoint / METADATA).is_file() or (checkpoint / HF_INDEX).is_file()
 
 
-def _last_file(checkpoint: Path) -> str:
-    return HF_INDEX if (checkpoint / HF_INDEX).is_file() else METADATA
-
-
 def steps_in(folder: Path) -> dict[int, bool]:
     """List the steps that have a folder below this one, the newest first, and whether each is
     complete."""
@@ -209,9 +205,8 @@ def sums_of(folder: Path) -> Sums:
             sums[digest[2]] = digest[1], sizes.get(digest[2])
         elif not line.startswith("#"):
             raise ValueError("it has a line that is not a digest")
-    last = _last_file(folder)
-    if last not in sums or (sizes and sizes.keys() != sums.keys()):
-        raise ValueError(f"it has not a digest and a size for {last} and each other file")
+    if not {METADATA, HF_INDEX} & sums.keys() or (sizes and sizes.keys() != sums.keys()):
+        raise ValueError(f"it has not a digest and a size for {METADATA} and each other file")
     return sums
 
 
@@ -230,13 +225,14 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     """
     lines: dict[str, str] = {}  # by file name
     sums: Sums = {}
-    last = _last_file(folder)
-    needed = {last: 0} if share == 0 else {}  # file name -> its least length in bytes
+    needed = {METADATA: 0} if share == 0 else {}  # file name -> its least length in bytes
     reading = SUMS
     try:
         sums = sums_of(folder) if verify else {}
-        reading = last
-        places = DataReader(str(folder)).read_metadata().storage_data if METADATA in needed else {}
+        if HF_INDEX in sums:
+            needed = {}
+        reading = METADATA
+        places = DataReader(str(folder)).read_metadata().storage_data if needed else {}
         for place in places.values():
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))

@@ -226,7 +226,9 @@ class CheckedCheckpointManager(CheckpointManager):
                 to be loaded, or holds more than data.
         """
         remote = filesystem.is_remote(checkpoint_id)
-        if not remote and from_hf == (Path(checkpoint_id) / HF_INDEX).exists():
+        summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
+        exported = from_hf or (Path(checkpoint_id) / HF_INDEX).exists()
+        if not remote and (summed or not exported):
             # Each rank reads a part of the files, and all ranks need all of the lines.
             rank, ranks = dist.get_rank(), dist.get_world_size()
             by_rank: list[list[str]] = [[]] * ranks
@@ -242,7 +244,7 @@ class CheckedCheckpointManager(CheckpointManager):
                     f"the checkpoint {checkpoint_id} is damaged: {self._damaged[checkpoint_id]}. "
                     + ("Choose another one" + ("." if initial else f", {newest}"))
                 )
-            if self._verify and not (from_hf or (Path(checkpoint_id) / SUMS).exists()):
+            if self._verify and not summed:
                 logger.warning(
                     f"The checkpoint {checkpoint_id} has no {SUMS}: its files exist and are long "
                     "enough, their content is unverified"

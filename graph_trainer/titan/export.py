@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import shutil
 from functools import partial
@@ -19,6 +20,7 @@ from torchtitan.tools.logging import logger
 
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.data.tokenizer import TOKENIZER
 from graph_trainer.titan.routing import mixtures_of
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -61,14 +63,15 @@ def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
 
 
 def write_beside_weights(
-    said: dict[str, Any] | None, tokenizer: Path, dtype: torch.dtype, folder: Path
+    said: dict[str, Any] | None, config: GraphTrainerConfig, dtype: torch.dtype, folder: Path
 ) -> None:
-    """Write config.json, with what `described` returned, and copy the tokenizer of a folder."""
+    """Write config.json, with what `described` returned, and the tokenizer of a run."""
     ids: dict[str, Any] = {}
+    own = Path(config.dump_folder, TOKENIZER)
+    tokenizer = own if own.is_dir() else Path(config.hf_assets_path)
     if (tokenizer / "tokenizer.json").is_file():
-        for pattern in _TOKENIZER_FILES:
-            for file in tokenizer.glob(pattern):
-                shutil.copy(file, folder)
+        for file in itertools.chain(*map(tokenizer.glob, _TOKENIZER_FILES)):
+            shutil.copy(file, folder)
         read = HuggingFaceTokenizer(tokenizer_path=str(tokenizer))
         ids = {"bos_token_id": read.bos_id, "eos_token_id": read.eos_id}
     if missing := ["tokenizer.json"] * (not ids) + ["config.json"] * (said is None):
@@ -78,7 +81,7 @@ def write_beside_weights(
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig, tokenizer: Path) -> None:
+def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
     """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
 
     Raises:
@@ -93,20 +96,15 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig, tokenizer
     try:
         section: Any = copy.copy(config.checkpoint)
         section.enable, section.keep_latest_k = True, 0
-        manager = section.build(
-            dataloader=None,
-            model_parts=[],
-            optimizers=None,
-            lr_schedulers=None,
-            states={},
-            sd_adapter=spec.state_dict_adapter(spec.model, of_assets),
-        )
-        manager.beside_weights = partial(write_beside_weights, described(config), tokenizer)
+        adapter = spec.state_dict_adapter(spec.model, of_assets)
+        none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
+        manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
+        manager.beside_weights = partial(write_beside_weights, described(config), config)
         dtype = manager.export_dtype
         state = {name: torch.empty(each.shape, dtype=dtype) for name, each in wanted.items()}
         manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
         for name, value in state.items():  # torchtitan chooses experts by it; Qwen 3 has none
-            if "expert_bias" in name and value.any() and not manager.sd_adapter.to_hf({name: 0}):
+            if "expert_bias" in name and value.any() and not adapter.to_hf({name: value}):
                 logger.warning(f"Hugging Face's model has no {name}: its logits will differ")
         manager.dcp_save(state, str(folder), AsyncMode.DISABLED, to_hf=True)
     finally:

@@ -113,14 +113,12 @@ class GraphTrainer(Trainer):
                     partial(self._make_step, backward=False),
                     within=self._naming_who_is_missing,
                 )
-        own = isinstance(self.tokenizer, ByteBPETokenizer)
-        tokenizer = Path(config.dump_folder, TOKENIZER) if own else Path(config.hf_assets_path)
         if isinstance(self.checkpointer, CheckedCheckpointManager):
-            self.checkpointer.beside_weights = partial(write_beside_weights, said, tokenizer)
+            self.checkpointer.beside_weights = partial(write_beside_weights, said, config)
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
             if isinstance(self.tokenizer, ByteBPETokenizer):
-                self.tokenizer.save(tokenizer)
+                self.tokenizer.save(Path(config.dump_folder, TOKENIZER))
 
     def init_distributed(self) -> ParallelDims:
         with own_cpu_backend():
