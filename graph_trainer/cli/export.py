@@ -9,18 +9,13 @@ from pathlib import Path
 from graph_trainer.errors import ConfigError
 
 _ABOUT = """\
-Write the model of a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer read:
-weights, config.json, tokenizer, and SHA256SUMS of them. Config and tokenizer are those of the
-output folder around the checkpoint; where it has no config.toml, give --config and flags of the
-run. Other flags belong to the config: --checkpoint.export_dtype bfloat16 writes that dtype."""
+Write the model of a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer read.
+Config and tokenizer are those of the output folder around the checkpoint; where it has none, give
+the run's flags. Flags belong to the config: --checkpoint.export_dtype bfloat16 writes that."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Export a checkpoint of a run.
-
-    Raises:
-        GraphTrainerError: bad input, or a checkpoint that is damaged or of another model.
-    """
+    """Export a checkpoint, or raise a GraphTrainerError."""
     parser = argparse.ArgumentParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")

@@ -30,8 +30,6 @@ from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 
 SUMS = "SHA256SUMS"
 HF_INDEX = "model.safetensors.index.json"
-UNFINISHED = "unfinished"
-"""The folder inside an export that holds its files until all are written."""
 
 Sums = dict[str, tuple[str, int | None]]
 """File name -> SHA-256 in hexadecimal, and bytes: None in a list that `sha256sum` wrote."""
@@ -154,8 +152,7 @@ def empty(checkpoint: Path) -> None:
 
 
 def publish(staging: Path, sums: Sums | None) -> None:
-    """Move an export out of its folder UNFINISHED, with digests, also of files without one; None
-    leaves digests out."""
+    """Move an export to the folder around it, with the digests of all files unless that is None."""
     if sums is not None:
         others = digests(path for path in staging.iterdir() if path.name not in sums)
         _write_sums(staging, sums | others)
@@ -229,8 +226,7 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     reading = SUMS
     try:
         sums = sums_of(folder) if verify else {}
-        if HF_INDEX in sums:
-            needed = {}
+        needed = {} if HF_INDEX in sums else needed
         reading = METADATA
         places = DataReader(str(folder)).read_metadata().storage_data if needed else {}
         for place in places.values():

@@ -27,7 +27,6 @@ from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import (
     HF_INDEX,
     SUMS,
-    UNFINISHED,
     ManifestWriter,
     Sums,
     damage,
@@ -110,7 +109,7 @@ class CheckedCheckpointManager(CheckpointManager):
             dist.barrier()
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
-                staging = Path(checkpoint_id) / UNFINISHED
+                staging = Path(checkpoint_id) / "unfinished"
                 super().dcp_save(state_dict, str(staging), async_mode, to_hf=True)
                 self._complete_export(staging)
             elif async_mode == AsyncMode.DISABLED:

@@ -20,8 +20,7 @@ from torchtitan.tools.logging import logger
 
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
-from graph_trainer.titan.data.tokenizer import TOKENIZER
-from graph_trainer.titan.routing import mixtures_of
+from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 
@@ -29,15 +28,13 @@ _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.
 def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
     """Return what config.json is to say of a run's model, or None: from its sizes for a dense Llama
     3 or Qwen 3, else from its config's method `config_json`, else from that in `hf_assets_path`.
-
-    Call it before a trainer shortens the config's rotations to the sequences of the run.
-    """
+    Call it before a trainer shortens the config's rotations to the sequences of the run."""
     model: Any = config.model_spec and config.model_spec.model
-    if type(model) not in (Llama3Model.Config, Qwen3Model.Config) or mixtures_of(model):
+    block: Any = next(iter(getattr(model, "layers", ())), None)
+    if type(model) not in (Llama3Model.Config, Qwen3Model.Config) or block.feed_forward is None:
         path = Path(config.hf_assets_path) / "config.json"
         said: Any = model.config_json() if hasattr(model, "config_json") else None
         return said or (json.loads(path.read_text("utf-8")) if path.is_file() else None)
-    block = model.layers[0]
     attention, rope = block.attention, block.attention.rope
     name = "Llama" if isinstance(model, Llama3Model.Config) else "Qwen3"
     said = {
@@ -67,8 +64,8 @@ def write_beside_weights(
 ) -> None:
     """Write config.json, with what `described` returned, and the tokenizer of a run."""
     ids: dict[str, Any] = {}
-    own = Path(config.dump_folder, TOKENIZER)
-    tokenizer = own if own.is_dir() else Path(config.hf_assets_path)
+    own = isinstance(config.tokenizer, ByteBPETokenizer.Config)
+    tokenizer = Path(config.dump_folder, TOKENIZER) if own else Path(config.hf_assets_path)
     if (tokenizer / "tokenizer.json").is_file():
         for file in itertools.chain(*map(tokenizer.glob, _TOKENIZER_FILES)):
             shutil.copy(file, folder)
@@ -100,8 +97,7 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
         none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
         manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
         manager.beside_weights = partial(write_beside_weights, described(config), config)
-        dtype = manager.export_dtype
-        state = {name: torch.empty(each.shape, dtype=dtype) for name, each in wanted.items()}
+        state = {k: torch.empty(v.shape, dtype=manager.export_dtype) for k, v in wanted.items()}
         manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
         for name, value in state.items():  # torchtitan chooses experts by it; Qwen 3 has none
             if "expert_bias" in name and value.any() and not adapter.to_hf({name: value}):

@@ -27,12 +27,10 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     layers = getattr(model, "layers", None)
     if layers is None:  # a model of transformers, or one of the user's own
-        wanted = {f"{kind}_parallel_degree": 1 for kind in ("tensor", "context", "pipeline")}
-        for name, value in (wanted | {"document_mask": False}).items():
-            if getattr(parallelism, name) != value:
-                problem = "this model, no decoder of torchtitan's, takes data parallelism alone"
-                key, shown = f"parallelism.{name}", str(value).lower()
-                yield Problem(key, problem, f"Set {key} = {shown}.")
+        problem = "this model, no decoder of torchtitan's, takes data parallelism alone"
+        for key in (_TENSOR, _DEGREE, "parallelism.pipeline_parallel_degree", _DOCUMENTS):
+            if getattr(parallelism, key.partition(".")[2]) not in (1, False):
+                yield Problem(key, problem, f"Set {key} = {'false' if key == _DOCUMENTS else 1}.")
     if layers is None or (degree == 1 and not parallelism.document_mask):
         return
     for index, layer in enumerate(layers):

@@ -106,11 +106,11 @@ class ByteBPETokenizer(BaseTokenizer):
         inner.post_processor = processors.TemplateProcessing(
             single=f"{_BOS} $A", special_tokens=[(_BOS, self.bos_id)]
         )
-        settings = {"bos_token": _BOS, "eos_token": _EOS, "clean_up_tokenization_spaces": False}
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
         folder.mkdir(parents=True, exist_ok=True)
         inner.save(str(folder / "tokenizer.json"))
-        text = json.dumps(settings | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2)
-        (folder / "tokenizer_config.json").write_text(f"{text}\n")
+        settings = json.dumps(kind | {"bos_token": _BOS, "eos_token": _EOS}, indent=2)
+        (folder / "tokenizer_config.json").write_text(settings)
 
     def get_vocab_size(self) -> int:
         """Return the number of token ids: fewer than configured if the corpus is small."""
