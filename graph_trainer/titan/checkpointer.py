@@ -226,8 +226,7 @@ class CheckedCheckpointManager(CheckpointManager):
         """
         remote = filesystem.is_remote(checkpoint_id)
         summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
-        exported = from_hf or (Path(checkpoint_id) / HF_INDEX).exists()
-        if not remote and (summed or not exported):
+        if not remote and (summed or not (from_hf or (Path(checkpoint_id) / HF_INDEX).exists())):
             # Each rank reads a part of the files, and all ranks need all of the lines.
             rank, ranks = dist.get_rank(), dist.get_world_size()
             by_rank: list[list[str]] = [[]] * ranks
