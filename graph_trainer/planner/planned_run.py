@@ -17,7 +17,6 @@ import torch.distributed as dist
 from rich.table import Table
 from torch import nn
 
-from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.collective_kinds import FUNCTIONAL_NAMESPACES, Effect, kind_named
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.report import Report
@@ -41,8 +40,8 @@ SCHEMA = "graph_trainer.predicted_and_measured/1"
 FILE = "predicted_and_measured.json"
 WATCHED_STEP = 2
 """The step in which collectives and the bytes that the graph makes are counted."""
-WARM_UP = 3
-"""Steps that are not timed: the first captures, and the second is slowed down by counting."""
+WARM_UP = 2
+"""Steps that are not timed: the first compiles, and the second is slowed down by counting."""
 _STEPS_KEPT = 1000
 
 
@@ -256,12 +255,6 @@ def comparison(
         ("made by the graph", "made_bytes", made, not_made),
     ):
         add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not)
-    # the peak's other parts: these three have rows of their own
-    listed = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
-    for category, num in predicted.peak_by_category.items():
-        if num and category not in listed:
-            what = f"  at the peak: {category.replace('_', ' ')}"
-            add(what, "bytes", num, None, "", " apart")
     how = f"median of {steps_timed} steps after {WARM_UP} of warm-up"
     why_not = f": the first {WARM_UP} steps are warm-up"
     add("step", "seconds", predicted.step_seconds, measured.get("step_seconds"), how, why_not)

@@ -14,7 +14,7 @@ import itertools
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,11 +108,7 @@ class _HashingFileSystem(FileSystem):
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         """Write the list to the disk, then rename: torch renames `.metadata` alone."""
         self._sums[Path(new_path).name] = self._sums.pop(Path(path).name)
-        with (Path(new_path).parent / SUMS).open("w") as file:
-            for name, (digest, size) in sorted(self._sums.items()):
-                file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
-            file.flush()
-            os.fsync(file.fileno())
+        _write_sums(Path(new_path).parent, self._sums)
         super().rename(path, new_path)
 
 
@@ -155,6 +151,33 @@ def empty(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
+def publish(staging: Path, sums: Sums | None) -> None:
+    """Move an export to the folder around it, with the digests of all files unless that is None."""
+    if sums is not None:
+        others = digests(path for path in staging.iterdir() if path.name not in sums)
+        _write_sums(staging, sums | others)
+    for path in sorted(staging.iterdir(), key=lambda path: path.name == HF_INDEX):
+        path.rename(staging.parent / path.name)
+    staging.rmdir()
+
+
+def digests(files: Iterable[Path]) -> Sums:
+    """Hash files."""
+    sums: Sums = {}
+    for path in files:
+        with path.open("rb") as file:
+            sums[path.name] = hashlib.file_digest(file, "sha256").hexdigest(), path.stat().st_size
+    return sums
+
+
+def _write_sums(folder: Path, sums: Sums) -> None:
+    with (folder / SUMS).open("w") as file:
+        for name, (digest, size) in sorted(sums.items()):
+            file.write(f"# {size} bytes  {name}\n{digest}  {name}\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def sums_of(folder: Path) -> Sums:
     """Read the digests and sizes that were written with a checkpoint.
 
@@ -179,7 +202,7 @@ def sums_of(folder: Path) -> Sums:
             sums[digest[2]] = digest[1], sizes.get(digest[2])
         elif not line.startswith("#"):
             raise ValueError("it has a line that is not a digest")
-    if METADATA not in sums or (sizes and sizes.keys() != sums.keys()):
+    if not {METADATA, HF_INDEX} & sums.keys() or (sizes and sizes.keys() != sums.keys()):
         raise ValueError(f"it has not a digest and a size for {METADATA} and each other file")
     return sums
 
@@ -203,8 +226,9 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     reading = SUMS
     try:
         sums = sums_of(folder) if verify else {}
+        needed = {} if HF_INDEX in sums else needed
         reading = METADATA
-        places = DataReader(str(folder)).read_metadata().storage_data if share == 0 else {}
+        places = DataReader(str(folder)).read_metadata().storage_data if needed else {}
         for place in places.values():
             end = place.offset + place.length
             needed[place.relative_path] = max(end, needed.get(place.relative_path, 0))

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import itertools
 import shutil
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +28,12 @@ from graph_trainer.titan.checkpoint_files import (
     HF_INDEX,
     SUMS,
     ManifestWriter,
+    Sums,
     damage,
+    digests,
     empty,
     is_complete,
+    publish,
     steps_in,
 )
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
@@ -68,6 +72,8 @@ class CheckedCheckpointManager(CheckpointManager):
         self._verify = config.verify
         self._saving = ""  # the checkpoint that is, or was last, written
         self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
+        self.beside_weights: Callable[[torch.dtype, Path], object] = lambda dtype, folder: None
+        """Writes what stands beside the weights in an export to Hugging Face, on rank 0."""
 
     def saves_at(self, step: int, last_step: bool) -> bool:
         """Return whether `save` writes a checkpoint at this step."""
@@ -103,10 +109,9 @@ class CheckedCheckpointManager(CheckpointManager):
             dist.barrier()
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
-                # what an adapter adds beside the weights, before the file that completes the folder
-                if dist.get_rank() == 0 and hasattr(self.sd_adapter, "write_config"):
-                    self.sd_adapter.write_config(checkpoint_id, self.export_dtype)
-                super().dcp_save(state_dict, checkpoint_id, async_mode, to_hf=True)
+                staging = Path(checkpoint_id) / "unfinished"
+                super().dcp_save(state_dict, str(staging), async_mode, to_hf=True)
+                self._complete_export(staging)
             elif async_mode == AsyncMode.DISABLED:
                 dcp.save(state_dict, storage_writer=writer)
             else:
@@ -122,6 +127,18 @@ class CheckedCheckpointManager(CheckpointManager):
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
+
+    def _complete_export(self, staging: Path) -> None:
+        """Hash the files of an export, a part of them on each rank, and add what is missing."""
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        weights = sorted(staging.glob("*.safetensors")) if self._verify else []
+        sums: list[Sums] = [{}] * ranks
+        dist.all_gather_object(sums, digests(weights[rank::ranks]))
+        if rank == 0:
+            shutil.rmtree(staging / "sharded")  # each rank's part of what the weights have
+            self.beside_weights(self.export_dtype, staging)
+            publish(staging, dict(ChainMap(*sums)) if self._verify else None)
+        dist.barrier()
 
     def _wait_for_saving(self) -> None:
         with self._errors_of_saving():
@@ -208,7 +225,8 @@ class CheckedCheckpointManager(CheckpointManager):
                 to be loaded, or holds more than data.
         """
         remote = filesystem.is_remote(checkpoint_id)
-        if not (from_hf or remote or (Path(checkpoint_id) / HF_INDEX).exists()):
+        summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
+        if not remote and (summed or not (from_hf or (Path(checkpoint_id) / HF_INDEX).exists())):
             # Each rank reads a part of the files, and all ranks need all of the lines.
             rank, ranks = dist.get_rank(), dist.get_world_size()
             by_rank: list[list[str]] = [[]] * ranks
@@ -224,7 +242,7 @@ class CheckedCheckpointManager(CheckpointManager):
                     f"the checkpoint {checkpoint_id} is damaged: {self._damaged[checkpoint_id]}. "
                     + ("Choose another one" + ("." if initial else f", {newest}"))
                 )
-            if self._verify and not (Path(checkpoint_id) / SUMS).exists():
+            if self._verify and not summed:
                 logger.warning(
                     f"The checkpoint {checkpoint_id} has no {SUMS}: its files exist and are long "
                     "enough, their content is unverified"

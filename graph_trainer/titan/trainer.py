@@ -42,8 +42,10 @@ from graph_trainer.titan.config.run_config import (
 )
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
+from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
 from graph_trainer.titan.device_memory import MemoryOfRun
+from graph_trainer.titan.export import described, write_beside_weights
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.routing import RoutingRecorder
@@ -73,6 +75,7 @@ class GraphTrainer(Trainer):
     def __init__(self, config: GraphTrainerConfig) -> None:
         checked = with_text_of_training(config)  # a copy: what is saved stays as it was given
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
+        said = described(config)
         super().__init__(checked)
         (model,) = self.model_parts
         attach_loss(self.loss_fn, model)
@@ -110,8 +113,12 @@ class GraphTrainer(Trainer):
                     partial(self._make_step, backward=False),
                     within=self._naming_who_is_missing,
                 )
+        if isinstance(self.checkpointer, CheckedCheckpointManager):
+            self.checkpointer.beside_weights = partial(write_beside_weights, said, config)
         if dist.get_rank() == 0:
             save_resolved_config(config, config.dump_folder)
+            if isinstance(self.tokenizer, ByteBPETokenizer):
+                self.tokenizer.save(Path(config.dump_folder, TOKENIZER))
 
     def init_distributed(self) -> ParallelDims:
         with own_cpu_backend():

@@ -40,16 +40,11 @@ class TransformersConfig(GraphTrainerConfig):
             self.model_spec = replace(spec, flavor=path, model=model)  # type: ignore[misc]
 
     def model_problems(self) -> Iterator[tuple[str, str, str]]:
-        """Yield what [model] and the degrees of parallelism make impossible."""
+        """Yield what [model] makes impossible."""
         try:
             self.model_spec.model.check()
         except ConfigError as error:
             yield "model.path", str(error), ""
-        for kind in ("tensor", "context", "expert", "pipeline"):
-            key = f"parallelism.{kind}_parallel_degree"
-            if getattr(self.parallelism, f"{kind}_parallel_degree") != 1:
-                problem = "models of transformers are sharded by data parallelism alone"
-                yield key, problem, f"Set {key} = 1."
 
 
 def causal_lm() -> TransformersConfig:

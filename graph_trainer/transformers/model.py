@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import signature
@@ -103,6 +104,13 @@ class TransformersModel(BaseModel):
 
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             self.read()
+
+        def config_json(self) -> dict[str, Any]:
+            """Return what the config.json of an export says beside the dtype."""
+            from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+            named = [MODEL_FOR_CAUSAL_LM_MAPPING[type(self.read())].__name__]
+            return {**json.loads(self.hf.to_json_string()), "architectures": named}
 
         def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
             """Count parameters, and by torchtitan's formula operations for each token."""
@@ -240,7 +248,6 @@ class TransformersStateDictAdapter(StateDictAdapter):
         self.hf_assets_path = hf_assets_path
         with torch.device("meta"):
             model = model_config.build().causal_lm
-        self._config, self._class = model_config.hf, type(model).__name__
         self._tied: dict[str, str] = model.all_tied_weights_keys
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -252,9 +259,3 @@ class TransformersStateDictAdapter(StateDictAdapter):
         """Return the weights by the names of the model, tied ones by each of their names."""
         tied = {name: hf_state_dict[source] for name, source in self._tied.items()}
         return {_PREFIX + name: value for name, value in (tied | hf_state_dict).items()}
-
-    def write_config(self, folder: str, dtype: torch.dtype) -> None:
-        """Write the config.json that `from_pretrained` reads beside the weights."""
-        config = copy.deepcopy(self._config)
-        config.architectures, config.dtype = [self._class], dtype
-        config.save_pretrained(folder)

@@ -18,6 +18,9 @@ DRAWINGS = ("architecture.md",)
 CONTINUES = re.compile(r"continues the\s+block with `(\w+)`")
 """What the paragraph before a Python block says when an earlier one has to run first."""
 
+NAMES_FILE = re.compile(r'"""((\w+/)?\w+\.py)"""')
+"""The beginning of a Python block that is a file."""
+
 STARTS_RANKS = ("./run_train.sh", "./run_tests.sh", "graph-trainer bisect-passes")
 """Commands for test_commands.py; other `graph-trainer` ones are run by test_pages.py."""
 
@@ -152,8 +155,9 @@ def workplace(folder: Path) -> Path:
     definition = own.text[: own.text.index("config = ")]
     source = f"import graph_trainer as gt\n{definition}"
     (folder / "my_package/passes.py").write_text(source)
-    for block in PAGES["write_a_pass.md"].blocks:
-        if named := re.match(r'"""(\w+\.py)"""', block.text):
+    for block in BLOCKS:
+        if named := NAMES_FILE.match(block.text):
+            (folder / named[1]).parent.mkdir(exist_ok=True)
             (folder / named[1]).write_text(block.text)
     (folder / "my_text").mkdir()
     for name in ("README.md", "CONTRIBUTING.md", "LICENSE"):

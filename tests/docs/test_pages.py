@@ -19,6 +19,7 @@ from tests.docs.pages import (
     BLOCKS,
     INDEX,
     INLINE,
+    NAMES_FILE,
     PAGES,
     ROOT,
     blocks_of,
@@ -33,8 +34,8 @@ from tests.docs.pages import (
 
 
 def of_kind(kind: str) -> list[pytest.param]:
-    # write_a_pass.md's programs name their files; test_write_a_pass.py runs them
-    found = [b for b in BLOCKS if b.kind == kind and not re.match(r'"""\w+\.py"""', b.text)]
+    # programs that name their files are run by what imports them
+    found = [b for b in BLOCKS if b.kind == kind and not NAMES_FILE.match(b.text)]
     return [pytest.param(b, id=f"{b.page}:{b.line}") for b in found]
 
 
@@ -117,7 +118,7 @@ def test_every_flag_and_key_in_the_text_is_one():
     flags = {f for code in ours for f in re.findall(r"--([a-z][\w.-]*)", code)}
     assert flags, "the text names no flag"
     plan = "\n".join(run(["graph-trainer", "plan", "--help"], ROOT))
-    others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "verbose"}
+    others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):
         entry = re.sub(r"\.\d+\..*", "", flag)  # --section.list.0.key
         assert re.sub(r"\.no-", ".", entry) in keys, f"--{flag}"

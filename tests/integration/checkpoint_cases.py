@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import graph_trainer as gt
-from graph_trainer.titan.checkpoint_files import ManifestWriter
+from graph_trainer.titan.checkpoint_files import ManifestWriter, damage
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, MODELS, Flags
 from tests.integration.matrix import rows as rows_of
@@ -121,6 +121,8 @@ def through_hugging_face(folder: Path, which: str) -> dict[str, Any]:
             result["unchanged"].append(name)
     with safe_open(next(exported.glob("*.safetensors")), "pt") as file:
         result["names"] = sorted(file.keys())
+    result["damage"] = damage(exported)
+    result["files"] = sorted(path.name for path in exported.iterdir())
     saving.close()
     loading.close()
     return result

@@ -27,6 +27,14 @@ NAMES = {
     ),
 }
 
+EXPORTED = [
+    "model-00001-of-00001.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+"""Files of an export beside digests and config.json."""
+
 
 def exported(model: Model) -> Job:
     return Job(4, f"checkpoint_cases:through_hugging_face:{MODELS.index(model)}")
@@ -95,3 +103,6 @@ def test_a_model_goes_to_hugging_face_and_comes_back(launches: Launches, family:
         assert [name for name in rank["unchanged"] if "norm" not in name] == []
         assert {f"model.layers.1.{name}.weight" for name in names.split()} <= {*rank["names"]}
         assert "model.embed_tokens.weight" in rank["names"]
+        # that of the others is the user's, in hf_assets_path
+        described = ["config.json"] if family == "qwen3" else []
+        assert rank["damage"] == [] and rank["files"] == ["SHA256SUMS", *described, *EXPORTED]

@@ -76,7 +76,7 @@ def test_the_planned_run_trains_and_measures(ranks: list[dict[str, Any]]) -> Non
     # AdamW counts steps in a tensor of its own for each parameter
     assert 1 <= rows["optimizer state"]["ratio"] < 1.001
     assert rows["step"]["measured"] > 0
-    assert rows["step"]["how"] == "median of 2 steps after 3 of warm-up"
+    assert rows["step"]["how"] == "median of 3 steps after 2 of warm-up"
     assert rows["peak memory"]["measured"] is None
 
 

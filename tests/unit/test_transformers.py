@@ -235,8 +235,8 @@ def test_the_shipped_config_comes_back_from_its_resolved_file(tmp_path):
         ("--model.pth x", "Did you mean model.path?"),
         (
             "--parallelism.tensor_parallel_degree 2",
-            "parallelism.tensor_parallel_degree = 2: models of transformers are sharded by data "
-            "parallelism alone. Set parallelism.tensor_parallel_degree = 1",
+            "parallelism.tensor_parallel_degree = 2: this model, no decoder of torchtitan's, takes "
+            "data parallelism alone. Set parallelism.tensor_parallel_degree = 1",
         ),
         ("--parallelism.context_parallel_degree 2", "context_parallel_degree = 2: "),
         ("--parallelism.expert_parallel_degree 2", "expert_parallel_degree = 2: "),

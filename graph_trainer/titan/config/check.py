@@ -470,13 +470,22 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     resolved = with_text_of_training(config)
     training, validating = config.dataloader, resolved.validator.dataloader
     yield from _dataset_problems(training, "dataloader")
-    if resolved.tokenizer == config.tokenizer:  # with a text of its own
-        yield from _dataset_problems(config.tokenizer, "tokenizer")
+    tokenizer, is_text = config.tokenizer, isinstance(training, TextDataLoader.Config)
+    if resolved.tokenizer == tokenizer:  # with a text of its own
+        yield from _dataset_problems(tokenizer, "tokenizer")
+        takes_text = isinstance(tokenizer, ByteBPETokenizer.Config)
+        if takes_text and not (tokenizer.dataset or tokenizer.dataset_path or is_text):
+            yield Problem(
+                "tokenizer.dataset",
+                "the training data is no text that a tokenizer could be trained on",
+                'Set tokenizer.type = "huggingface", or say dataset = "stdlib" or a dataset_path.',
+                ("dataloader.type",),
+            )
     if config.validator.enable and validating == config.validator.dataloader:
         named = getattr(validating, "dataset", "") or getattr(validating, "dataset_path", "")
         if named or not isinstance(validating, TextDataLoader.Config):
             yield from _dataset_problems(validating, "validator.dataloader")
-        elif not isinstance(training, TextDataLoader.Config):
+        elif not is_text:
             yield Problem(
                 "validator.dataloader.dataset",
                 "the training data is no text that validation could take a part of",

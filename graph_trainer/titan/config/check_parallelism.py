@@ -26,6 +26,12 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     parallelism, seq_len = config.parallelism, config.training.seq_len
     degree, tensor = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
     layers = getattr(model, "layers", None)
+    if layers is None:  # a model of transformers, or one of the user's own
+        problem = "this model, no decoder of torchtitan's, takes data parallelism alone"
+        for key in (_TENSOR, _DEGREE, "parallelism.pipeline_parallel_degree", _DOCUMENTS):
+            least, shown = (False, "false") if key == _DOCUMENTS else (1, "1")
+            if getattr(parallelism, key.partition(".")[2]) != least:
+                yield Problem(key, problem, f"Set {key} = {shown}.")
     if layers is None or (degree == 1 and not parallelism.document_mask):
         return
     for index, layer in enumerate(layers):

@@ -3,6 +3,7 @@
 import hashlib
 import heapq
 import itertools
+import json
 import logging
 import os
 import tempfile
@@ -17,7 +18,7 @@ import pyarrow as pa
 import tokenizers
 from datasets import List, Value
 from datasets.fingerprint import Hasher
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from graph_trainer.errors import ConfigError
@@ -30,6 +31,12 @@ FORMAT_VERSION = 2
 
 SAMPLE_CHARACTERS = 4_000_000
 """Training reads about this much of the training split: a second's work."""
+
+
+TOKENIZER = "tokenizer"
+"""The folder of a run's dump folder with its tokenizer, which `AutoTokenizer` reads."""
+
+_BOS, _EOS = "<|begin_of_text|>", "<|end_of_text|>"  # in files for Hugging Face
 
 
 class ByteBPETokenizer(BaseTokenizer):
@@ -90,6 +97,20 @@ class ByteBPETokenizer(BaseTokenizer):
             if not 0 <= value <= self.eos_id:
                 raise ValueError(f"token id {value} is not in 0..{self.eos_id}")
         return self.tokenizer.decode([i for i in ids if i < self.bos_id], skip_special_tokens=False)
+
+    def save(self, folder: Path) -> None:
+        """Write the files of which `AutoTokenizer` makes this tokenizer, with bos before a text.
+        Where a text has the names of the two special tokens, they are those tokens there."""
+        inner = Tokenizer.from_str(self.tokenizer.to_str())
+        inner.add_special_tokens([_BOS, _EOS])
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{_BOS} $A", special_tokens=[(_BOS, self.bos_id)]
+        )
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        folder.mkdir(parents=True, exist_ok=True)
+        inner.save(str(folder / "tokenizer.json"))
+        settings = json.dumps(kind | {"bos_token": _BOS, "eos_token": _EOS}, indent=2)
+        (folder / "tokenizer_config.json").write_text(settings)
 
     def get_vocab_size(self) -> int:
         """Return the number of token ids: fewer than configured if the corpus is small."""

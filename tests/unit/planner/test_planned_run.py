@@ -61,7 +61,7 @@ def test_the_table_shows_predicted_measured_and_ratio(plan, capsys):
         step_seconds=predicted.step_seconds / 2,
     )
     assert rows["made by the graph"].ratio == 2 and rows["step"].ratio == 0.5
-    assert rows["step"].how == "median of 6 steps after 3 of warm-up"
+    assert rows["step"].how == "median of 6 steps after 2 of warm-up"
     assert rows["all_gather_into_tensor"].ratio == 1
     # What was issued without being planned has a row.
     assert (rows["all_to_all_single"].predicted, rows["all_to_all_single"].measured) == (0, 1)
@@ -74,7 +74,7 @@ def test_the_table_shows_predicted_measured_and_ratio(plan, capsys):
 
 def test_a_short_run_says_what_it_did_not_measure(plan):
     rows = compared(plan)
-    assert rows["step"].how == "not measured: the first 3 steps are warm-up"
+    assert rows["step"].how == "not measured: the first 2 steps are warm-up"
     assert rows["made by the graph"].how == "not measured: that is done in step 2"
     assert all(row.ratio is None for row in rows.values() if row.measured is None)
     assert rows["all_gather_into_tensor"].how == "not measured: that is done in step 2"
@@ -109,7 +109,7 @@ def test_the_run_is_written_and_steps_of_warm_up_do_not_count(plan, saved, tmp_p
         with run.step():
             pass
     _, step, _ = written()
-    assert step["measured"] < 0.05 and step["how"] == "median of 4 steps after 3 of warm-up"
+    assert step["measured"] < 0.05 and step["how"] == "median of 4 steps after 2 of warm-up"
     tmp_path.joinpath("predicted_and_measured.json").unlink()
     tmp_path.joinpath("predicted_and_measured.json").mkdir()
     with pytest.raises(ConfigError, match="predicted and measured cannot be written"):

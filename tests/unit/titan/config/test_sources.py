@@ -223,6 +223,7 @@ def test_type_flags_choose_components():
     config = load_config(
         ["--activation_checkpoint.type", "full", "--dataloader.type=huggingface"]
         + ["--dataloader.dataset", "c4", "--activation_checkpoint.no-preserve_rng_state"]
+        + ["--tokenizer.dataset", "stdlib"]
     )
     assert type(config.activation_checkpoint) is FullAC.Config
     assert not config.activation_checkpoint.preserve_rng_state

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import with_text_of_training
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -46,3 +47,12 @@ def test_a_saved_config_can_be_given_another_text(text: str, tmp_path: Path) -> 
     other = str(Path(text).rename(tmp_path / "other.txt"))
     found = texts("--config", str(saved), "--dataloader.dataset_path", other)
     assert found == [(None, other)] * 3
+
+
+def test_a_tokenizer_beside_other_data_says_what_it_is_trained_on(text: str) -> None:
+    """Torchtitan's datasets are no text that one could be trained on."""
+    other = ("--dataloader.type", "huggingface", "--dataloader.dataset", "c4_test")
+    with pytest.raises(ConfigError, match=r"tokenizer.dataset.*no text that a tokenizer could"):
+        load_config(other)
+    for said in (("--tokenizer.dataset", "stdlib"), ("--tokenizer.dataset_path", text)):
+        load_config([*other, *said])

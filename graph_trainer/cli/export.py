@@ -1,0 +1,38 @@
+"""`graph-trainer export`: a checkpoint as a folder that `from_pretrained` reads."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from graph_trainer.errors import ConfigError
+
+_ABOUT = """\
+Write the model of a checkpoint to a folder that AutoModelForCausalLM and AutoTokenizer read.
+Config and tokenizer are those of the output folder around the checkpoint; where it has none, give
+the run's flags. Flags belong to the config: --checkpoint.export_dtype bfloat16 writes that."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export a checkpoint, or raise a GraphTrainerError."""
+    parser = argparse.ArgumentParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
+    parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    given, rest = parser.parse_known_args(argv)
+    from graph_trainer.titan.checkpoint_files import is_complete
+    from graph_trainer.titan.config.load import load_config
+    from graph_trainer.titan.export import export
+
+    if not is_complete(given.checkpoint):
+        raise ConfigError(f"{given.checkpoint} is no checkpoint: name a folder step-N of a run.")
+    if given.to.exists():
+        raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
+    run = given.checkpoint.resolve().parent.parent
+    if not any(word.startswith("--config") for word in rest) and (run / "config.toml").is_file():
+        rest[:0] = ["--config", str(run / "config.toml")]
+    config = load_config(rest, prog="graph-trainer export")
+    config.dump_folder = str(run)
+    export(given.checkpoint, given.to, config)
+    print(f"{given.to}: read it with AutoModelForCausalLM.from_pretrained({str(given.to)!r})")
+    return 0

@@ -1,0 +1,107 @@
+"""A model in Hugging Face's layout: weights, config.json, tokenizer, and the digests of all."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchtitan.components.checkpointer.dcp import AsyncMode
+from torchtitan.components.tokenizer import HuggingFaceTokenizer
+from torchtitan.models.llama3 import Llama3Model
+from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.tools.logging import logger
+
+from graph_trainer.titan.checkpoint_files import HF_INDEX
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
+
+_TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
+
+
+def described(config: GraphTrainerConfig) -> dict[str, Any] | None:
+    """Return what config.json is to say of a run's model, or None: from its sizes for a dense Llama
+    3 or Qwen 3, else from its config's method `config_json`, else from that in `hf_assets_path`.
+    Call it before a trainer shortens the config's rotations to the sequences of the run."""
+    model: Any = config.model_spec and config.model_spec.model
+    block: Any = next(iter(getattr(model, "layers", ())), None)
+    if type(model) not in (Llama3Model.Config, Qwen3Model.Config) or block.feed_forward is None:
+        path = Path(config.hf_assets_path) / "config.json"
+        said: Any = model.config_json() if hasattr(model, "config_json") else None
+        return said or (json.loads(path.read_text("utf-8")) if path.is_file() else None)
+    attention, rope = block.attention, block.attention.rope
+    name = "Llama" if isinstance(model, Llama3Model.Config) else "Qwen3"
+    said = {
+        "architectures": [f"{name}ForCausalLM"],
+        "model_type": name.lower(),
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.dim,
+        "intermediate_size": block.feed_forward.w1.out_features,
+        "num_hidden_layers": len(model.layers),
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
+        "head_dim": rope.dim,
+        "rms_norm_eps": model.norm.eps,
+        "max_position_embeddings": rope.max_seq_len,
+        "rope_theta": rope.theta,
+        "tie_word_embeddings": model.enable_weight_tying,
+    }
+    if rope.scaling == "llama":
+        names = "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+        scaling = {"rope_type": "llama3", "factor": rope.scaling_factor}
+        said["rope_scaling"] = scaling | {name: getattr(rope, name) for name in names}
+    return said
+
+
+def write_beside_weights(
+    said: dict[str, Any] | None, config: GraphTrainerConfig, dtype: torch.dtype, folder: Path
+) -> None:
+    """Write config.json, with what `described` returned, and the tokenizer of a run."""
+    ids: dict[str, Any] = {}
+    own = isinstance(config.tokenizer, ByteBPETokenizer.Config)
+    tokenizer = Path(config.dump_folder, TOKENIZER) if own else Path(config.hf_assets_path)
+    if (tokenizer / "tokenizer.json").is_file():
+        for file in itertools.chain(*map(tokenizer.glob, _TOKENIZER_FILES)):
+            shutil.copy(file, folder)
+        read = HuggingFaceTokenizer(tokenizer_path=str(tokenizer))
+        ids = {"bos_token_id": read.bos_id, "eos_token_id": read.eos_id}
+    if missing := ["tokenizer.json"] * (not ids) + ["config.json"] * (said is None):
+        logger.warning(f"Put {' and '.join(missing)} into {folder.parent}: none is known here")
+    if said is not None:
+        text = json.dumps(said | ids | {"dtype": str(dtype).removeprefix("torch.")}, indent=2)
+        (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
+
+
+def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
+    """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or of another model; or the disk is full.
+    """
+    spec, assets = config.model_spec, Path(config.hf_assets_path)
+    assert spec is not None and spec.state_dict_adapter is not None
+    with torch.device("meta"):
+        wanted = spec.model.build().state_dict()
+    of_assets = str(assets) if (assets / HF_INDEX).is_file() else None  # as many files as there
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        section: Any = copy.copy(config.checkpoint)
+        section.enable, section.keep_latest_k = True, 0
+        adapter = spec.state_dict_adapter(spec.model, of_assets)
+        none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
+        manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
+        manager.beside_weights = partial(write_beside_weights, described(config), config)
+        state = {k: torch.empty(v.shape, dtype=manager.export_dtype) for k, v in wanted.items()}
+        manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
+        for name, value in state.items():  # torchtitan chooses experts by it; Qwen 3 has none
+            if "expert_bias" in name and value.any() and not adapter.to_hf({name: value}):
+                logger.warning(f"Hugging Face's model has no {name}: its logits will differ")
+        manager.dcp_save(state, str(folder), AsyncMode.DISABLED, to_hf=True)
+    finally:
+        dist.destroy_process_group()
