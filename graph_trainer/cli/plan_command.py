@@ -19,6 +19,7 @@ from rich.console import Group, RenderableType
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
 from graph_trainer.planner.captures import Captures
@@ -27,7 +28,7 @@ from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_page
 from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import comparison_table, report_text
@@ -153,7 +154,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory_curve:
         with progress("memory curve") as say:
             plan = replace(plan, memory_curve=tuple(memory_curve(plan, say)))
-    _print(report_text(plan_report(plan)), files.values())
+    _print(report_text(readable_report(plan)), files.values())
     for flag, path in files.items():
         write, _ = _WRITERS[flag.removeprefix("--")]
         with published(path) as file:
@@ -279,7 +280,9 @@ def _compare(
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say, usable_processes())
     reasons = dict.fromkeys(row.error for row in rows if row.error)
-    table = comparison_table(rows, hardware.memory_bytes)
+    limit = config.compile.memory_limit_gib
+    allowed = min(hardware.memory_bytes, int(limit * GIB) if limit else hardware.memory_bytes)
+    table = comparison_table(rows, allowed)
     _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
     if flags.json:
         document = {

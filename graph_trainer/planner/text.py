@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
+from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
-from graph_trainer.core.units import unit_of
+from graph_trainer.core.units import MIB
 from graph_trainer.planner.console import plain_table
+from graph_trainer.planner.measures import Measure, duration, measure
 from graph_trainer.planner.plan import Outcome
-from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
+from graph_trainer.planner.plan_report import CATEGORIES, idle_passes, ledger_columns
 
 _MODULES_SHOWN = 8
 _WAITS_SHOWN = 5
@@ -27,7 +30,7 @@ def report_text(report: dict[str, Any]) -> RenderableType:
 
 
 def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
-    yield Text(report["headline"], style="bold")
+    yield Text(f"{report['headline']}\n{report['settings']}", style="bold")
     for note in report["notes"]:
         yield Text(f"{note}\n")
     yield _ledger_table(report["ledger"])
@@ -48,77 +51,77 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield _advice_table(report)
 
 
+def _add(table: Table, heading: str, kind: str, values: Sequence[float]) -> list[str]:
+    """Add a column of numbers, its unit in the heading; return the cells."""
+    unit = measure(kind, values)
+    table.add_column(f"{heading} {unit.unit}", justify="right")
+    return list(map(unit.digits, values))
+
+
 def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
     """Make a row for each pass, with its change under every number."""
-    unit, size = unit_of(max(row["peak_bytes"] for row in ledger))
-    table = plain_table(
-        f"What each pass does; all-gathers, reduce-scatters and all-reduces with their {unit}"
-    )
+    table = plain_table("What each pass does")
     table.add_column("after", no_wrap=True)
-    columns: list[tuple[list[float], str]] = []
-    milliseconds = ",.1f" if max(row["step_seconds"] for row in ledger) < 1 else ",.0f"
+    columns: list[tuple[Sequence[float], Measure]] = []
+    moved: list[Column] = []
+    counts: list[Column] = []
     for name, kind, values in ledger_columns(ledger):
-        if kind == "count":
-            heading, scale, form = name.replace("-", "-\n"), 1.0, ",.0f"
-        elif kind == "bytes":
-            heading = unit if name == "moved" else f"{name}\n{unit}"
-            scale, form = 1 / size, ",.1f" if name == "moved" else ",.2f"
-        else:
-            heading, scale, form = f"{name}\nms", 1e3, milliseconds
+        unit = measure(kind, values)
+        heading = name.replace("-", "-\n") if kind == "count" else f"{name}\n{unit.unit}"
         table.add_column(heading, justify="right")
-        columns.append(([value * scale for value in values], form))
-    idle = []
+        columns.append((values, unit))
+        if kind == "count":
+            counts.append(table.columns[-1])
+        elif name == "moved":
+            moved.append(table.columns[-1])
+    table.optional = (tuple(moved), tuple(counts[:1]), tuple(counts[1:]))
+    idle = idle_passes(ledger)
     for place, row in enumerate(ledger):
-        same = place and all(values[place] == values[place - 1] for values, _ in columns)
-        if same and not row["rolled_back"]:
-            idle.append(row["pass"])
+        if row["pass"] in idle:
             continue
-        cells = [
-            _changed(values[place], values[place - 1] if place else None, form)
-            for values, form in columns
-        ]
+        cells = []
+        for values, unit in columns:
+            cell = Text(unit.digits(values[place]))
+            change = unit.digits(values[place] - values[place - 1]) if place else ""
+            if change.strip("-0.,"):
+                cell.append(f"\n{change if change[0] == '-' else '+' + change}", style="dim")
+            cells.append(cell)
         table.add_row(f"{row['pass']}\nrolled back" if row["rolled_back"] else row["pass"], *cells)
     if idle:
         table.caption = f"Without effect on these numbers: {', '.join(idle)}."
-        table.caption_justify = "left"
     return table
-
-
-def _changed(value: float, before: float | None, form: str) -> Text:
-    text = Text(format(value, form))
-    change = "" if before is None else format(value - before, "+" + form)
-    if change.strip("+-0.,"):
-        text.append(f"\n{change}", style="dim")
-    return text
 
 
 def _memory_table(peak: dict[str, Any]) -> Table:
     """Make the table of the categories of memory at the peak."""
-    unit, size = unit_of(peak["bytes"])
     table = plain_table(f"Memory at the peak, at node {peak['node']}")
-    table.add_column("what", min_width=60)
-    table.add_column(unit, justify="right")
+    table.add_column("what", min_width=55)
+    categories = peak["by_category"]
+    cells = _add(table, "", "bytes", [*categories.values(), peak["bytes"]])
     table.add_column("part", justify="right")
-    for category, num in peak["by_category"].items():
-        table.add_row(CATEGORIES[category], f"{num / size:,.2f}", f"{num / peak['bytes']:.0%}")
-    table.add_row("peak", f"{peak['bytes'] / size:,.2f}", "100%", style="bold")
+    for category, cell in zip(categories, cells, strict=False):
+        part = f"{categories[category] / peak['bytes']:.0%}"
+        table.add_row(CATEGORIES[category], cell, part)
+    table.add_row("peak", cells[-1], "100%", style="bold")
     return table
 
 
 def _modules_table(peak: dict[str, Any]) -> Table:
     """Make the table of the modules that have most alive at the peak."""
-    unit, size = unit_of(peak["bytes"])
     table = plain_table("Largest live tensors at the peak, by module; layers.* is every layer")
     table.add_column("module", overflow="fold")
     table.add_column("what")
     table.add_column("tensors", justify="right")
-    table.add_column(unit, justify="right")
-    for each in peak["modules"][:_MODULES_SHOWN]:
+    table.optional = ((table.columns[-1],),)
+    modules = peak["modules"][:_MODULES_SHOWN]
+    for each, cell in zip(
+        modules, _add(table, "", "bytes", [each["bytes"] for each in modules]), strict=True
+    ):
         table.add_row(
             Text(each["module"] or "(the model itself)"),
             CATEGORIES[each["category"]],
             f"{each['tensors']:,}",
-            f"{each['bytes'] / size:,.2f}",
+            cell,
         )
     return table
 
@@ -128,15 +131,17 @@ def _waits_table(report: dict[str, Any]) -> Table:
     table = plain_table("Exposed communication: where compute waits")
     table.add_column("for")
     table.add_column("collective of", overflow="fold")
-    table.add_column("holds up, first", overflow="fold")
-    table.add_column("ms", justify="right")
+    table.add_column("first holds up", overflow="fold")
+    waits = report["exposed_by_module"][:_WAITS_SHOWN]
+    cells = _add(table, "", "seconds", [each["seconds"] for each in waits])
     table.add_column("of step", justify="right")
-    for each in report["exposed_by_module"][:_WAITS_SHOWN]:
+    table.optional = ((table.columns[-1],), (table.columns[2],))
+    for each, cell in zip(waits, cells, strict=True):
         table.add_row(
-            each["role"],
-            Text(f"{each['kind']} {each['owner']}"),
-            Text(each["holds_up"] or "the end of the step"),
-            f"{each['seconds'] * 1e3:,.2f}",
+            each["purpose"],
+            Text(f"{shown_name(each['kind'])}\n{each['owner']}"),
+            Text(each["holds_up"].replace(" in ", "\nin ")),
+            cell,
             f"{each['seconds'] / report['graph_seconds']:.1%}",
         )
     return table
@@ -145,58 +150,52 @@ def _waits_table(report: dict[str, Any]) -> Table:
 def _kept_table(rows: list[dict[str, Any]]) -> Table:
     """Make the table of what backward has of each block; what nothing keeps is left out."""
     table = plain_table("Kept for backward, by op of a block; all else is computed again")
-    table.add_column("module")
-    table.add_column("op", overflow="fold")
-    table.add_column("kept in", overflow="fold")
-    for heading in ("MiB a block", "ms again"):
-        table.add_column(heading, justify="right")
-    kept = [row for row in rows if row["keep_in"]]
-    for row in sorted(kept, key=lambda row: -row["mib"]):
+    for heading in ("module", "op", "kept in"):
+        table.add_column(heading, overflow="fold")
+    kept = sorted((row for row in rows if row["keep_in"]), key=lambda row: -row["mib"])
+    sizes = _add(table, "a block", "bytes", [row["mib"] * MIB for row in kept])
+    times = _add(table, "again", "seconds", [row["milliseconds"] / 1e3 for row in kept])
+    for row, size, time in zip(kept, sizes, times, strict=True):
         table.add_row(
             Text(row["module"] or "(the block itself)"),
             Text(row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "")),
             Text(", ".join(row["keep_in"])),
-            f"{row['mib']:,.1f}",
-            f"{row['milliseconds']:,.3f}",
+            size,
+            time,
         )
     return table
 
 
 def _curve_table(report: dict[str, Any]) -> Table:
     """Make the table of step times over memory, the fewest bytes first."""
-    unit, size = unit_of(max(each["needed_bytes"] for each in report["memory_curve"]))
     table = plain_table("Step time over memory: fixed policies, and the best plan within a limit")
     table.add_column("policy")
-    for heading in (f"limit {unit}", f"peak {unit}", f"needs {unit}", "step ms"):
-        table.add_column(heading, justify="right")
-    for each in sorted(report["memory_curve"], key=lambda each: each["peak_bytes"]):
-        table.add_row(
-            each["policy"],
-            f"{each['limit_bytes'] / size:,.2f}" if each["limit_bytes"] else "",
-            f"{each['peak_bytes'] / size:,.2f}",
-            f"{each['needed_bytes'] / size:,.2f}",
-            f"{each['step_seconds'] * 1e3:,.1f}",
-        )
+    curve = sorted(report["memory_curve"], key=lambda each: each["peak_bytes"])
+    columns = [
+        _add(table, heading, "bytes", [each[f"{key}_bytes"] or 0 for each in curve])
+        for heading, key in (("limit", "limit"), ("peak", "peak"), ("needs", "needed"))
+    ]
+    columns.append(_add(table, "step", "seconds", [each["step_seconds"] for each in curve]))
+    for each, limit, *cells in zip(curve, *columns, strict=True):
+        table.add_row(each["policy"], limit if each["limit_bytes"] else "", *cells)
     return table
 
 
 def _expert_loads(loads: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the table of loads, which imbalance fits, and the layers that are spread worst."""
     rows = loads["rows"]
-    unit, size = unit_of(max(each["needed_bytes"] for each in rows))
     table = plain_table("Experts: what the fullest rank receives, in times of an even share")
     table.add_column("tokens", overflow="fold")
-    for heading in ("imbalance", f"peak {unit}", f"needs {unit}", "step ms", "fits"):
-        table.add_column(heading, justify="right")
-    for each in rows:
-        table.add_row(
-            Text(each["what"]),
-            f"{each['imbalance']:,.2f}",
-            f"{each['peak_bytes'] / size:,.2f}",
-            f"{each['needed_bytes'] / size:,.2f}",
-            f"{each['step_seconds'] * 1e3:,.1f}",
-            "yes" if each["fits"] else "NO",
-        )
+    table.add_column("imbalance", justify="right")
+    columns = [
+        _add(table, "peak", "bytes", [each["peak_bytes"] for each in rows]),
+        _add(table, "needs", "bytes", [each["needed_bytes"] for each in rows]),
+        _add(table, "step", "seconds", [each["step_seconds"] for each in rows]),
+    ]
+    table.add_column("fits")
+    for each, *cells in zip(rows, *columns, strict=True):
+        fits = "yes" if each["fits"] else "NO"
+        table.add_row(Text(each["what"]), f"{each['imbalance']:,.2f}", *cells, fits)
     yield table
     yield Text(f"{what_imbalance_fits(loads)}\n")
 
@@ -219,80 +218,92 @@ def what_imbalance_fits(loads: dict[str, Any]) -> str:
 
 def _advice_table(report: dict[str, Any]) -> RenderableType:
     """Make the table of changes for a run that does not fit."""
-    if not report["advice"]:
+    advice, now = report["advice"], report["needed_bytes"]
+    if not advice:
         return Text("No single setting would help: use more ranks, or hardware with more memory.")
-    unit, size = unit_of(report["needed_bytes"])
     table = plain_table("What would help most, one change at a time, estimated from five layers")
     table.add_column("flags", overflow="fold")
-    for heading in (f"needs {unit}", "saves", "tok/s/GPU", "fits"):
-        table.add_column(heading, justify="right")
-    for each in report["advice"]:
-        saved = (report["needed_bytes"] - each["needed_bytes"]) / size
-        table.add_row(
-            Text(" ".join(each["flags"])),
-            f"{each['needed_bytes'] / size:,.1f}",
-            f"{saved:,.1f}",
-            f"{each['tokens_per_second_per_gpu']:,.0f}",
-            "yes" if each["fits"] else "no",
-        )
+    needed = [each["needed_bytes"] for each in advice]
+    columns = [
+        _add(table, "needs", "bytes", needed),
+        _add(table, "saves", "bytes", [now - num for num in needed]),
+        _add(table, "tok/s/GPU", "count", [each["tokens_per_second_per_gpu"] for each in advice]),
+    ]
+    table.add_column("fits")
+    for each, *cells in zip(advice, *columns, strict=True):
+        table.add_row(Text(" ".join(each["flags"])), *cells, "yes" if each["fits"] else "no")
     return table
 
 
 def fit_and_speed(report: dict[str, Any]) -> str:
     """Format whether the run fits and how fast it is."""
-    needed, headroom = report["needed_bytes"], abs(report["headroom_bytes"])
-    unit, size = unit_of(max(needed, headroom))
-
-    def text(num: int) -> str:
-        return f"{num / size:,.1f} {unit}"
-
-    needs, allowed = text(needed), needed + report["headroom_bytes"]
+    needed, allowed = report["needed_bytes"], allowed_bytes(report)
+    unit = measure("bytes", [needed, allowed], significant=3)
+    needs = unit.text(needed)
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:
         needs += (
-            f" (peak {peak / size:,.1f}, gaps of the allocator {(allocated - peak) / size:,.1f}, "
-            f"reserved for driver and communication {(needed - allocated) / size:,.1f})"
+            f" (peak {unit.digits(peak)}, gaps of the allocator {unit.digits(allocated - peak)}, "
+            f"reserved for driver and communication {unit.digits(needed - allocated)})"
         )
-    limited = allowed == report["limit_bytes"]
-    bound = f"{text(allowed)} of {KEY if limited else report['hardware']['name']}"
+    bound = f"{unit.text(allowed)} of {bound_of(report)}"
+    left = unit.text(abs(report["headroom_bytes"]))
     memory = (
-        f"Fits: needs {needs} of the {bound}; {text(headroom)} head-room."
+        f"Fits: needs {needs} of the {bound}; {left} head-room."
         if report["fits"]
-        else f"Does not fit: needs {needs}, {text(headroom)} more than the {bound}."
+        else f"Does not fit: needs {needs}, {left} more than the {bound}."
     )
     microbatches = report["microbatches"]
     return (
         f"{memory}\n{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, MFU "
-        f"{report['mfu']:.1%}, {report['step_seconds']:,.3f} s a step of {microbatches} microbatch"
-        f"{'es' if microbatches > 1 else ''}."
+        f"{report['mfu']:.1%}, {duration(report['step_seconds'])} a step of {microbatches} "
+        f"microbatch{'es' if microbatches > 1 else ''}."
     )
 
 
-def comparison_table(rows: Sequence[Outcome], memory_bytes: int) -> Table:
-    """Make a table with a row for each combination."""
-    unit, size = unit_of(max(row.needed_bytes for row in rows))
-    table = plain_table(
-        f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}, or a lower "
-        "compile.memory_limit_gib"
-    )
+def allowed_bytes(report: dict[str, Any]) -> int:
+    """Return what the run may need: of its device, or of the limit that was given."""
+    return report["needed_bytes"] + report["headroom_bytes"]
+
+
+def bound_of(report: dict[str, Any]) -> str:
+    """Return the name of what bounds the memory: the key of the limit, or the hardware."""
+    return KEY if allowed_bytes(report) == report["limit_bytes"] else report["hardware"]["name"]
+
+
+def comparison_table(rows: Sequence[Outcome], allowed: int) -> Table:
+    """Make a table with a row for each combination; `allowed` bytes is what all of them may need
+    that compare no limits."""
+    most = measure("bytes", [allowed], significant=3).text(allowed)
+    limits = f", and at most the row's {KEY}" if KEY in rows[0].config else ""
+    table = plain_table(f"All combinations; one fits that needs at most {most}{limits}")
     table.add_column("fits", no_wrap=True)
     for key in rows[0].config:
-        table.add_column(key.replace(".", ".\n"), overflow="fold")
-    for heading in (f"needs {unit}", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
-        table.add_column(heading, justify="right")
+        table.add_column(_heading(key), overflow="fold")
+    planned = [row for row in rows if not row.error]
+    columns = [
+        _add(table, "needs", "bytes", [row.needed_bytes for row in planned]),
+        _add(table, "step", "seconds", [row.step_seconds for row in planned]),
+        _add(table, "tok/s/GPU", "count", [row.tokens_per_second_per_gpu for row in planned]),
+        _add(table, "exposed", "seconds", [row.exposed_seconds for row in planned]),
+    ]
+    table.add_column("MFU", justify="right")
+    table.optional = tuple((column,) for column in table.columns[:-3:-1])
+    cells_of = zip(*columns, strict=True)
     for row in rows:
         values = map(Text, row.config.values())
         if row.error:
-            table.add_row("-", *values, *[""] * 5)
+            table.add_row("-", *values)
             continue
-        table.add_row(
-            "yes" if row.fits else "NO",
-            *values,
-            f"{row.needed_bytes / size:,.2f}",
-            f"{row.step_seconds * 1e3:,.1f}",
-            f"{row.exposed_seconds * 1e3:,.1f}",
-            f"{row.tokens_per_second_per_gpu:,.0f}",
-            f"{row.mfu:.1%}",
-            style="" if row.fits else "dim",
-        )
+        cells = (*next(cells_of), f"{row.mfu:.1%}")
+        fits = "yes" if row.fits else "NO"
+        table.add_row(fits, *values, *cells, style="" if row.fits else "dim")
     return table
+
+
+def _heading(key: str) -> str:
+    """Break a key of the config behind dots, and where it is long behind underscores."""
+    lines: list[str] = []
+    for part in key.replace(".", ". ").split():
+        lines += textwrap.wrap(part.replace("_", "_ "), 18)
+    return "\n".join(line.replace("_ ", "_") for line in lines)
