@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from graph_trainer.core.units import GIB, KIB, MIB
@@ -48,11 +48,11 @@ def measure(kind: str, values: Iterable[float], significant: int = 4) -> Measure
     return Measure(unit, each, min(3 if unit == "s" else 2, max(0, significant - before)))
 
 
-def size(num_bytes: float) -> str:
-    """Format one size: '36.7 GiB'."""
-    return measure("bytes", [num_bytes], significant=3).text(num_bytes)
+def size(num_bytes: float, among: Sequence[float] = ()) -> str:
+    """Format one size, '36.7 GiB', or one among others that it stands with, '36.66 GiB'."""
+    return measure("bytes", among or [num_bytes], 4 if among else 3).text(num_bytes)
 
 
-def duration(seconds: float) -> str:
-    """Format one time: '959 ms'."""
-    return measure("seconds", [seconds], significant=3).text(seconds)
+def duration(seconds: float, among: Sequence[float] = ()) -> str:
+    """Format one time, '959 ms', or one among others."""
+    return measure("seconds", among or [seconds], 4 if among else 3).text(seconds)

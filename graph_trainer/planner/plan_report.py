@@ -149,8 +149,8 @@ def _settings(plan: Plan) -> str:
     limit = config.compile.memory_limit_gib
     return (
         f"mesh {shown or 'of one rank'}; batch {batch} local, "
-        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}; activation "
-        f"policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
+        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}; "
+        f"activation policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
         f"backend {config.compile.backend}" + (f"; limit {limit:g} GiB" if limit else "")
     )
 
@@ -175,15 +175,15 @@ def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Seq
     yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
 
 
-def idle_passes(ledger: list[dict[str, Any]]) -> list[str]:
-    """List the passes that change no number of the table, but for those that were rolled back."""
+def idle_passes(ledger: list[dict[str, Any]]) -> set[int]:
+    """Find the rows that change no number of the table, but for passes that were rolled back."""
     shown = (map(measure(kind, v).digits, v) for _, kind, v in ledger_columns(ledger))
     rows = list(zip(*shown, strict=True))
-    return [
-        row["pass"]
-        for row, before, now in zip(ledger[1:], rows, rows[1:], strict=False)
-        if before == now and not row["rolled_back"]
-    ]
+    return {
+        place
+        for place in range(1, len(rows))
+        if rows[place] == rows[place - 1] and not ledger[place]["rolled_back"]
+    }
 
 
 def _notes(plan: Plan) -> Iterator[str]:

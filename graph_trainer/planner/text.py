@@ -77,7 +77,7 @@ def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
     table.optional = (tuple(moved), tuple(counts[:1]), tuple(counts[1:]))
     idle = idle_passes(ledger)
     for place, row in enumerate(ledger):
-        if row["pass"] in idle:
+        if place in idle:
             continue
         cells = []
         for values, unit in columns:
@@ -88,7 +88,8 @@ def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
             cells.append(cell)
         table.add_row(f"{row['pass']}\nrolled back" if row["rolled_back"] else row["pass"], *cells)
     if idle:
-        table.caption = f"Without effect on these numbers: {', '.join(idle)}."
+        names = ", ".join(ledger[place]["pass"] for place in sorted(idle))
+        table.caption = f"Without effect on these numbers: {names}."
     return table
 
 
@@ -238,7 +239,7 @@ def _advice_table(report: dict[str, Any]) -> RenderableType:
 def fit_and_speed(report: dict[str, Any]) -> str:
     """Format whether the run fits and how fast it is."""
     needed, allowed = report["needed_bytes"], allowed_bytes(report)
-    unit = measure("bytes", [needed, allowed], significant=3)
+    unit = measure("bytes", [needed, allowed])._replace(places=1)
     needs = unit.text(needed)
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:

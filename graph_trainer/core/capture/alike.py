@@ -124,9 +124,7 @@ def _contents(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         attributes.pop(_INITIAL, None)
         # by handle, which is another one for each hook
-        attributes.update(
-            {n: list(h.values()) for n, h in attributes.items() if _holds_hooks(n, h)}
-        )
+        attributes.update({n: list(h.values()) for n, h in attributes.items() if _holds_hooks(n, h)})
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

@@ -38,9 +38,7 @@ _Place = tuple[str, int, int]
 """Where a node is: its phase, which of the traced periods, and the position there."""
 
 
-def extend(
-    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition
-) -> fx.GraphModule:
+def extend(graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition) -> fx.GraphModule:
     """Write the graph with all layers, and complete the outputs of its trace.
 
     Linear in nodes of the result.

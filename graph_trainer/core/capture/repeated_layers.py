@@ -119,9 +119,7 @@ class Repetition:
         for before in range(self.period):
             first, second = (self._calls[each].output for each in (before, before + self.period))
             pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(second), strict=False)
-            carried.update(
-                {id(one): other for one, other in pairs if isinstance(one, torch.Tensor)}
-            )
+            carried.update({id(one): other for one, other in pairs if isinstance(one, torch.Tensor)})
         wanted = [carried.get(id(each), each) for each in sample.given]
         same = structure == sample.structure and all(map(_is_same, given, wanted))
         if not same:
