@@ -288,11 +288,6 @@ def _compare(
 ) -> int:
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say, usable_processes())
-    reasons = dict.fromkeys(row.error for row in rows if row.error)
-    limit = config.compile.memory_limit_gib
-    allowed = min(hardware.memory_bytes, int(limit * GIB) if limit else hardware.memory_bytes)
-    table = comparison_table(rows, allowed)
-    _print(Group(table, *(f"- {r}" for r in reasons)), filter(None, (flags.json, flags.html)))
     document = {
         "schema": SCHEMA,
         "versions": versions(),
@@ -303,6 +298,11 @@ def _compare(
         "rank": flags.rank,
         "rows": [asdict(row) for row in rows],
     }
+    reasons = dict.fromkeys(row.error for row in rows if row.error)
+    limit = config.compile.memory_limit_gib
+    allowed = min(hardware.memory_bytes, int(limit * GIB) if limit else hardware.memory_bytes)
+    table = comparison_table(document["rows"], allowed)
+    _print(Group(table, *(f"- {r}" for r in reasons)), filter(None, (flags.json, flags.html)))
     if flags.json:
         with published(flags.json) as file:
             file.write(json.dumps(document, indent=2) + "\n")

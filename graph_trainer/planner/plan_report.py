@@ -25,7 +25,6 @@ from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.planner.changes import POLICY, flags_of
 from graph_trainer.planner.ledger import LedgerRow
-from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.serialize import config_to_toml
@@ -173,17 +172,6 @@ def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Seq
     yield "peak", "bytes", [row["peak_bytes"] for row in ledger]
     yield "step", "seconds", [row["step_seconds"] for row in ledger]
     yield "exposed", "seconds", [sum(row["exposed_seconds"].values()) for row in ledger]
-
-
-def idle_passes(ledger: list[dict[str, Any]]) -> set[int]:
-    """Find the rows that change no number of the table, but for passes that were rolled back."""
-    shown = (map(measure(kind, v).digits, v) for _, kind, v in ledger_columns(ledger))
-    rows = list(zip(*shown, strict=True))
-    return {
-        place
-        for place in range(1, len(rows))
-        if rows[place] == rows[place - 1] and not ledger[place]["rolled_back"]
-    }
 
 
 def _notes(plan: Plan) -> Iterator[str]:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Column, Table
 from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.units import MIB
-from graph_trainer.planner.console import plain_table
-from graph_trainer.planner.measures import Measure, duration, measure
-from graph_trainer.planner.plan import Outcome
-from graph_trainer.planner.plan_report import CATEGORIES, idle_passes, ledger_columns
+from graph_trainer.planner.console import PlainTable, plain_table
+from graph_trainer.planner.measures import duration, measure
+from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 
-_MODULES_SHOWN = 8
-_WAITS_SHOWN = 5
 _LAYERS_SHOWN = 5
 
 
@@ -33,172 +30,166 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield Text(f"{report['headline']}\n{report['settings']}", style="bold")
     for note in report["notes"]:
         yield Text(f"{note}\n")
-    yield _ledger_table(report["ledger"])
+    yield ledger_table(report["ledger"])
     if report["remarks"]:
         yield Text("".join(f"{line}\n" for line in report["remarks"]))
-    yield _memory_table(report["peak"])
-    yield _modules_table(report["peak"])
+    yield memory_table(report["peak"])
+    yield modules_table(report["peak"])
     if report["exposed_by_module"]:
-        yield _waits_table(report)
+        yield waits_table(report)
     if report["memory_table"]:
         yield _kept_table(report["memory_table"])
     if report["memory_curve"]:
         yield _curve_table(report)
     if report["expert_loads"]:
-        yield from _expert_loads(report["expert_loads"])
+        yield experts_table(report["expert_loads"]["rows"])
+        yield Text(f"{what_imbalance_fits(report['expert_loads'])}\n")
     yield Text(fit_and_speed(report))
-    if not report["fits"]:
-        yield _advice_table(report)
+    if report["advice"]:
+        yield advice_table(report)
+    elif not report["fits"]:
+        yield Text("No single setting would help: use more ranks, or hardware with more memory.")
 
 
-def _add(table: Table, heading: str, kind: str, values: Sequence[float]) -> list[str]:
-    """Add a column of numbers, its unit in the heading; return the cells."""
-    unit = measure(kind, values)
-    table.add_column(f"{heading} {unit.unit}", justify="right")
-    return list(map(unit.digits, values))
+Column = tuple[str, str, Sequence[Any]]
+"""Heading, kind and values; the kind is that of `measure`, or "part" of a whole, "text", "name"."""
 
 
-def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
-    """Make a row for each pass, with its change under every number."""
+def _table(title: str, *columns: Column) -> PlainTable:
+    """Make a table. Numbers stand right, with their unit in the heading; a name may be folded."""
+    table = plain_table(title)
+    cells: list[list[str | Text]] = []
+    for heading, kind, values in columns:
+        if kind in ("text", "name"):
+            table.add_column(heading, overflow="fold" if kind == "name" else "ellipsis")
+            cells.append([Text(str(value)) for value in values])
+        elif kind == "part":
+            table.add_column(heading, justify="right")
+            cells.append(["" if value is None else f"{value:.1%}" for value in values])
+        else:
+            unit = measure(kind, [value for value in values if value is not None])
+            table.add_column(f"{heading} {unit.unit}".strip(), justify="right")
+            cells.append(["" if value is None else unit.digits(value) for value in values])
+    for row in zip(*cells, strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _of(rows: Iterable[dict[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows]
+
+
+def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
+    """Make a row for each pass that changes a number, with its change under every number."""
+    shown: list[list[Text]] = []
     table = plain_table("What each pass does")
     table.add_column("after", no_wrap=True)
-    columns: list[tuple[Sequence[float], Measure]] = []
-    moved: list[Column] = []
-    counts: list[Column] = []
     for name, kind, values in ledger_columns(ledger):
         unit = measure(kind, values)
         heading = name.replace("-", "-\n") if kind == "count" else f"{name}\n{unit.unit}"
         table.add_column(heading, justify="right")
-        columns.append((values, unit))
-        if kind == "count":
-            counts.append(table.columns[-1])
-        elif name == "moved":
-            moved.append(table.columns[-1])
-    table.optional = (tuple(moved), tuple(counts[:1]), tuple(counts[1:]))
-    idle = idle_passes(ledger)
-    for place, row in enumerate(ledger):
-        if place in idle:
-            continue
-        cells = []
-        for values, unit in columns:
-            cell = Text(unit.digits(values[place]))
-            change = unit.digits(values[place] - values[place - 1]) if place else ""
+        cells = [Text(unit.digits(values[0]))]
+        for before, now in pairwise(values):
+            change = unit.digits(now - before)
+            cells.append(Text(unit.digits(now)))
             if change.strip("-0.,"):
-                cell.append(f"\n{change if change[0] == '-' else '+' + change}", style="dim")
-            cells.append(cell)
-        table.add_row(f"{row['pass']}\nrolled back" if row["rolled_back"] else row["pass"], *cells)
+                cells[-1].append(f"\n{'' if now < before else '+'}{change}", style="dim")
+        shown.append(cells)
+    moved = tuple(each for each in table.columns if str(each.header).startswith("moved"))
+    nodes, *kinds = (each for each in table.columns[1:-3] if each not in moved)
+    table.optional = (moved, (nodes,), tuple(kinds))
+    idle = []
+    for row, *cells in zip(ledger, *shown, strict=True):
+        back = row["rolled_back"]
+        if table.row_count and not back and not any("\n" in cell.plain for cell in cells):
+            idle.append(row["pass"])
+        else:
+            table.add_row(f"{row['pass']}\nrolled back" if back else row["pass"], *cells)
     if idle:
-        names = ", ".join(ledger[place]["pass"] for place in sorted(idle))
-        table.caption = f"Without effect on these numbers: {names}."
+        table.caption = f"Without effect on these numbers: {', '.join(idle)}."
     return table
 
 
-def _memory_table(peak: dict[str, Any]) -> Table:
+def memory_table(peak: dict[str, Any]) -> PlainTable:
     """Make the table of the categories of memory at the peak."""
-    table = plain_table(f"Memory at the peak, at node {peak['node']}")
-    table.add_column("what", min_width=55)
-    categories = peak["by_category"]
-    cells = _add(table, "", "bytes", [*categories.values(), peak["bytes"]])
-    table.add_column("part", justify="right")
-    for category, cell in zip(categories, cells, strict=False):
-        part = f"{categories[category] / peak['bytes']:.0%}"
-        table.add_row(CATEGORIES[category], cell, part)
-    table.add_row("peak", cells[-1], "100%", style="bold")
+    sizes = [*peak["by_category"].values(), peak["bytes"]]
+    table = _table(
+        f"Memory at the peak, at node {peak['node']}",
+        ("what", "text", [*map(CATEGORIES.__getitem__, peak["by_category"]), "peak"]),
+        ("", "bytes", sizes),
+        ("part", "part", [num / peak["bytes"] for num in sizes]),
+    )
+    table.columns[0].min_width = 55
     return table
 
 
-def _modules_table(peak: dict[str, Any]) -> Table:
+def modules_table(peak: dict[str, Any], most: int = 8) -> PlainTable:
     """Make the table of the modules that have most alive at the peak."""
-    table = plain_table("Largest live tensors at the peak, by module; layers.* is every layer")
-    table.add_column("module", overflow="fold")
-    table.add_column("what")
-    table.add_column("tensors", justify="right")
-    table.optional = ((table.columns[-1],),)
-    modules = peak["modules"][:_MODULES_SHOWN]
-    for each, cell in zip(
-        modules, _add(table, "", "bytes", [each["bytes"] for each in modules]), strict=True
-    ):
-        table.add_row(
-            Text(each["module"] or "(the model itself)"),
-            CATEGORIES[each["category"]],
-            f"{each['tensors']:,}",
-            cell,
-        )
+    rows = peak["modules"][:most]
+    table = _table(
+        "Largest live tensors at the peak, by module; layers.* is every layer",
+        ("module", "name", [row["module"] or "(the model itself)" for row in rows]),
+        ("what", "text", [CATEGORIES[row["category"]] for row in rows]),
+        ("tensors", "count", _of(rows, "tensors")),
+        ("", "bytes", _of(rows, "bytes")),
+    )
+    table.optional = ((table.columns[2],),)
     return table
 
 
-def _waits_table(report: dict[str, Any]) -> Table:
+def waits_table(report: dict[str, Any], most: int = 5) -> PlainTable:
     """Make the table of the collectives that compute waits for longest."""
-    table = plain_table("Exposed communication: where compute waits")
-    table.add_column("for")
-    table.add_column("collective of", overflow="fold")
-    table.add_column("first holds up", overflow="fold")
-    waits = report["exposed_by_module"][:_WAITS_SHOWN]
-    cells = _add(table, "", "seconds", [each["seconds"] for each in waits])
-    table.add_column("of step", justify="right")
-    table.optional = ((table.columns[-1],), (table.columns[2],))
-    for each, cell in zip(waits, cells, strict=True):
-        table.add_row(
-            each["purpose"],
-            Text(f"{shown_name(each['kind'])}\n{each['owner']}"),
-            Text(each["holds_up"].replace(" in ", "\nin ")),
-            cell,
-            f"{each['seconds'] / report['graph_seconds']:.1%}",
-        )
+    rows = report["exposed_by_module"][:most]
+    table = _table(
+        "Exposed communication: where compute waits",
+        ("what for", "text", _of(rows, "purpose")),
+        ("collective", "name", [f"{shown_name(row['kind'])}\n{row['owner']}" for row in rows]),
+        ("first holds up", "name", [row["holds_up"].replace(" in ", "\nin ") for row in rows]),
+        ("", "seconds", _of(rows, "seconds")),
+        ("of step", "part", [row["seconds"] / report["graph_seconds"] for row in rows]),
+    )
+    table.optional = ((table.columns[4],), (table.columns[2],))
     return table
 
 
-def _kept_table(rows: list[dict[str, Any]]) -> Table:
+def _kept_table(rows: list[dict[str, Any]]) -> PlainTable:
     """Make the table of what backward has of each block; what nothing keeps is left out."""
-    table = plain_table("Kept for backward, by op of a block; all else is computed again")
-    for heading in ("module", "op", "kept in"):
-        table.add_column(heading, overflow="fold")
-    kept = sorted((row for row in rows if row["keep_in"]), key=lambda row: -row["mib"])
-    sizes = _add(table, "a block", "bytes", [row["mib"] * MIB for row in kept])
-    times = _add(table, "again", "seconds", [row["milliseconds"] / 1e3 for row in kept])
-    for row, size, time in zip(kept, sizes, times, strict=True):
-        table.add_row(
-            Text(row["module"] or "(the block itself)"),
-            Text(row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "")),
-            Text(", ".join(row["keep_in"])),
-            size,
-            time,
-        )
-    return table
+    rows = sorted((row for row in rows if row["keep_in"]), key=lambda row: -row["mib"])
+    ops = [row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "") for row in rows]
+    return _table(
+        "Kept for backward, by op of a block; all else is computed again",
+        ("module", "name", [row["module"] or "(the block itself)" for row in rows]),
+        ("op", "name", ops),
+        ("kept in", "name", [", ".join(row["keep_in"]) for row in rows]),
+        ("a block", "bytes", [row["mib"] * MIB for row in rows]),
+        ("again", "seconds", [row["milliseconds"] / 1e3 for row in rows]),
+    )
 
 
-def _curve_table(report: dict[str, Any]) -> Table:
+def _curve_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of step times over memory, the fewest bytes first."""
-    table = plain_table("Step time over memory: fixed policies, and the best plan within a limit")
-    table.add_column("policy")
-    curve = sorted(report["memory_curve"], key=lambda each: each["peak_bytes"])
-    columns = [
-        _add(table, heading, "bytes", [each[f"{key}_bytes"] or 0 for each in curve])
-        for heading, key in (("limit", "limit"), ("peak", "peak"), ("needs", "needed"))
-    ]
-    columns.append(_add(table, "step", "seconds", [each["step_seconds"] for each in curve]))
-    for each, limit, *cells in zip(curve, *columns, strict=True):
-        table.add_row(each["policy"], limit if each["limit_bytes"] else "", *cells)
-    return table
+    rows = sorted(report["memory_curve"], key=lambda each: each["peak_bytes"])
+    return _table(
+        "Step time over memory: fixed policies, and the best plan within a limit",
+        ("policy", "text", _of(rows, "policy")),
+        ("limit", "bytes", _of(rows, "limit_bytes")),
+        ("peak", "bytes", _of(rows, "peak_bytes")),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("step", "seconds", _of(rows, "step_seconds")),
+    )
 
 
-def _expert_loads(loads: dict[str, Any]) -> Iterator[RenderableType]:
-    """Yield the table of loads, which imbalance fits, and the layers that are spread worst."""
-    rows = loads["rows"]
-    table = plain_table("Experts: what the fullest rank receives, in times of an even share")
-    table.add_column("tokens", overflow="fold")
-    table.add_column("imbalance", justify="right")
-    columns = [
-        _add(table, "peak", "bytes", [each["peak_bytes"] for each in rows]),
-        _add(table, "needs", "bytes", [each["needed_bytes"] for each in rows]),
-        _add(table, "step", "seconds", [each["step_seconds"] for each in rows]),
-    ]
-    table.add_column("fits")
-    for each, *cells in zip(rows, *columns, strict=True):
-        fits = "yes" if each["fits"] else "NO"
-        table.add_row(Text(each["what"]), f"{each['imbalance']:,.2f}", *cells, fits)
-    yield table
-    yield Text(f"{what_imbalance_fits(loads)}\n")
+def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
+    """Make the table of spreads of tokens over experts."""
+    return _table(
+        "Experts: what the fullest rank receives, in times of an even share",
+        ("tokens", "name", _of(rows, "what")),
+        ("imbalance", "text", [f"{each['imbalance']:,.2f}" for each in rows]),
+        ("peak", "bytes", _of(rows, "peak_bytes")),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("step", "seconds", _of(rows, "step_seconds")),
+        ("fits", "text", ["yes" if each["fits"] else "NO" for each in rows]),
+    )
 
 
 def what_imbalance_fits(loads: dict[str, Any]) -> str:
@@ -217,23 +208,17 @@ def what_imbalance_fits(loads: dict[str, Any]) -> str:
     return text
 
 
-def _advice_table(report: dict[str, Any]) -> RenderableType:
+def advice_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of changes for a run that does not fit."""
-    advice, now = report["advice"], report["needed_bytes"]
-    if not advice:
-        return Text("No single setting would help: use more ranks, or hardware with more memory.")
-    table = plain_table("What would help most, one change at a time, estimated from five layers")
-    table.add_column("flags", overflow="fold")
-    needed = [each["needed_bytes"] for each in advice]
-    columns = [
-        _add(table, "needs", "bytes", needed),
-        _add(table, "saves", "bytes", [now - num for num in needed]),
-        _add(table, "tok/s/GPU", "count", [each["tokens_per_second_per_gpu"] for each in advice]),
-    ]
-    table.add_column("fits")
-    for each, *cells in zip(advice, *columns, strict=True):
-        table.add_row(Text(" ".join(each["flags"])), *cells, "yes" if each["fits"] else "no")
-    return table
+    rows = report["advice"]
+    return _table(
+        "What would help most, one change at a time, estimated from five layers",
+        ("flags", "name", [" ".join(each["flags"]) for each in rows]),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("saves", "bytes", [report["needed_bytes"] - num for num in _of(rows, "needed_bytes")]),
+        ("tok/s/GPU", "count", _of(rows, "tokens_per_second_per_gpu")),
+        ("fits", "text", ["yes" if each["fits"] else "no" for each in rows]),
+    )
 
 
 def fit_and_speed(report: dict[str, Any]) -> str:
@@ -272,33 +257,30 @@ def bound_of(report: dict[str, Any]) -> str:
     return KEY if allowed_bytes(report) == report["limit_bytes"] else report["hardware"]["name"]
 
 
-def comparison_table(rows: Sequence[Outcome], allowed: int) -> Table:
+def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable:
     """Make a table with a row for each combination; `allowed` bytes is what all of them may need
     that compare no limits."""
     most = measure("bytes", [allowed], significant=3).text(allowed)
-    limits = f", and at most the row's {KEY}" if KEY in rows[0].config else ""
-    table = plain_table(f"All combinations; one fits that needs at most {most}{limits}")
-    table.add_column("fits", no_wrap=True)
-    for key in rows[0].config:
-        table.add_column(_heading(key), overflow="fold")
-    planned = [row for row in rows if not row.error]
-    columns = [
-        _add(table, "needs", "bytes", [row.needed_bytes for row in planned]),
-        _add(table, "step", "seconds", [row.step_seconds for row in planned]),
-        _add(table, "tok/s/GPU", "count", [row.tokens_per_second_per_gpu for row in planned]),
-        _add(table, "exposed", "seconds", [row.exposed_seconds for row in planned]),
-    ]
-    table.add_column("MFU", justify="right")
+    limits = f", and at most the row's {KEY}" if KEY in rows[0]["config"] else ""
+
+    def values(key: str) -> list[Any]:
+        return [None if row["error"] else row[key] for row in rows]
+
+    fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
+    table = _table(
+        f"All combinations; one fits that needs at most {most}{limits}",
+        ("fits", "text", fits),
+        *(
+            (_heading(key), "name", [row["config"][key] for row in rows])
+            for key in rows[0]["config"]
+        ),
+        ("needs", "bytes", values("needed_bytes")),
+        ("step", "seconds", values("step_seconds")),
+        ("tok/s/GPU", "count", values("tokens_per_second_per_gpu")),
+        ("exposed", "seconds", values("exposed_seconds")),
+        ("MFU", "part", values("mfu")),
+    )
     table.optional = tuple((column,) for column in table.columns[:-3:-1])
-    cells_of = zip(*columns, strict=True)
-    for row in rows:
-        values = map(Text, row.config.values())
-        if row.error:
-            table.add_row("-", *values)
-            continue
-        cells = (*next(cells_of), f"{row.mfu:.1%}")
-        fits = "yes" if row.fits else "NO"
-        table.add_row(fits, *values, *cells, style="" if row.fits else "dim")
     return table
 
 

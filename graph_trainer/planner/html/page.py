@@ -7,27 +7,27 @@ import hashlib
 import json
 import zlib
 from importlib import resources
-from itertools import pairwise
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import jinja2
 from markupsafe import Markup
+from rich.table import Column, Table
 
-from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.planner import text
 from graph_trainer.planner.html.drawn import drawn
 from graph_trainer.planner.measures import duration, measure, size
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.plan_report import (
-    CATEGORIES,
-    idle_passes,
-    ledger_columns,
-    readable_report,
-)
-from graph_trainer.planner.text import allowed_bytes, bound_of, what_imbalance_fits
+from graph_trainer.planner.plan_report import CATEGORIES, readable_report
+from graph_trainer.planner.text import allowed_bytes, bound_of
 
 _ASSETS = resources.files("graph_trainer.planner.html")
 _SCRIPTS = ("plotly-basic.min.js", "plotting.js", "series.js", "plots.js")
+
+
+_Point = tuple[str, bool, int, float, str]
+"""Of a plot of plans over memory: label, whether it is on the line, the bytes that the plan needs,
+its seconds or tokens per second and GPU, its name."""
 
 
 def write_page(plan: Plan, file: IO[str]) -> None:
@@ -37,26 +37,25 @@ def write_page(plan: Plan, file: IO[str]) -> None:
     page's policy lets only its own scripts run.
     """
     report = readable_report(plan)
-    ledger = report["ledger"]
-    points = [
-        _Point(
-            each["policy"] if each["limit_bytes"] is None else "",
-            each["limit_bytes"] is not None,
-            each["needed_bytes"],
-            each["step_seconds"],
-            f"limit {size(each['limit_bytes'])}" if each["limit_bytes"] else each["policy"],
-        )
-        for each in report["memory_curve"]
-    ]
+    points: list[_Point] = []
+    for each in report["memory_curve"]:
+        limit, policy = each["limit_bytes"], each["policy"]
+        label, name = ("", f"limit {size(limit)}") if limit else (policy, policy)
+        points.append((label, bool(limit), each["needed_bytes"], each["step_seconds"], name))
     _write(
         "page.html.jinja",
         file,
         drawn(plan) | {"curve": _curve(points, "seconds", allowed_bytes(report), bound_of(report))},
         report=report,
         fit=fit_text(report),
-        exposed=sum(ledger[-1]["exposed_seconds"].values()),
-        ledger=ledger_cells(ledger),
-        idle=idle_passes(ledger),
+        exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
+        tables={
+            "ledger": text.ledger_table(report["ledger"]),
+            "modules": text.modules_table(report["peak"]),
+            "waits": text.waits_table(report, most=12),
+            "advice": text.advice_table(report),
+            "experts": text.experts_table((report["expert_loads"] or {"rows": []})["rows"]),
+        },
     )
 
 
@@ -68,58 +67,51 @@ def write_comparison(document: dict[str, Any], model: str, allowed: int, file: I
         model: its name.
         allowed: the bytes that a combination may need.
     """
-    rows = [row for row in document["rows"] if not row["error"]]
-    best, front = 0.0, []
-    for row in sorted(rows, key=lambda r: (r["needed_bytes"], -r["tokens_per_second_per_gpu"])):
-        if row["tokens_per_second_per_gpu"] > best:
-            best = row["tokens_per_second_per_gpu"]
-            front.append(row)
-    points = [
-        _Point(
-            str(number),
-            row in front,
-            row["needed_bytes"],
-            row["tokens_per_second_per_gpu"],
-            ", ".join(f"{key} = {value}" for key, value in row["config"].items()),
-        )
-        for number, row in enumerate(rows, 1)
-    ]
-    curve = _curve(points, "count", allowed, document["hardware"]["name"])
+    best, points = 0.0, []
+    numbered = [(str(n), row) for n, row in enumerate(document["rows"], 1) if not row["error"]]
+    for number, row in sorted(
+        numbered, key=lambda each: (each[1]["needed_bytes"], -each[1]["tokens_per_second_per_gpu"])
+    ):
+        speed = row["tokens_per_second_per_gpu"]
+        name = ", ".join(f"{key} = {value}" for key, value in row["config"].items())
+        points.append((number, speed > best, row["needed_bytes"], speed, name))
+        best = max(best, speed)
     _write(
-        "comparison.html.jinja", file, {"curve": curve}, report=document, planned=rows, model=model
+        "comparison.html.jinja",
+        file,
+        {"curve": _curve(points, "count", allowed, document["hardware"]["name"])},
+        report=document,
+        model=model,
+        table=text.comparison_table(document["rows"], allowed),
     )
-
-
-class _Point(NamedTuple):
-    """A plan in a plot over the memory that it needs."""
-
-    label: str
-    on_line: bool
-    needed_bytes: int
-    value: float
-    """Seconds of a step, or tokens per second and GPU."""
-    name: str
 
 
 def _curve(points: list[_Point], kind: str, allowed: int, bound: str) -> dict[str, Any]:
     """Make what the plot of plans over memory is drawn from, in the units of its axes."""
-    x = measure("bytes", [point.needed_bytes for point in points])
-    y = measure(kind, [point.value for point in points])
+    x = measure("bytes", [needed for _, _, needed, _, _ in points])
+    y = measure(kind, [value for _, _, _, value, _ in points])
     unit = y.unit or "tokens/s/GPU"
-    ordered = sorted(points, key=lambda point: point.needed_bytes)
     shown = [
         {
-            "x": point.needed_bytes / x.each,
-            "y": point.value / y.each,
-            "label": point.label,
-            "line": point.on_line,
-            "text": f"{point.name}: needs {x.text(point.needed_bytes)}, "
-            f"{y.digits(point.value)} {unit}",
+            "x": needed / x.each,
+            "y": value / y.each,
+            "label": label,
+            "line": on_line,
+            "text": f"{name}: needs {x.text(needed)}, {y.digits(value)} {unit}",
         }
-        for point in ordered
+        for label, on_line, needed, value, name in sorted(points, key=lambda point: point[2])
     ]
     limit = {"x": allowed / x.each, "text": f"{x.text(allowed)} of {bound}"}
     return {"points": shown, "x_unit": x.unit, "y_unit": unit, "limit": limit}
+
+
+def _look(column: Column) -> str:
+    """Return the class of a column's cells."""
+    return "n" if column.justify == "right" else "name" if column.overflow == "fold" else ""
+
+
+def _rows(table: Table) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
 
 
 def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) -> None:
@@ -135,9 +127,10 @@ def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) ->
         "duration": duration,
         "count": "{:,.0f}".format,
         "category": CATEGORIES.__getitem__,
-        "kind": shown_name,
         "plain": plain,
-        "imbalance": what_imbalance_fits,
+        "imbalance": text.what_imbalance_fits,
+        "look": _look,
+        "rows": _rows,
     }
     scripts = [_script(_asset(name)) for name in _SCRIPTS]
     packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
@@ -159,20 +152,6 @@ def fit_text(report: dict[str, Any]) -> str:
     if bound_of(report) == KEY:
         both += f", {KEY}"
     return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"
-
-
-def ledger_cells(ledger: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Make the columns of the table of passes: the heading, and of each row value and change."""
-    columns = []
-    for name, kind, values in ledger_columns(ledger):
-        unit = measure(kind, values)
-        cells = [(unit.text(values[0]), "")]
-        for before, now in pairwise(values):
-            change = unit.digits(abs(now - before))
-            sign = "+" if now > before else "−"
-            cells.append((unit.text(now), sign + change if change.strip("0.,") else ""))
-        columns.append((name, cells))
-    return columns
 
 
 def plain(value: Any) -> str:
