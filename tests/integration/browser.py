@@ -90,6 +90,14 @@ class Browser:
         self.js("arguments[0].scrollIntoView({block: 'center'})", element)
         self.actions().move_to_element_with_offset(element, right, down).perform()
 
+    def picture(self, selector: str = "") -> bytes:
+        """Return what the window shows, or an element, as a PNG."""
+        if not selector:
+            return self.driver.get_screenshot_as_png()
+        element = self.driver.find_element("css selector", selector)
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        return element.screenshot_as_png
+
     def actions(self) -> ActionChains:
         """The mouse, quick."""
         return ActionChains(self.driver, duration=50)

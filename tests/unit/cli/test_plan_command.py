@@ -47,7 +47,8 @@ BAD = {
     "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
     "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),
     "batch of other ranks": (
-        [TP, "2", SHARD, "2", "--training.local_batch_size", "2", "--training.global_batch_size", "6"],
+        [TP, "2", SHARD, "2", "--training.local_batch_size", "2", "--training.global_batch_size",
+         "6"],
         "not a multiple of",
     ),
     "ranks that nothing says": ([TP, "4"], "so 4 is the fewest that shard: add --world-size 4"),
