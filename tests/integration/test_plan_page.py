@@ -169,6 +169,18 @@ def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
     assert "too much" in opened.js("return document.querySelector('.figures').innerText")
 
 
+def test_long_steps_are_in_seconds(opened, plan, tmp_path):
+    done = plan.simulation
+    slow = replace(done, timeline=replace(done.timeline, step_seconds=9.0))
+    curve = tuple(replace(each, step_seconds=9 + each.step_seconds) for each in CURVE)
+    opened.window(1280, 900)
+    opened.open(written(replace(plan, simulation=slow, memory_curve=curve), tmp_path / "slow.html"))
+    for plot, axis in (("memory", "x"), ("streams", "x"), ("curve", "y")):
+        ticks = [text for text in opened.texts(f"#{plot} .{axis}tick text") if " " in text]
+        assert ticks and {text.split()[-1] for text in ticks} == {"s"}, plot
+    assert "9 s" in opened.texts("#memory .xtick text")
+
+
 def test_the_memory_curve_is_drawn_over_what_a_device_must_have(browser):
     line, points = drawn(browser, "curve")
     assert line["x"] == [28, 52] and line["y"] == pytest.approx([4, 3.1])
