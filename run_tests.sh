@@ -9,7 +9,7 @@ here=$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")
 source "$here/scripts/environment.sh"
 
 use_environment dev graph_trainer torch torchtitan \
-    expecttest hatchling hypothesis jsonschema mypy plotly pytest pytest_timeout ruff selenium transformers \
+    expecttest hatchling hypothesis jsonschema mypy pytest pytest_timeout ruff selenium transformers \
     xdist
 cd "$here"
 

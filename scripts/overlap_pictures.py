@@ -44,9 +44,8 @@ def picture(browser: Browser, page: Path) -> bytes:
     """The streams of a part of backward."""
     browser.window(*DESK)
     browser.open(page)
-    end = "Math.max(...JSON.parse(document.getElementById('plan').textContent).lanes.flatMap("
-    milliseconds = browser.js(f"return {end}lane => lane.start)) / 1e6")
-    browser.js(_BETWEEN, [FROM * milliseconds, TO * milliseconds])
+    end = browser.js("return document.getElementById('streams')._fullLayout.xaxis.range[1]")
+    browser.js(_BETWEEN, [FROM * end, TO * end])
     browser.until("return document.getElementById('memory')._fullLayout.xaxis.range[0] > 0")
     return browser.picture("#streams-part")
 

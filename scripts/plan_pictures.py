@@ -13,11 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.integration.browser import Browser
 
 _LONGEST_WAIT = """
-const {lanes} = JSON.parse(document.getElementById("plan").textContent);
-const {start, ns} = lanes.find(({waits}) => waits);
-const longest = ns.indexOf(Math.max(...ns));
-const [from, to] = [start[longest] - 4 * ns[longest], start[longest] + 5 * ns[longest]];
-Plotly.relayout("streams", {"xaxis.range[0]": Math.max(from, 1) / 1e6, "xaxis.range[1]": to / 1e6});
+return plotting.read().then(({lanes, step_ns}) => {
+    const {start, ns} = lanes.find(({waits}) => waits);
+    const longest = ns.indexOf(Math.max(...ns));
+    const each = step_ns / document.getElementById("streams")._fullLayout.xaxis.range[1];
+    const [from, to] = [start[longest] - 4 * ns[longest], start[longest] + 5 * ns[longest]];
+    const range = [Math.max(from, 1) / each, Math.min(to, step_ns) / each];
+    return Plotly.relayout("streams", {"xaxis.range[0]": range[0], "xaxis.range[1]": range[1]});
+}).then(() => true);
 """
 DESK = (1200, 800)
 

@@ -19,15 +19,16 @@ from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
-from graph_trainer.planner.html.page import write_page
-from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, versions
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.html.page import write_comparison, write_page
+from graph_trainer.planner.plan import LoadConfig, Plan, make_plan, model_name, versions
+from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.processes import usable_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import comparison_table, fit_and_speed, report_text
@@ -85,18 +86,25 @@ def main(argv: Sequence[str]) -> int:
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config
 
+    wanted = settings(flags.compare)
     config = load(())
+    _check_table(flags, config)
+    routing = _checked_routing(flags, config)
+    files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
+    check_outputs(files)
     if world_size is None:
         world_size = wanted_ranks(config)
+        if config.parallelism.data_parallel_shard_degree < 1:
+            raise ConfigError(
+                "--world-size: how many ranks? parallelism.data_parallel_shard_degree = -1 takes "
+                f"all that the other degrees leave, so {world_size} is the fewest that shard: add "
+                f"--world-size {world_size}, or the number of your GPUs"
+            )
         check_config(config, world_size)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
         )
-    _check_table(flags, config)
-    routing = _checked_routing(flags, config)
-    files = {f"--{name}": getattr(flags, name) for name in _WRITERS if getattr(flags, name)}
-    check_outputs(files)
 
     cache = None if flags.no_capture_cache else CaptureCache(default_folder())
     captures = Captures(cache=cache)
@@ -124,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if flags.compare:
         plan_one = partial(plan_of, every_pass=False)
-        return _compare(flags, config, load, plan_one, hardware, world_size)
+        return _compare(flags, wanted, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
         plan = plan_of(config, on_progress=say)
     if flags.expert_imbalance or routing:
@@ -137,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
     if flags.memory_curve:
         with progress("memory curve") as say:
             plan = replace(plan, memory_curve=tuple(memory_curve(plan, say, usable_processes())))
-    _print(report_text(plan_report(plan)), files.values())
+    _print(report_text(readable_report(plan)), files.values())
     for flag, path in files.items():
         write, _ = _WRITERS[flag.removeprefix("--")]
         with published(path) as file:
@@ -174,6 +182,12 @@ def _check_together(flags: argparse.Namespace) -> None:
                 f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like "
                 f"{flags.like} plans another program: leave one of the two out"
             )
+    for name in (*_OF_ONE_PLAN, *_WRITERS) if flags.compare and not flags.verify_order else ():
+        if name not in ("json", "html") and getattr(flags, name):
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"--{flag} is of one plan and --compare makes several: leave one of the two out"
+            )
     if not flags.verify_order:
         if flags.all_ranks:
             raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
@@ -187,8 +201,7 @@ def _check_together(flags: argparse.Namespace) -> None:
 def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
     """Refuse --table where no pass decides what backward keeps."""
     policy = POLICIES.get(type(config.activation_checkpoint))
-    auto = config.parallelism.fsdp_reshard_after_forward == "auto"
-    if flags.table and policy not in ("budget", "file") and not auto:
+    if flags.table and policy not in ("budget", "file"):
         raise ConfigError(
             '--table: there is none to write, as activation_checkpoint.type is neither "budget" '
             'nor "file": set one of them, or leave --table out'
@@ -244,7 +257,10 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
         write_trace,
         "write streams and memory as a trace for ui.perfetto.dev or chrome://tracing",
     ),
-    "html": (write_page, "write a page with tables and plots, which opens offline"),
+    "html": (
+        write_page,
+        "write a page with tables and plots, which opens offline; with --compare also the front",
+    ),
     "save": (
         _write_saved,
         "write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
@@ -261,38 +277,38 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
 
 def _compare(
     flags: argparse.Namespace,
+    wanted: dict[str, tuple[str, ...]],
     config: GraphTrainerConfig,
     load: LoadConfig,
     plan_of: Callable[[GraphTrainerConfig], Plan],
     hardware: Hardware,
     world_size: int,
 ) -> int:
-    wanted = settings(flags.compare)
-    for name in (*_OF_ONE_PLAN, *_WRITERS):
-        if name != "json" and getattr(flags, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} is of one plan and --compare makes several: leave one of the two out"
-            )
     with progress("compare") as say:
         rows = compare(wanted, load, plan_of, say, usable_processes())
+    document = {
+        "schema": SCHEMA,
+        "versions": versions(),
+        "config": config_to_toml(config),
+        "hardware": asdict(hardware),
+        "runtime": flags.like,
+        "world_size": world_size,
+        "rank": flags.rank,
+        "rows": [asdict(row) for row in rows],
+    }
     reasons = dict.fromkeys(row.error for row in rows if row.error)
-    table = comparison_table(rows, hardware.memory_bytes)
-    _print(Group(table, *(f"- {r}" for r in reasons)), [flags.json] if flags.json else [])
+    limit = config.compile.memory_limit_gib
+    allowed = min(hardware.memory_bytes, int(limit * GIB) if limit else hardware.memory_bytes)
+    table = comparison_table(document["rows"], allowed)
+    _print(Group(table, *(f"- {r}" for r in reasons)), filter(None, (flags.json, flags.html)))
     if flags.json:
-        document = {
-            "schema": SCHEMA,
-            "versions": versions(),
-            "config": config_to_toml(config),
-            "hardware": asdict(hardware),
-            "runtime": flags.like,
-            "world_size": world_size,
-            "rank": flags.rank,
-            "rows": [asdict(row) for row in rows],
-        }
         with published(flags.json) as file:
             file.write(json.dumps(document, indent=2) + "\n")
         print(f"wrote {flags.json}", file=sys.stderr)
+    if flags.html:
+        with published(flags.html) as file:
+            write_comparison(document, model_name(config), allowed, file)
+        print(f"wrote {flags.html}", file=sys.stderr)
     return 0
 
 
@@ -314,7 +330,8 @@ def _parser() -> argparse.ArgumentParser:
         "--world-size",
         type=_positive,
         metavar="N",
-        help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to",
+        help="number of ranks; default: WORLD_SIZE, or what the degrees of parallelism multiply to "
+        "where parallelism.data_parallel_shard_degree is not -1",
     )
     parser.add_argument(
         "--hardware",
@@ -333,6 +350,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare",
         action="append",
+        default=[],
         metavar="KEY=A,B,C",
         help="plan all combinations of these values of config keys instead; may be repeated; "
         "separate values that are lists by ;",

@@ -3,43 +3,91 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 
 from rich.box import SIMPLE
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+from rich.table import Column, Table
 
 from graph_trainer.core.passes.report import HEADINGS, Report
 
 WIDTH = 100
+_NAME = 20
+"""The letters of a name that stand on one line, however narrow the console."""
 
 OnProgress = Callable[[str], None]
 """Prints one line."""
 
 
-def plain_table(title: str, title_style: str = "bold") -> Table:
+class PlainTable(Table):
+    """A table that leaves columns out where the console is too narrow, and never cuts a digit."""
+
+    optional: tuple[tuple[Column, ...], ...] = ()
+    """Columns to leave out, those of the first tuple first."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render what fits; wider than the console where all that is left does not fit."""
+        shown, lacking = copy.copy(self), dict[str, None]()
+        for columns in ((), *self.optional):
+            shown.columns = [copy.copy(each) for each in shown.columns if each not in columns]
+            lacking |= {str(each.header).replace("\n", " "): None for each in columns}
+            spans = [_span(console, each) for each in shown.columns]
+            # edges, separators and padding
+            left = options.max_width - 2 * len(spans) - 1 - sum(least for least, _ in spans)
+            if left >= 0:
+                break
+        if lacking:
+            left_out = f"No room for: {', '.join(lacking)}."
+            shown.caption = f"{self.caption}\n{left_out}" if self.caption else left_out
+        options = options.update_width(options.max_width - min(0, left))
+        order = sorted(
+            zip(spans, shown.columns, strict=True), key=lambda each: each[0][1] - each[0][0]
+        )
+        for place, ((least, most), column) in enumerate(order):
+            more = min(most - least, max(0, left) // (len(order) - place))
+            column.width = least + more
+            left -= more
+        yield from Table.__rich_console__(shown, console, options)
+
+
+def _span(console: Console, column: Column) -> tuple[int, int]:
+    """Return the widths that a column needs and can use; a name may be folded."""
+    wide = console.options.update_width(10 * WIDTH)
+    cells = [Measurement.get(console, wide, cell) for cell in (column.header, *column.cells)]
+    most = max(cell.maximum for cell in cells)
+    least = most if column.no_wrap else max(cell.minimum for cell in cells)
+    least = max(column.min_width or 0, min(least, _NAME) if column.overflow == "fold" else least)
+    return least, max(least, most)
+
+
+def plain_table(title: str, title_style: str = "bold") -> PlainTable:
     """Make an empty table with a title, in the style that all tables share."""
-    return Table(
+    return PlainTable(
         title=title,
         title_justify="left",
         title_style=title_style,
+        caption_justify="left",
         box=SIMPLE,
         padding=(0, 1, 0, 0),
     )
 
 
 def print_table(table: RenderableType, *, stderr: bool = False) -> None:
-    """Print a table: 100 columns wide where the output is not a terminal, at most 100 on one.
+    """Print a table at most 100 columns wide, and as wide as the terminal where it is one.
 
-    A table that needs more than a narrow terminal has is 100 wide too: its digits would be cut.
+    torchrun's prefix of a line, such as "[rank0]:", counts.
     """
-    terminal = Console(stderr=stderr)
-    page = Console(stderr=stderr, width=WIDTH, highlight=False)
-    if terminal.is_terminal and page.measure(table).minimum <= terminal.width:
-        page.width = min(terminal.width, WIDTH)
-    page.print(table)
+    console = Console(stderr=stderr, highlight=False)
+    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        width -= len("[{ROLE_NAME}{LOCAL_RANK}]:".format_map(os.environ))
+    console.width = width
+    console.print(table, crop=False)
 
 
 def report_table(report: Report) -> Table:
@@ -49,11 +97,11 @@ def report_table(report: Report) -> Table:
     table.add_column(name, no_wrap=True)
     for heading in numbers:
         table.add_column(heading, justify="right")
+    table.optional = ((table.columns[-1],), (table.columns[1],))
     for row in report.cells():
         table.add_row(*row)
     if report.notes():
         table.caption = "\n".join(report.notes())
-        table.caption_justify = "left"
     return table
 
 

@@ -127,11 +127,10 @@ class Plan:
     @property
     def headline(self) -> str:
         """What was planned, in one line."""
-        spec = self.config.model_spec
-        model = f"{spec.name} {spec.flavor}" if spec is not None else "model"
         return (
-            f"{model}, {self.num_parameters / 1e9:.2f} B parameters, rank {self.rank} of "
-            f"{self.world_size} on {self.hardware.name}, run by {self.simulation.runtime.name}"
+            f"{model_name(self.config)}, {self.num_parameters / 1e9:.2f} B parameters, rank "
+            f"{self.rank} of {self.world_size} on {self.hardware.name}, run by "
+            f"{self.simulation.runtime.name}"
         )
 
     @property
@@ -176,6 +175,12 @@ class Plan:
     def fits(self) -> bool:
         """Whether the step fits on the hardware and within the limit."""
         return self.headroom_bytes >= 0
+
+
+def model_name(config: GraphTrainerConfig) -> str:
+    """Format the name and flavor of the model that a config trains."""
+    spec = config.model_spec
+    return f"{spec.name} {spec.flavor}" if spec is not None else "model"
 
 
 def make_plan(

@@ -7,6 +7,7 @@ for a terminal and the page are made from it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
 from typing import Any
@@ -25,6 +26,7 @@ from graph_trainer.core.units import GIB, gib
 from graph_trainer.planner.changes import POLICY, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
+from graph_trainer.titan.activation_policies import POLICIES
 from graph_trainer.titan.config.serialize import config_to_toml
 
 SCHEMA = "graph_trainer.plan/2"
@@ -86,6 +88,70 @@ def plan_report(plan: Plan) -> dict[str, Any]:
         "tokens_per_second_per_gpu": plan.tokens_per_second_per_gpu,
         "mfu": plan.mfu,
     }
+
+
+PURPOSES = {
+    Traffic.UNSHARD.value: "gathers parameters",
+    Traffic.REDUCE_GRAD.value: "reduces gradients",
+    Traffic.TENSOR_PARALLEL.value: "tensor parallelism",
+    Traffic.CONTEXT_PARALLEL.value: "context parallelism",
+    Traffic.EXPERT_PARALLEL.value: "expert parallelism",
+    Traffic.OTHER.value: "other communication",
+}
+"""The names of the purposes of collectives in tables."""
+
+
+def readable_report(plan: Plan) -> dict[str, Any]:
+    """Make the report for tables and the page: settings in a line, nodes with module and op."""
+    report = plan_report(plan) | {"settings": _settings(plan)}
+    nodes = {node.name: node for node in plan.simulation.joint.graph.nodes}
+
+    def described(name: str) -> str:
+        node = nodes[name]
+        op, _, _ = getattr(node.target, "__name__", node.op).partition(".")
+        return f"{name}, {op}" + (f" in {owner}" if (owner := owner_of(node)) else "")
+
+    report["peak"]["node"] = described(report["peak"]["node"])
+    for each in report["peak"]["largest"]:
+        each["node"] = described(each["node"])
+    for each in report["exposed_by_module"]:
+        each["purpose"] = PURPOSES[purpose(plan, each["role"])]
+        held = each["holds_up"]
+        each["holds_up"] = described(held) if held else "the end of the step"
+    return report
+
+
+def purpose(plan: Plan, traffic: str) -> str:
+    """Return what communication is for, where the config knows more than the graph.
+
+    A graph whose only group reduces all gradients that are reduced looks data-parallel.
+    """
+    alone = plan.config.parallelism.tensor_parallel_degree == plan.world_size
+    return Traffic.TENSOR_PARALLEL.value if alone and traffic == Traffic.OTHER else traffic
+
+
+def _settings(plan: Plan) -> str:
+    """Format what was planned: mesh, batch, sequence, activation policy, reshard, backend."""
+    config, replicas = plan.config, plan.world_size // plan.ranks_per_batch
+    training, parallelism = config.training, config.parallelism
+    others = {
+        "dp_replicate": parallelism.data_parallel_replicate_degree,
+        "cp": parallelism.context_parallel_degree,
+        "tp": parallelism.tensor_parallel_degree,
+    }
+    mesh = {"dp_shard": plan.world_size // math.prod(others.values()), **others}
+    mesh["ep"] = parallelism.expert_parallel_degree
+    shown = " x ".join(f"{name} {degree}" for name, degree in mesh.items() if degree > 1)
+    batch = training.local_batch_size
+    section = config.activation_checkpoint
+    policy = POLICIES.get(type(section), type(section).__qualname__) if section else "none"
+    limit = config.compile.memory_limit_gib
+    return (
+        f"mesh {shown or 'of one rank'}; batch {batch} local, "
+        f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}; "
+        f"activation policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
+        f"backend {config.compile.backend}" + (f"; limit {limit:g} GiB" if limit else "")
+    )
 
 
 def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Sequence[float]]]:

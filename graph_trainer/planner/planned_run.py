@@ -23,10 +23,10 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
-from graph_trainer.core.units import unit_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
+from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_check import PlanCheck, load_config_and_plan
 from graph_trainer.planner.saved_plan import Predicted
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -274,15 +274,8 @@ def comparison_table(title: str, rows: Iterable[Quantity]) -> Table:
     table.add_column("how", overflow="fold")
     for row in rows:
         ratio = "" if row.ratio is None else f"{row.ratio:.3f}"
-        values = (_text(value, row.unit) for value in (row.predicted, row.measured))
+        both = (row.predicted, row.measured)
+        unit = measure(row.unit, [value for value in both if value is not None])
+        values = ("-" if value is None else unit.text(value) for value in both)
         table.add_row(row.what, *values, ratio, row.how)
     return table
-
-
-def _text(value: float | None, unit: str) -> str:
-    if value is None:
-        return "-"
-    if unit == "bytes":
-        name, size = unit_of(value)
-        return f"{value / size:,.2f} {name}"
-    return f"{value:,.4f} s" if unit == "seconds" else f"{value:,.0f}"

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nlargest
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
+from graph_trainer.core.graph.collective_kinds import shown_name
 from graph_trainer.core.passes.memory_limit import KEY
-from graph_trainer.core.units import unit_of
-from graph_trainer.planner.console import plain_table
-from graph_trainer.planner.plan import Outcome
+from graph_trainer.core.units import MIB
+from graph_trainer.planner.console import PlainTable, plain_table
+from graph_trainer.planner.measures import duration, measure
 from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 
-_MODULES_SHOWN = 8
-_WAITS_SHOWN = 5
 _LAYERS_SHOWN = 5
 
 
@@ -27,178 +27,169 @@ def report_text(report: dict[str, Any]) -> RenderableType:
 
 
 def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
-    yield Text(report["headline"], style="bold")
+    yield Text(f"{report['headline']}\n{report['settings']}", style="bold")
     for note in report["notes"]:
         yield Text(f"{note}\n")
-    yield _ledger_table(report["ledger"])
+    yield ledger_table(report["ledger"])
     if report["remarks"]:
         yield Text("".join(f"{line}\n" for line in report["remarks"]))
-    yield _memory_table(report["peak"])
-    yield _modules_table(report["peak"])
+    yield memory_table(report["peak"])
+    yield modules_table(report["peak"])
     if report["exposed_by_module"]:
-        yield _waits_table(report)
+        yield waits_table(report)
     if report["memory_table"]:
         yield _kept_table(report["memory_table"])
     if report["memory_curve"]:
         yield _curve_table(report)
     if report["expert_loads"]:
-        yield from _expert_loads(report["expert_loads"])
+        yield experts_table(report["expert_loads"]["rows"])
+        yield Text(f"{what_imbalance_fits(report['expert_loads'])}\n")
     yield Text(fit_and_speed(report))
-    if not report["fits"]:
-        yield _advice_table(report)
+    if report["advice"]:
+        yield advice_table(report)
+    elif not report["fits"]:
+        yield Text("No single setting would help: use more ranks, or hardware with more memory.")
 
 
-def _ledger_table(ledger: list[dict[str, Any]]) -> Table:
-    """Make a row for each pass, with its change under every number."""
-    unit, size = unit_of(max(row["peak_bytes"] for row in ledger))
-    table = plain_table(
-        f"What each pass does; all-gathers, reduce-scatters and all-reduces with their {unit}"
-    )
-    table.add_column("after", no_wrap=True)
-    columns: list[tuple[list[float], str]] = []
-    milliseconds = ",.1f" if max(row["step_seconds"] for row in ledger) < 1 else ",.0f"
-    for name, kind, values in ledger_columns(ledger):
-        if kind == "count":
-            heading, scale, form = name.replace("-", "-\n"), 1.0, ",.0f"
-        elif kind == "bytes":
-            heading = unit if name == "moved" else f"{name}\n{unit}"
-            scale, form = 1 / size, ",.1f" if name == "moved" else ",.2f"
+Column = tuple[str, str, Sequence[Any]]
+"""Heading, kind and values; the kind is that of `measure`, or "part" of a whole, "text", "name"."""
+
+
+def _table(title: str, *columns: Column) -> PlainTable:
+    """Make a table. Numbers stand right, with their unit in the heading; a name may be folded."""
+    table = plain_table(title)
+    cells: list[list[str | Text]] = []
+    for heading, kind, values in columns:
+        if kind in ("text", "name"):
+            table.add_column(heading, overflow="fold" if kind == "name" else "ellipsis")
+            cells.append([Text(str(value)) for value in values])
+        elif kind == "part":
+            table.add_column(heading, justify="right")
+            cells.append(["" if value is None else f"{value:.1%}" for value in values])
         else:
-            heading, scale, form = f"{name}\nms", 1e3, milliseconds
+            unit = measure(kind, [value for value in values if value is not None])
+            table.add_column(f"{heading} {unit.unit}".strip(), justify="right")
+            cells.append(["" if value is None else unit.digits(value) for value in values])
+    for row in zip(*cells, strict=True):
+        table.add_row(*row)
+    return table
+
+
+def _of(rows: Iterable[dict[str, Any]], key: str) -> list[Any]:
+    return [row[key] for row in rows]
+
+
+def ledger_table(ledger: list[dict[str, Any]]) -> PlainTable:
+    """Make a row for each pass that changes a number, with its change under every number."""
+    shown: list[list[Text]] = []
+    table = plain_table("What each pass does")
+    table.add_column("after", no_wrap=True)
+    for name, kind, values in ledger_columns(ledger):
+        unit = measure(kind, values)
+        heading = name.replace("-", "-\n") if kind == "count" else f"{name}\n{unit.unit}"
         table.add_column(heading, justify="right")
-        columns.append(([value * scale for value in values], form))
+        cells = [Text(unit.digits(values[0]))]
+        for before, now in pairwise(values):
+            change = unit.digits(now - before)
+            cells.append(Text(unit.digits(now)))
+            if change.strip("-0.,"):
+                cells[-1].append(f"\n{'' if now < before else '+'}{change}", style="dim")
+        shown.append(cells)
+    moved = tuple(each for each in table.columns if str(each.header).startswith("moved"))
+    nodes, *kinds = (each for each in table.columns[1:-3] if each not in moved)
+    table.optional = (moved, (nodes,), tuple(kinds))
     idle = []
-    for place, row in enumerate(ledger):
-        same = place and all(values[place] == values[place - 1] for values, _ in columns)
-        if same and not row["rolled_back"]:
+    for row, *cells in zip(ledger, *shown, strict=True):
+        back = row["rolled_back"]
+        if table.row_count and not back and not any("\n" in cell.plain for cell in cells):
             idle.append(row["pass"])
-            continue
-        cells = [
-            _changed(values[place], values[place - 1] if place else None, form)
-            for values, form in columns
-        ]
-        table.add_row(f"{row['pass']}\nrolled back" if row["rolled_back"] else row["pass"], *cells)
+        else:
+            table.add_row(f"{row['pass']}\nrolled back" if back else row["pass"], *cells)
     if idle:
         table.caption = f"Without effect on these numbers: {', '.join(idle)}."
-        table.caption_justify = "left"
     return table
 
 
-def _changed(value: float, before: float | None, form: str) -> Text:
-    text = Text(format(value, form))
-    change = "" if before is None else format(value - before, "+" + form)
-    if change.strip("+-0.,"):
-        text.append(f"\n{change}", style="dim")
-    return text
-
-
-def _memory_table(peak: dict[str, Any]) -> Table:
+def memory_table(peak: dict[str, Any]) -> PlainTable:
     """Make the table of the categories of memory at the peak."""
-    unit, size = unit_of(peak["bytes"])
-    table = plain_table(f"Memory at the peak, at node {peak['node']}")
-    table.add_column("what", min_width=60)
-    table.add_column(unit, justify="right")
-    table.add_column("part", justify="right")
-    for category, num in peak["by_category"].items():
-        table.add_row(CATEGORIES[category], f"{num / size:,.2f}", f"{num / peak['bytes']:.0%}")
-    table.add_row("peak", f"{peak['bytes'] / size:,.2f}", "100%", style="bold")
+    sizes = [*peak["by_category"].values(), peak["bytes"]]
+    table = _table(
+        f"Memory at the peak, at node {peak['node']}",
+        ("what", "text", [*map(CATEGORIES.__getitem__, peak["by_category"]), "peak"]),
+        ("", "bytes", sizes),
+        ("part", "part", [num / peak["bytes"] for num in sizes]),
+    )
+    table.columns[0].min_width = 55
     return table
 
 
-def _modules_table(peak: dict[str, Any]) -> Table:
+def modules_table(peak: dict[str, Any], most: int = 8) -> PlainTable:
     """Make the table of the modules that have most alive at the peak."""
-    unit, size = unit_of(peak["bytes"])
-    table = plain_table("Largest live tensors at the peak, by module; layers.* is every layer")
-    table.add_column("module", overflow="fold")
-    table.add_column("what")
-    table.add_column("tensors", justify="right")
-    table.add_column(unit, justify="right")
-    for each in peak["modules"][:_MODULES_SHOWN]:
-        table.add_row(
-            Text(each["module"] or "(the model itself)"),
-            CATEGORIES[each["category"]],
-            f"{each['tensors']:,}",
-            f"{each['bytes'] / size:,.2f}",
-        )
+    rows = peak["modules"][:most]
+    table = _table(
+        "Largest live tensors at the peak, by module; layers.* is every layer",
+        ("module", "name", [row["module"] or "(the model itself)" for row in rows]),
+        ("what", "text", [CATEGORIES[row["category"]] for row in rows]),
+        ("tensors", "count", _of(rows, "tensors")),
+        ("", "bytes", _of(rows, "bytes")),
+    )
+    table.optional = ((table.columns[2],),)
     return table
 
 
-def _waits_table(report: dict[str, Any]) -> Table:
+def waits_table(report: dict[str, Any], most: int = 5) -> PlainTable:
     """Make the table of the collectives that compute waits for longest."""
-    table = plain_table("Exposed communication: where compute waits")
-    table.add_column("for")
-    table.add_column("collective of", overflow="fold")
-    table.add_column("holds up, first", overflow="fold")
-    table.add_column("ms", justify="right")
-    table.add_column("of step", justify="right")
-    for each in report["exposed_by_module"][:_WAITS_SHOWN]:
-        table.add_row(
-            each["role"],
-            Text(f"{each['kind']} {each['owner']}"),
-            Text(each["holds_up"] or "the end of the step"),
-            f"{each['seconds'] * 1e3:,.2f}",
-            f"{each['seconds'] / report['graph_seconds']:.1%}",
-        )
+    rows = report["exposed_by_module"][:most]
+    table = _table(
+        "Exposed communication: where compute waits",
+        ("what for", "text", _of(rows, "purpose")),
+        ("collective", "name", [f"{shown_name(row['kind'])}\n{row['owner']}" for row in rows]),
+        ("first holds up", "name", [row["holds_up"].replace(" in ", "\nin ") for row in rows]),
+        ("", "seconds", _of(rows, "seconds")),
+        ("of step", "part", [row["seconds"] / report["graph_seconds"] for row in rows]),
+    )
+    table.optional = ((table.columns[4],), (table.columns[2],))
     return table
 
 
-def _kept_table(rows: list[dict[str, Any]]) -> Table:
+def _kept_table(rows: list[dict[str, Any]]) -> PlainTable:
     """Make the table of what backward has of each block; what nothing keeps is left out."""
-    table = plain_table("Kept for backward, by op of a block; all else is computed again")
-    table.add_column("module")
-    table.add_column("op", overflow="fold")
-    table.add_column("kept in", overflow="fold")
-    for heading in ("MiB a block", "ms again"):
-        table.add_column(heading, justify="right")
-    kept = [row for row in rows if row["keep_in"]]
-    for row in sorted(kept, key=lambda row: -row["mib"]):
-        table.add_row(
-            Text(row["module"] or "(the block itself)"),
-            Text(row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "")),
-            Text(", ".join(row["keep_in"])),
-            f"{row['mib']:,.1f}",
-            f"{row['milliseconds']:,.3f}",
-        )
-    return table
+    rows = sorted((row for row in rows if row["keep_in"]), key=lambda row: -row["mib"])
+    ops = [row["op"] + (f" ({row['nth'] + 1})" if row["nth"] else "") for row in rows]
+    return _table(
+        "Kept for backward, by op of a block; all else is computed again",
+        ("module", "name", [row["module"] or "(the block itself)" for row in rows]),
+        ("op", "name", ops),
+        ("kept in", "name", [", ".join(row["keep_in"]) for row in rows]),
+        ("a block", "bytes", [row["mib"] * MIB for row in rows]),
+        ("again", "seconds", [row["milliseconds"] / 1e3 for row in rows]),
+    )
 
 
-def _curve_table(report: dict[str, Any]) -> Table:
+def _curve_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of step times over memory, the fewest bytes first."""
-    unit, size = unit_of(max(each["needed_bytes"] for each in report["memory_curve"]))
-    table = plain_table("Step time over memory: fixed policies, and the best plan within a limit")
-    table.add_column("policy")
-    for heading in (f"limit {unit}", f"peak {unit}", f"needs {unit}", "step ms"):
-        table.add_column(heading, justify="right")
-    for each in sorted(report["memory_curve"], key=lambda each: each["peak_bytes"]):
-        table.add_row(
-            each["policy"],
-            f"{each['limit_bytes'] / size:,.2f}" if each["limit_bytes"] else "",
-            f"{each['peak_bytes'] / size:,.2f}",
-            f"{each['needed_bytes'] / size:,.2f}",
-            f"{each['step_seconds'] * 1e3:,.1f}",
-        )
-    return table
+    rows = sorted(report["memory_curve"], key=lambda each: each["peak_bytes"])
+    return _table(
+        "Step time over memory: fixed policies, and the best plan within a limit",
+        ("policy", "text", _of(rows, "policy")),
+        ("limit", "bytes", _of(rows, "limit_bytes")),
+        ("peak", "bytes", _of(rows, "peak_bytes")),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("step", "seconds", _of(rows, "step_seconds")),
+    )
 
 
-def _expert_loads(loads: dict[str, Any]) -> Iterator[RenderableType]:
-    """Yield the table of loads, which imbalance fits, and the layers that are spread worst."""
-    rows = loads["rows"]
-    unit, size = unit_of(max(each["needed_bytes"] for each in rows))
-    table = plain_table("Experts: what the fullest rank receives, in times of an even share")
-    table.add_column("tokens", overflow="fold")
-    for heading in ("imbalance", f"peak {unit}", f"needs {unit}", "step ms", "fits"):
-        table.add_column(heading, justify="right")
-    for each in rows:
-        table.add_row(
-            Text(each["what"]),
-            f"{each['imbalance']:,.2f}",
-            f"{each['peak_bytes'] / size:,.2f}",
-            f"{each['needed_bytes'] / size:,.2f}",
-            f"{each['step_seconds'] * 1e3:,.1f}",
-            "yes" if each["fits"] else "NO",
-        )
-    yield table
-    yield Text(f"{what_imbalance_fits(loads)}\n")
+def experts_table(rows: Sequence[dict[str, Any]]) -> PlainTable:
+    """Make the table of spreads of tokens over experts."""
+    return _table(
+        "Experts: what the fullest rank receives, in times of an even share",
+        ("tokens", "name", _of(rows, "what")),
+        ("imbalance", "text", [f"{each['imbalance']:,.2f}" for each in rows]),
+        ("peak", "bytes", _of(rows, "peak_bytes")),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("step", "seconds", _of(rows, "step_seconds")),
+        ("fits", "text", ["yes" if each["fits"] else "NO" for each in rows]),
+    )
 
 
 def what_imbalance_fits(loads: dict[str, Any]) -> str:
@@ -217,82 +208,85 @@ def what_imbalance_fits(loads: dict[str, Any]) -> str:
     return text
 
 
-def _advice_table(report: dict[str, Any]) -> RenderableType:
+def advice_table(report: dict[str, Any]) -> PlainTable:
     """Make the table of changes for a run that does not fit."""
-    if not report["advice"]:
-        return Text("No single setting would help: use more ranks, or hardware with more memory.")
-    unit, size = unit_of(report["needed_bytes"])
-    table = plain_table("What would help most, one change at a time, estimated from five layers")
-    table.add_column("flags", overflow="fold")
-    for heading in (f"needs {unit}", "saves", "tok/s/GPU", "fits"):
-        table.add_column(heading, justify="right")
-    for each in report["advice"]:
-        saved = (report["needed_bytes"] - each["needed_bytes"]) / size
-        table.add_row(
-            Text(" ".join(each["flags"])),
-            f"{each['needed_bytes'] / size:,.1f}",
-            f"{saved:,.1f}",
-            f"{each['tokens_per_second_per_gpu']:,.0f}",
-            "yes" if each["fits"] else "no",
-        )
-    return table
+    rows = report["advice"]
+    return _table(
+        "What would help most, one change at a time",
+        ("flags", "name", [" ".join(each["flags"]) for each in rows]),
+        ("needs", "bytes", _of(rows, "needed_bytes")),
+        ("saves", "bytes", [report["needed_bytes"] - num for num in _of(rows, "needed_bytes")]),
+        ("tok/s/GPU", "count", _of(rows, "tokens_per_second_per_gpu")),
+        ("fits", "text", ["yes" if each["fits"] else "no" for each in rows]),
+    )
 
 
 def fit_and_speed(report: dict[str, Any]) -> str:
     """Format whether the run fits and how fast it is."""
-    needed, headroom = report["needed_bytes"], abs(report["headroom_bytes"])
-    unit, size = unit_of(max(needed, headroom))
-
-    def text(num: int) -> str:
-        return f"{num / size:,.1f} {unit}"
-
-    needs, allowed = text(needed), needed + report["headroom_bytes"]
+    needed, allowed = report["needed_bytes"], allowed_bytes(report)
+    unit = measure("bytes", [needed, allowed])._replace(places=1)
+    needs = unit.text(needed)
     peak, allocated = report["peak"]["bytes"], report["allocated_bytes"]
     if needed > peak:
         needs += (
-            f" (peak {peak / size:,.1f}, gaps of the allocator {(allocated - peak) / size:,.1f}, "
-            f"reserved for driver and communication {(needed - allocated) / size:,.1f})"
+            f" (peak {unit.digits(peak)}, gaps of the allocator {unit.digits(allocated - peak)}, "
+            f"reserved for driver and communication {unit.digits(needed - allocated)})"
         )
-    limited = allowed == report["limit_bytes"]
-    bound = f"{text(allowed)} of {KEY if limited else report['hardware']['name']}"
+    bound = f"{unit.text(allowed)} of {bound_of(report)}"
+    left = unit.text(abs(report["headroom_bytes"]))
     memory = (
-        f"Fits: needs {needs} of the {bound}; {text(headroom)} head-room."
+        f"Fits: needs {needs} of the {bound}; {left} head-room."
         if report["fits"]
-        else f"Does not fit: needs {needs}, {text(headroom)} more than the {bound}."
+        else f"Does not fit: needs {needs}, {left} more than the {bound}."
     )
     microbatches = report["microbatches"]
     return (
         f"{memory}\n{report['tokens_per_second_per_gpu']:,.0f} tokens/s/GPU, MFU "
-        f"{report['mfu']:.1%}, {report['step_seconds']:,.3f} s a step of {microbatches} microbatch"
-        f"{'es' if microbatches > 1 else ''}."
+        f"{report['mfu']:.1%}, {duration(report['step_seconds'])} a step of {microbatches} "
+        f"microbatch{'es' if microbatches > 1 else ''}."
     )
 
 
-def comparison_table(rows: Sequence[Outcome], memory_bytes: int) -> Table:
-    """Make a table with a row for each combination."""
-    unit, size = unit_of(max(row.needed_bytes for row in rows))
-    table = plain_table(
-        f"All combinations; fits: needs at most {memory_bytes / size:,.1f} {unit}, or a lower "
-        "compile.memory_limit_gib"
+def allowed_bytes(report: dict[str, Any]) -> int:
+    """Return what the run may need: of its device, or of the limit that was given."""
+    return report["needed_bytes"] + report["headroom_bytes"]
+
+
+def bound_of(report: dict[str, Any]) -> str:
+    """Return the name of what bounds the memory: the key of the limit, or the hardware."""
+    return KEY if allowed_bytes(report) == report["limit_bytes"] else report["hardware"]["name"]
+
+
+def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable:
+    """Make a table with a row for each combination; `allowed` bytes is what all of them may need
+    that compare no limits."""
+    most = measure("bytes", [allowed], significant=3).text(allowed)
+    limits = f", and at most the row's {KEY}" if KEY in rows[0]["config"] else ""
+
+    def values(key: str) -> list[Any]:
+        return [None if row["error"] else row[key] for row in rows]
+
+    fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
+    table = _table(
+        f"All combinations; one fits that needs at most {most}{limits}",
+        ("fits", "text", fits),
+        *(
+            (_heading(key), "name", [row["config"][key] for row in rows])
+            for key in rows[0]["config"]
+        ),
+        ("needs", "bytes", values("needed_bytes")),
+        ("step", "seconds", values("step_seconds")),
+        ("tok/s/GPU", "count", values("tokens_per_second_per_gpu")),
+        ("exposed", "seconds", values("exposed_seconds")),
+        ("MFU", "part", values("mfu")),
     )
-    table.add_column("fits", no_wrap=True)
-    for key in rows[0].config:
-        table.add_column(key.replace(".", ".\n"), overflow="fold")
-    for heading in (f"needs {unit}", "step ms", "exposed ms", "tok/s/GPU", "MFU"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        values = map(Text, row.config.values())
-        if row.error:
-            table.add_row("-", *values, *[""] * 5)
-            continue
-        table.add_row(
-            "yes" if row.fits else "NO",
-            *values,
-            f"{row.needed_bytes / size:,.2f}",
-            f"{row.step_seconds * 1e3:,.1f}",
-            f"{row.exposed_seconds * 1e3:,.1f}",
-            f"{row.tokens_per_second_per_gpu:,.0f}",
-            f"{row.mfu:.1%}",
-            style="" if row.fits else "dim",
-        )
+    table.optional = tuple((column,) for column in table.columns[:-3:-1])
     return table
+
+
+def _heading(key: str) -> str:
+    """Break a key of the config behind dots, and where it is long behind underscores."""
+    lines: list[str] = []
+    for part in key.replace(".", ". ").split():
+        lines += textwrap.wrap(part.replace("_", "_ "), 18)
+    return "\n".join(line.replace("_ ", "_") for line in lines)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from pathlib import Path
@@ -89,6 +90,14 @@ class Browser:
         self.js("arguments[0].scrollIntoView({block: 'center'})", element)
         self.actions().move_to_element_with_offset(element, right, down).perform()
 
+    def picture(self, selector: str = "") -> bytes:
+        """Return what the window shows, or an element, as a PNG."""
+        if not selector:
+            return self.driver.get_screenshot_as_png()
+        element = self.driver.find_element("css selector", selector)
+        self.js("arguments[0].scrollIntoView({block: 'center'})", element)
+        return element.screenshot_as_png
+
     def actions(self) -> ActionChains:
         """The mouse, quick."""
         return ActionChains(self.driver, duration=50)
@@ -96,24 +105,39 @@ class Browser:
     def contrast(self, selector: str) -> float:
         """Return the contrast of an element's text to the page, as WCAG counts it."""
         script = """
-            const channels = (c) => c.match(/[\\d.]+/g).slice(0, 3).map(Number);
             return [getComputedStyle(document.querySelector(arguments[0])).color,
-                    getComputedStyle(document.body).backgroundColor].map(channels)
+                    getComputedStyle(document.body).backgroundColor]
         """
+        return _contrast(*self.js(script, selector))
 
-        def luminance(channels: list[float]) -> float:
-            linear = [
-                c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
-                for c in channels
-            ]
-            return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-        high, low = sorted(map(luminance, self.js(script, selector)), reverse=True)
-        return (high + 0.05) / (low + 0.05)
+    def contrast_of(self, one: str, other: str) -> float:
+        """Return the contrast of two colours of the style sheet to each other."""
+        script = """
+            const probe = document.createElement("i"); document.body.append(probe);
+            const found = [...arguments].map((name) => {
+                probe.style.color = `var(${name})`; return getComputedStyle(probe).color;
+            });
+            probe.remove(); return found;
+        """
+        return _contrast(*self.js(script, one, other))
 
     def close(self) -> None:
         """End the browser and its driver."""
         self.driver.quit()
+
+
+def _contrast(*colours: str) -> float:
+    """Return the contrast of two colours, such as "rgb(20, 23, 26)"."""
+
+    def luminance(colour: str) -> float:
+        linear = [
+            c / 255 / 12.92 if c <= 0.04045 * 255 else ((c / 255 + 0.055) / 1.055) ** 2.4
+            for c in map(float, re.findall(r"[\d.]+", colour)[:3])
+        ]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    high, low = sorted(map(luminance, colours), reverse=True)
+    return (high + 0.05) / (low + 0.05)
 
 
 def hover(browser: Browser, plot: str, selector: str, right: int = 0) -> tuple[Any, str]:

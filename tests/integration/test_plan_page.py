@@ -10,7 +10,7 @@ import io
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import unescape
 from itertools import pairwise
 from pathlib import Path
@@ -21,14 +21,15 @@ import pytest
 from graph_trainer.core.graph.annotations import annotate_node, annotation, parameter_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
-from graph_trainer.planner.html.page import write_page
+from graph_trainer.planner.html.page import write_comparison, write_page
 from graph_trainer.planner.plan import Outcome, Plan, make_plan
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser, hover
 
 HOSTILE = "<b>&amp;</script><img src=x onerror=\"document.title='harmed'\">"
-MOST_BYTES = 15e6
+MOST_BYTES = 1.5e6
 
 
 def on_the_curve(policy: str, limit: int | None, peak: int, needed: int, seconds: float) -> Outcome:
@@ -137,12 +138,20 @@ def test_headings_state_the_result(browser, plan):
     assert f"{plan.mfu:.1%}" in text and f"{plan.tokens_per_second_per_gpu:,.0f}" in text
     exposed = sum(plan.simulation.timeline.exposed_seconds().values())
     assert f"{exposed / plan.simulation.timeline.step_seconds:.1%} of forward" in text
-    assert browser.texts(".ledger tbody th") == [row.name for row in plan.rows]
+    names = browser.js(
+        "return [...document.querySelectorAll('.ledger tbody tr')].map("
+        "e => e.firstElementChild.firstChild.textContent)"
+    )
+    rows = [row for row in plan.rows if row.name in names]
+    assert names == [row.name for row in rows] and names[0] == "capture"
+    (folded,) = browser.texts(".ledger details p")
+    folded = folded.removesuffix(".").rpartition(": ")[2].split(", ")
+    assert folded == [row.name for row in plan.rows if row.name not in names] and len(folded) > 4
     nodes = browser.js(
         "return [...document.querySelectorAll('.ledger tbody tr')].map("
-        "e => e.querySelector('td').firstChild.textContent)"
+        "e => e.children[1].firstChild.textContent)"
     )
-    assert nodes == [f"{row.nodes:,}" for row in plan.rows]
+    assert nodes == [f"{row.nodes:,}" for row in rows]
     largest = plan.simulation.memory.live_at(plan.simulation.memory.peak_position)[0]
     assert largest.owner in text and largest.node.name in text
 
@@ -160,10 +169,55 @@ def test_what_does_not_fit_says_by_how_much(opened, plan, tmp_path):
     assert "too much" in opened.js("return document.querySelector('.figures').innerText")
 
 
+def test_long_steps_are_in_seconds(opened, plan, tmp_path):
+    done = plan.simulation
+    slow = replace(done, timeline=replace(done.timeline, step_seconds=9.0))
+    curve = tuple(replace(each, step_seconds=9 + each.step_seconds) for each in CURVE)
+    opened.window(1280, 900)
+    opened.open(written(replace(plan, simulation=slow, memory_curve=curve), tmp_path / "slow.html"))
+    for plot, axis in (("memory", "x"), ("streams", "x"), ("curve", "y")):
+        ticks = [text for text in opened.texts(f"#{plot} .{axis}tick text") if " " in text]
+        assert ticks and {text.split()[-1] for text in ticks} == {"s"}, plot
+    assert "9 s" in opened.texts("#memory .xtick text")
+
+
 def test_the_memory_curve_is_drawn_over_what_a_device_must_have(browser):
     line, points = drawn(browser, "curve")
     assert line["x"] == [28, 52] and line["y"] == pytest.approx([4, 3.1])
-    assert points["x"] == [64] and browser.texts("#curve .textpoint") == ["none"]
+    assert points["x"] == [64]
+    assert list(filter(None, browser.texts("#curve .textpoint"))) == ["none"]
+    assert {text.split()[-1] for text in browser.texts("#curve .xtick text")} == {"MiB"}
+    assert browser.texts("#curve .ytick text")[-1].endswith(" ms")
+
+
+def test_a_comparison_has_the_front(opened, plan, tmp_path):
+    """Of three that fit one is slower and larger than another."""
+    speeds = {"4": (50, 4000.0), "2": (40, 3000.0), "3": (60, 2000.0), "1": (20, 1000.0)}
+    rows = [
+        Outcome(
+            config={"training.local_batch_size": batch, "dump_folder": HOSTILE},
+            fits=needed < 55,
+            needed_bytes=needed * MIB,
+            step_seconds=9.0,
+            tokens_per_second_per_gpu=speed,
+        )
+        for batch, (needed, speed) in speeds.items()
+    ]
+    rows.append(Outcome(config=rows[0].config, error="too large"))
+    document = plan_report(plan) | {"rows": [asdict(row) for row in rows]}
+    path = tmp_path / "front.html"
+    with path.open("w", encoding="utf-8") as file:
+        write_comparison(document, "a model", 55 * MIB, file)
+    opened.window(1280, 900)
+    opened.open(path)
+    line, others = drawn(opened, "curve")
+    assert (line["x"], line["y"]) == ([20, 40, 50], [1000, 3000, 4000])
+    assert (others["x"], others["y"]) == ([60], [2000])
+    assert sorted(opened.texts("#curve .textpoint")) == ["1", "2", "3", "4"]
+    assert "3 of 5 combinations fit" in opened.texts("h1")[0]
+    assert opened.texts("#curve .annotation-text") == ["55.00 MiB of h100-sxm"]
+    assert opened.texts("tbody tr td:nth-child(3)")[0] == HOSTILE and opened.texts("main b") == []
+    assert opened.log() == [] and "harmed" not in opened.driver.title
 
 
 def test_memory_is_drawn_as_it_was_simulated(browser, plan):
@@ -336,6 +390,32 @@ def test_nothing_is_wider_than_a_phone_but_tables_in_their_own_frame(browser):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_page_is_filled_and_its_blues_differ(browser, dark):
+    browser.window(1280, 900, dark=dark)
+    gaps = browser.js(
+        "return [...document.querySelectorAll('.plot')].map("
+        "e => e.clientHeight - e.querySelector('.main-svg').getBoundingClientRect().height)"
+    )
+    assert len(gaps) == 3 and max(gaps) < 10
+    widths = "return [...document.querySelectorAll('main > section table')].map(e => e.clientWidth)"
+    assert min(width for width in browser.js(widths) if width) > 400
+    legend = browser.texts("#memory-legend li")
+    listed = [text for text in browser.texts(".pair > :first-child th") if text in legend]
+    assert len(listed) > 4 and listed == [text for text in legend if text in listed]
+    headings, figures = (
+        browser.js(
+            "return [...document.querySelectorAll(arguments[0])].map("
+            "e => e.getBoundingClientRect().right)",
+            f".ledger {part} tr:first-child > .n",
+        )
+        for part in ("thead", "tbody")
+    )
+    assert headings == figures
+    assert browser.contrast_of("--parameters", "--optimizer_state") > (2.4 if dark else 2.1)
+    assert browser.contrast_of("--matmul", "--tensor_parallel") > (2.4 if dark else 2.1)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_text_stands_out_in_either_scheme(browser, dark):
     browser.window(1280, 900, dark=dark)
     light = "return getComputedStyle(document.body).backgroundColor"
@@ -373,9 +453,9 @@ def test_names_are_text_and_never_code(opened, plan, tmp_path):
     opened.open(path)
     assert opened.log() == []
     assert opened.texts("img, main b") == []
-    assert len(opened.texts(".ledger tbody .name")) == len(plan.rows)
-    names = opened.texts("th.name")
-    assert HOSTILE in names and f"layers.{HOSTILE}" in names
+    assert HOSTILE in " ".join(opened.texts(".ledger tbody td"))
+    names = opened.texts(".name")
+    assert f"layers.{HOSTILE}" in names
     assert tomllib.loads(opened.texts("pre")[0])["dump_folder"] == HOSTILE
     press(opened, "peak")
     position, label = hover(opened, "memory", "#memory")

@@ -7,32 +7,20 @@ from collections import defaultdict
 from itertools import pairwise
 from typing import Any
 
-from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import CostKind
-from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.plan_report import CATEGORIES
+from graph_trainer.planner.plan_report import CATEGORIES, PURPOSES, purpose
 from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
-
-PURPOSES = {
-    Traffic.UNSHARD: "gathers parameters",
-    Traffic.REDUCE_GRAD: "reduces gradients",
-    Traffic.TENSOR_PARALLEL: "tensor parallelism",
-    Traffic.CONTEXT_PARALLEL: "context parallelism",
-    Traffic.EXPERT_PARALLEL: "expert parallelism",
-    Traffic.OTHER: "other communication",
-}
-"""The names of the purposes of collectives on the page."""
 
 KINDS = {
     CostKind.MATMUL.value: "matmuls",
     CostKind.ATTENTION.value: "attention",
     CostKind.MEMORY.value: "memory-bound",
     CostKind.HOST_COPY.value: "copies to and from the host",
-    **{traffic.value: title for traffic, title in PURPOSES.items()},
+    **PURPOSES,
     WAIT: "compute waits",
 }
 """The names of the kinds of slices on the page."""
@@ -63,7 +51,6 @@ def drawn(plan: Plan) -> dict[str, Any]:
     largest_first = sorted(simulation.memory.storages, key=lambda s: (-s.bytes, s.born))
     storages = [s for s in largest_first if s.bytes]
     return {
-        "memory_bytes": plan.hardware.memory_bytes,
         "usable_bytes": plan.headroom_bytes + plan.need.alive,
         "step_ns": nanoseconds(simulation.timeline.step_seconds),
         "peak_position": simulation.memory.peak_position,
@@ -78,13 +65,14 @@ def drawn(plan: Plan) -> dict[str, Any]:
             "category": [number[s.category] for s in storages],
             "owner": [texts[s.owner] for s in storages],
         },
-        "lanes": _lanes(simulation, texts),
+        "lanes": _lanes(plan, texts),
         "texts": list(texts),  # Last, because the columns before add to it.
     }
 
 
-def _lanes(simulation: Simulation, texts: dict[str, int]) -> list[dict[str, Any]]:
+def _lanes(plan: Plan, texts: dict[str, int]) -> list[dict[str, Any]]:
     """List the lanes, each with columns of its slices in the order of time."""
+    simulation = plan.simulation
     position = {node: place for place, node in enumerate(simulation.joint.graph.nodes)}
     kinds = {key: place for place, key in enumerate(KINDS)}
     columns = ("node", "start", "ns", "kind", "bytes", "flops", "parameter", "of", "holds")
@@ -98,7 +86,7 @@ def _lanes(simulation: Simulation, texts: dict[str, int]) -> list[dict[str, Any]
             position[each.node],
             each.start,
             each.end - each.start,
-            kinds[each.kind],
+            kinds[purpose(plan, each.kind)],
             each.bytes,
             each.cost.flops if each.cost else 0,
             texts[(collective.parameter if collective else "") or ""],

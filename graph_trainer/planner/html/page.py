@@ -5,54 +5,138 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+import zlib
 from importlib import resources
-from itertools import pairwise
 from typing import IO, Any
 
 import jinja2
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
+from rich.table import Column, Table
 
-from graph_trainer.core.graph.collective_kinds import shown_name
-from graph_trainer.core.units import format_bytes
-from graph_trainer.planner.html.drawn import PURPOSES, drawn
+from graph_trainer.core.passes.memory_limit import KEY
+from graph_trainer.planner import text
+from graph_trainer.planner.html.drawn import drawn
+from graph_trainer.planner.measures import duration, measure, size
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns, plan_report
-from graph_trainer.planner.text import what_imbalance_fits
+from graph_trainer.planner.plan_report import CATEGORIES, readable_report
+from graph_trainer.planner.text import allowed_bytes, bound_of
 
 _ASSETS = resources.files("graph_trainer.planner.html")
-_SCRIPTS = ("series.js", "plots.js")
+_SCRIPTS = ("plotly-basic.min.js", "plotting.js", "series.js", "plots.js")
+
+
+_Point = tuple[str, bool, int, float, str]
+"""Of a plot of plans over memory: label, whether it is on the line, the bytes that the plan needs,
+its seconds or tokens per second and GPU, its name."""
 
 
 def write_page(plan: Plan, file: IO[str]) -> None:
     """Write a plan as one HTML page with plotly.js inside.
 
-    Names from configs and modules are escaped by the template, the data are JSON in which every
-    character special in HTML is escaped, and the page's policy lets only its own scripts run.
+    Names from configs and modules are escaped by the template, the data are compressed, and the
+    page's policy lets only its own scripts run.
     """
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {
-        "size": format_bytes,
-        "duration": duration,
-        "count": "{:,.0f}".format,
-        "category": CATEGORIES.__getitem__,
-        "purpose": PURPOSES.__getitem__,
-        "kind": shown_name,
-        "plain": plain,
-        "imbalance": what_imbalance_fits,
-    }
-    scripts = [_script(get_plotlyjs()), *(_script(_asset(name)) for name in _SCRIPTS)]
-    template = environment.from_string(_asset("page.html.jinja"))
-    report = plan_report(plan)
-    for part in template.generate(
+    report = readable_report(plan)
+    points: list[_Point] = []
+    for each in report["memory_curve"]:
+        limit, policy = each["limit_bytes"], each["policy"]
+        label, name = ("", f"limit {size(limit)}") if limit else (policy, policy)
+        points.append((label, bool(limit), each["needed_bytes"], each["step_seconds"], name))
+    _write(
+        "page.html.jinja",
+        file,
+        drawn(plan) | {"curve": _curve(points, "seconds", allowed_bytes(report), bound_of(report))},
         report=report,
         fit=fit_text(report),
         exposed=sum(report["ledger"][-1]["exposed_seconds"].values()),
-        ledger=ledger_cells(report["ledger"]),
-        data=_json(drawn(plan) | {"memory_curve": report["memory_curve"]}),
+        tables={
+            "ledger": text.ledger_table(report["ledger"]),
+            "modules": text.modules_table(report["peak"]),
+            "waits": text.waits_table(report, most=12),
+            "advice": text.advice_table(report),
+            "experts": text.experts_table((report["expert_loads"] or {"rows": []})["rows"]),
+        },
+    )
+
+
+def write_comparison(document: dict[str, Any], model: str, allowed: int, file: IO[str]) -> None:
+    """Write the JSON document of a comparison as a page with the front: the fastest combinations
+    that need so much memory and no more.
+
+    Args:
+        model: its name.
+        allowed: the bytes that a combination may need.
+    """
+    best, points = 0.0, []
+    numbered = [(str(n), row) for n, row in enumerate(document["rows"], 1) if not row["error"]]
+    for number, row in sorted(
+        numbered, key=lambda each: (each[1]["needed_bytes"], -each[1]["tokens_per_second_per_gpu"])
+    ):
+        speed = row["tokens_per_second_per_gpu"]
+        name = ", ".join(f"{key} = {value}" for key, value in row["config"].items())
+        points.append((number, speed > best, row["needed_bytes"], speed, name))
+        best = max(best, speed)
+    _write(
+        "comparison.html.jinja",
+        file,
+        {"curve": _curve(points, "count", allowed, document["hardware"]["name"])},
+        report=document,
+        model=model,
+        table=text.comparison_table(document["rows"], allowed),
+    )
+
+
+def _curve(points: list[_Point], kind: str, allowed: int, bound: str) -> dict[str, Any]:
+    """Make what the plot of plans over memory is drawn from, in the units of its axes."""
+    x = measure("bytes", [needed for _, _, needed, _, _ in points])
+    y = measure(kind, [value for _, _, _, value, _ in points])
+    unit = y.unit or "tokens/s/GPU"
+    shown = [
+        {
+            "x": needed / x.each,
+            "y": value / y.each,
+            "label": label,
+            "line": on_line,
+            "text": f"{name}: needs {x.text(needed)}, {y.digits(value)} {unit}",
+        }
+        for label, on_line, needed, value, name in sorted(points, key=lambda point: point[2])
+    ]
+    limit = {"x": allowed / x.each, "text": f"{x.text(allowed)} of {bound}"}
+    return {"points": shown, "x_unit": x.unit, "y_unit": unit, "limit": limit}
+
+
+def _look(column: Column) -> str:
+    """Return the class of a column's cells."""
+    return "n" if column.justify == "right" else "name" if column.overflow == "fold" else ""
+
+
+def _rows(table: Table) -> list[tuple[Any, ...]]:
+    return list(zip(*(column.cells for column in table.columns), strict=True))
+
+
+def _write(template: str, file: IO[str], data: dict[str, Any], **values: Any) -> None:
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "size": size,
+        "duration": duration,
+        "count": "{:,.0f}".format,
+        "category": CATEGORIES.__getitem__,
+        "plain": plain,
+        "imbalance": text.what_imbalance_fits,
+        "look": _look,
+        "rows": _rows,
+    }
+    scripts = [_script(_asset(name)) for name in _SCRIPTS]
+    packed = zlib.compress(json.dumps(data, separators=(",", ":")).encode(), 9)
+    for part in environment.get_template(template).generate(
+        **values,
+        data=base64.b64encode(packed).decode(),
         policy=_policy(scripts),
         scripts=scripts,
         style=Markup(_asset("page.css")),
@@ -61,35 +145,13 @@ def write_page(plan: Plan, file: IO[str]) -> None:
 
 
 def fit_text(report: dict[str, Any]) -> str:
-    """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'."""
-    needed = format_bytes(report["needed_bytes"])
-    allowed = format_bytes(report["needed_bytes"] + report["headroom_bytes"])
-    number, unit = needed.split()
-    both = f"{number if allowed.endswith(unit) else needed} of {allowed}"
+    """Format whether the run fits: 'Fits: 64.5 of 93.0 GiB'; a limit that was given is named."""
+    needed, allowed = report["needed_bytes"], allowed_bytes(report)
+    unit = measure("bytes", [needed, allowed])._replace(places=1)
+    both = f"{unit.digits(needed)} of {unit.text(allowed)}"
+    if bound_of(report) == KEY:
+        both += f", {KEY}"
     return f"Fits: {both}" if report["fits"] else f"Does not fit: needs {both}"
-
-
-def ledger_cells(ledger: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Make the columns of the table of passes: the heading, and of each row value and change."""
-    written = {"count": "{:,.0f}".format, "bytes": format_bytes, "seconds": duration}
-
-    def cells(unit: str, values: Sequence[float]) -> list[tuple[str, str]]:
-        write = written[unit]
-        changes = [0.0, *(after - before for before, after in pairwise(values))]
-        signed = (("+" if c > 0 else "−", write(abs(c))) for c in changes)
-        shown = (sign + text if text.strip("0., BsµKMGi") else "" for sign, text in signed)
-        return list(zip(map(write, values), shown, strict=True))
-
-    return [(name, cells(unit, values)) for name, unit, values in ledger_columns(ledger)]
-
-
-def duration(seconds: float) -> str:
-    """Format seconds in the largest unit that fits: '12.3 ms'."""
-    if seconds >= 1:
-        return f"{seconds:,.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:,.1f} ms"
-    return f"{seconds * 1e6:,.1f} µs"
 
 
 def plain(value: Any) -> str:
@@ -118,9 +180,3 @@ def _policy(scripts: list[Markup]) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-
-
-def _json(value: object) -> Markup:
-    """Format as JSON without characters that are special in HTML."""
-    text = json.dumps(value, separators=(",", ":"))
-    return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))

@@ -1,20 +1,29 @@
 "use strict";
-// Draws the two plots with plotly, again for every zoom: what is drawn is chosen by series.js.
+// Draws the two plots of a plan, again for every zoom: what is drawn is chosen by series.js.
 
-(() => {
-  const plan = series.prepare(JSON.parse(document.getElementById("plan").textContent));
+(async () => {
+  const { layout, narrow, CONFIG } = plotting;
+  const data = await plotting.read();
+  const drawCurve = () => plotting.drawCurve(data.curve);
+  if (!data.nodes) { // a comparison
+    await drawCurve();
+    for (const query of ["(prefers-color-scheme: dark)", "(max-width: 600px)"])
+      matchMedia(query).addEventListener("change", drawCurve);
+    document.documentElement.dataset.drawn = "yes";
+    return;
+  }
+  const plan = series.prepare(data);
   const memory = document.getElementById("memory");
   const streams = document.getElementById("streams");
   const merged = document.getElementById("merged");
   const whole = [0, Math.max(plan.step_ns, 1000)];
-  const MS = 1e6;
+  const [UNIT, NS] = [["s", 1e9], ["ms", 1e6], ["µs", 1e3]].find(([, ns]) => whole[1] >= ns);
   const LARGEST_NAMED = 5;
   let span = whole;
 
   // --- words -----------------------------------------------------------------------------
 
-  /** Names are data: plotly reads some HTML in its texts. */
-  const text = (name) => String(name).replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  const text = plotting.text;
   const short = (name, letters) =>
     text(name.length <= letters ? name : name.slice(0, letters / 2) + "…" + name.slice(1 - letters / 2));
   const peak = plan.total[plan.peak_position];
@@ -28,7 +37,6 @@
   const time = (ns) => scaled(ns, [["s", 1e9], ["ms", 1e6], ["µs", 1e3], ["ns", 1]], 3);
   const flops = (num) => scaled(num, [["TFLOP", 1e12], ["GFLOP", 1e9], ["MFLOP", 1e6], ["FLOP", 1]], 2);
   const letters = () => (narrow() ? 26 : 60);
-  const narrow = () => memory.clientWidth < 560;
 
   function whose(node) {
     const module = plan.texts[plan.nodes.module[node]], phase = plan.texts[plan.nodes.phase[node]];
@@ -76,33 +84,11 @@
 
   // --- plots -----------------------------------------------------------------------------
 
-  function layout(more) {
-    const style = getComputedStyle(document.documentElement);
-    const colour = (name) => style.getPropertyValue(`--${name}`).trim();
-    const [ink, soft, line, paper] = ["ink", "soft", "line", "paper"].map(colour);
-    const axis = { gridcolor: line, zeroline: false, linecolor: line, tickcolor: line, tickfont: { color: soft } };
-    return {
-      colour,
-      layout: {
-        autosize: true,
-        paper_bgcolor: "rgba(0,0,0,0)",
-        plot_bgcolor: "rgba(0,0,0,0)",
-        font: { family: getComputedStyle(document.body).fontFamily, size: 13, color: ink },
-        // The same for both plots: a moment stands at the same place in each.
-        margin: { l: narrow() ? 58 : 72, r: 24, t: 8, b: 36 },
-        showlegend: false,
-        dragmode: matchMedia("(pointer: coarse)").matches ? false : "zoom",
-        hoverlabel: { bgcolor: paper, bordercolor: soft, font: { color: ink, size: narrow() ? 11 : 13 }, align: "left" },
-        ...more(axis, { ink, soft, line, paper }),
-      },
-    };
-  }
-
   function timeAxis(axis) {
     return {
       ...axis,
-      range: span.map((ns) => ns / MS),
-      ticksuffix: " ms",
+      range: span.map((ns) => ns / NS),
+      ticksuffix: ` ${UNIT}`,
       showgrid: true,
       nticks: narrow() ? 4 : 10,
       exponentformat: "none",
@@ -113,8 +99,8 @@
   function backward(colours) {
     const at = plan.nodes.phase.findIndex((each) => plan.texts[each] === "backward");
     if (at < 0) return {};
-    const x = plan.nodes.start[at] / MS;
-    const [from, to] = span.map((ns) => ns / MS);
+    const x = plan.nodes.start[at] / NS;
+    const [from, to] = span.map((ns) => ns / NS);
     const mark = { x, xref: "x", y: 1, yref: "paper", yanchor: "top", showarrow: false, font: { color: colours.soft } };
     return {
       shapes: [{ type: "line", x0: x, x1: x, y0: 0, y1: 1, yref: "paper", line: { color: colours.soft, width: 1, dash: "dot" } }],
@@ -136,8 +122,6 @@
     );
   }
 
-  const CONFIG = { displayModeBar: false, doubleClick: false, responsive: true, scrollZoom: false };
-
   function drawMemory() {
     const at = series.memoryPositions(plan, ...span, Math.max(100, memory.clientWidth));
     const top = Math.max(peak, plan.usable_bytes < 1.5 * peak ? plan.usable_bytes : 0);
@@ -158,7 +142,7 @@
       };
     });
     // A step lasts until the next node: the last one to the end of what is shown.
-    const x = [...at.map((each) => plan.nodes.start[each] / MS), span[1] / MS];
+    const x = [...at.map((each) => plan.nodes.start[each] / NS), span[1] / NS];
     const column = (values) => { const y = at.map((each) => values[each] / unitBytes); return [...y, y[y.length - 1]]; };
     const areas = plan.categories
       .map(({ key, title }, i) => ({
@@ -166,7 +150,7 @@
         line: { shape: "hv", width: 0.5, color: colour("paper") }, fillcolor: colour(key), hoverinfo: "skip",
       }))
       .filter((_, i) => plan.live[i].some((bytes) => bytes > 0));
-    legend(memory, areas.map(({ meta, name }) => ({ key: meta, title: name })).reverse());
+    legend(memory, areas.map(({ meta, name }) => ({ key: meta, title: name })));
     const total = {
       type: "scatter", mode: "lines", name: "in all", meta: "total", x, y: column(plan.total),
       customdata: [...at, at[at.length - 1]], hovertext: [...at, at[at.length - 1]].map(aliveText), hoverinfo: "text",
@@ -184,8 +168,8 @@
     lanes.forEach((lane, row) => {
       for (const bar of series.bars(lane, ...span, pixels)) {
         const into = byKind[bar.kind];
-        into.x.push(Math.max(bar.end - bar.start, least) / MS);
-        into.base.push(bar.start / MS);
+        into.x.push(Math.max(bar.end - bar.start, least) / NS);
+        into.base.push(bar.start / NS);
         into.y.push(-row);
         into.hovertext.push(barText(lane, bar));
         into.customdata.push([row, bar.first, bar.last]);
@@ -222,48 +206,6 @@
     return Plotly.react(streams, traces, drawn, CONFIG);
   }
 
-  /** Step time over memory: plans within limits as a line, fixed policies as points with names. */
-  function drawCurve() {
-    const div = document.getElementById("curve");
-    if (!div) return Promise.resolve();
-    const most = Math.max(...plan.memory_curve.map((each) => each.needed_bytes));
-    const [name, each] = most >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
-    const x = (points) => points.map((point) => point.needed_bytes / each);
-    const y = (points) => points.map((point) => point.step_seconds * 1e3);
-    const planned = plan.memory_curve.filter((point) => point.limit_bytes).sort((a, b) => a.needed_bytes - b.needed_bytes);
-    const fixed = plan.memory_curve.filter((point) => !point.limit_bytes);
-    const { colour, layout: drawn } = layout((axis, colours) => {
-      const marks = { shapes: [], annotations: [] };
-      if (plan.memory_bytes < most) {
-        const at = plan.memory_bytes / each;
-        marks.shapes.push({ type: "line", yref: "paper", y0: 0, y1: 1, x0: at, x1: at, line: { color: colours.ink, width: 1, dash: "dash" } });
-        marks.annotations.push({ yref: "paper", y: 1, yanchor: "top", x: at, xanchor: "left", xshift: 4, showarrow: false, text: `${size(plan.memory_bytes)} of memory` });
-      }
-      return {
-        ...marks,
-        height: narrow() ? 300 : 360,
-        hovermode: "closest",
-        xaxis: { ...axis, fixedrange: true, rangemode: "tozero", ticksuffix: ` ${name}`, nticks: narrow() ? 4 : 10 },
-        yaxis: { ...axis, fixedrange: true, ticksuffix: " ms", nticks: 8, exponentformat: "none" },
-      };
-    });
-    const lines = [
-      {
-        type: "scatter", mode: "lines+markers", name: "budget", x: x(planned), y: y(planned),
-        line: { color: colour("ink"), width: 1.5 }, marker: { size: 6, color: colour("ink") },
-        hovertext: planned.map((point) => `limit ${size(point.limit_bytes)}: needs ${size(point.needed_bytes)}, ${time(point.step_seconds * 1e9)}`),
-        hoverinfo: "text",
-      },
-      {
-        type: "scatter", mode: "markers+text", name: "fixed", x: x(fixed), y: y(fixed), text: fixed.map((point) => point.policy),
-        textposition: "top right", marker: { size: 10, symbol: "diamond", color: colour("activations") }, cliponaxis: false,
-        hovertext: fixed.map((point) => `${point.policy}: needs ${size(point.needed_bytes)}, ${time(point.step_seconds * 1e9)}`),
-        hoverinfo: "text",
-      },
-    ];
-    return Plotly.react(div, lines, drawn, CONFIG);
-  }
-
   // --- zoom ------------------------------------------------------------------------------
 
   const draw = () => Promise.all([drawMemory(), drawStreams(), drawCurve()]);
@@ -292,7 +234,7 @@
   draw().then(() => {
     for (const plot of [memory, streams]) {
       plot.on("plotly_relayout", (change) => {
-        if ("xaxis.range[0]" in change) show(change["xaxis.range[0]"] * MS, change["xaxis.range[1]"] * MS);
+        if ("xaxis.range[0]" in change) show(change["xaxis.range[0]"] * NS, change["xaxis.range[1]"] * NS);
       });
       plot.on("plotly_doubleclick", () => show(...whole));
     }

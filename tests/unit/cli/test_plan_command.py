@@ -46,9 +46,16 @@ BAD = {
     "flag without value": (["--hardware"], "--hardware: expected one argument"),
     "degree that does not divide": (["--world-size", "6", TP, "4"], "4 does not divide 6"),
     "degrees of other ranks": (["--world-size", "4", SHARD, "3"], "= 3 ranks, but 4 are started"),
-    "batch of other ranks": (  # no number is given: two, the fewest that shard
-        ["--training.local_batch_size", "2", "--training.global_batch_size", "6"],
+    "batch of other ranks": (
+        [TP, "2", SHARD, "2", "--training.local_batch_size", "2", "--training.global_batch_size",
+         "6"],
         "not a multiple of",
+    ),
+    "ranks that nothing says": ([TP, "4"], "so 4 is the fewest that shard: add --world-size 4"),
+    "a table that no pass decides": (
+        ["--world-size", "2", "--table", "TMP/x", "--compile.memory_limit_gib", "40",
+         "--parallelism.fsdp_reshard_after_forward", "auto"],
+        "--table: there is none to write",
     ),
     "order of another's rank": (
         ["--verify-order", "--rank", "1", "--world-size", "2"],
@@ -71,9 +78,9 @@ BAD = {
     "unknown runtime": (["--like", "torchtitam"], "choose from 'graph_trainer', 'torchtitan'"),
     "two flags, one file": (["--json", "TMP/x", "--trace", "TMP/x"], "both write TMP/x"),
     "comparison without values": (["--compare", "training.seq_len"], "write key=value,value"),
-    "comparison and a page": (
-        ["--compare", "training.seq_len=64,128", "--html", "TMP/x"],
-        "--html is of one plan",
+    "comparison and a trace": (
+        ["--compare", "training.seq_len=64,128", "--trace", "TMP/x"],
+        "--trace is of one plan",
     ),
     "proof and a comparison": (
         ["--verify-order", "--compare", "training.seq_len=64,128"],

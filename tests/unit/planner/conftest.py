@@ -10,7 +10,7 @@ from rich.console import Console
 
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.plan_report import readable_report
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
@@ -31,7 +31,7 @@ def config_of(*flags, world_size=RANKS):
 def shown(plan):
     """The tables of a plan as text."""
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(report_text(plan_report(plan)))
+    console.print(report_text(readable_report(plan)))
     return console.export_text()
 
 

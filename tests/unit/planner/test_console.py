@@ -4,7 +4,9 @@ import re
 
 import pytest
 
-from graph_trainer.planner.console import WIDTH, plain_table, print_table
+from graph_trainer.core.passes.report import PassReport, Report
+from graph_trainer.planner.console import WIDTH, plain_table, print_table, report_table
+from graph_trainer.planner.measures import duration, measure, size
 
 
 def widest(printed):
@@ -34,3 +36,71 @@ def test_a_table_that_fits_is_as_wide_as_the_terminal_at_most(monkeypatch, capsy
     table.add_row("gathers " * 20)
     print_table(table)
     assert widest(capsys.readouterr().out) <= 60
+
+
+@pytest.mark.parametrize(("columns", "shown"), [(45, 2), (60, 3), (80, 4), (120, 6)])
+def test_columns_are_left_out_before_digits(columns, shown, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    table = plain_table("numbers")
+    table.add_column("after", no_wrap=True)
+    for place in range(6):
+        table.add_column(f"number {place}", justify="right")
+    table.optional = (tuple(table.columns[2:4]), (table.columns[4],), (table.columns[5],))
+    table.add_row("rematerialize", *["1,234,567.8"] * 6)
+    print_table(table)
+    out = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out)
+    assert out.count("1,234,567.8") == shown and widest(out) <= columns
+    assert ("No room for: number 1, number 2" in " ".join(out.split())) == (shown < 6)
+
+
+def test_a_name_is_folded_and_a_digit_is_not(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "60")
+    table = plain_table("names")
+    for heading in ("module", "of"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("bytes", justify="right")
+    table.add_row("model.layers.31.self_attn" * 2, "model.layers.31.mlp" * 2, "1,234,567.8")
+    print_table(table)
+    out = capsys.readouterr().out
+    assert "1,234,567.8" in out and widest(out) <= 60
+
+
+def test_the_report_of_passes_and_torchruns_prefix_fit(monkeypatch, capsys):
+    kinds = {("all_gather_into_tensor", "forward"): 228, ("reduce_scatter_tensor", "backward"): 227}
+    rows = [
+        PassReport("fuse_chained_all_gathers", 112.5, nodes, kinds, moved, moved)
+        for nodes, moved in ((111_705, 30 << 40), (128_951, 28 << 40))
+    ]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("ROLE_NAME", "rank")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    print_table(report_table(Report(rows)))
+    out = capsys.readouterr().out
+    assert "29,360,128.0" in out and "-2,097,152.0" in out and "…" not in out
+    assert len("[rank0]:") + widest(out) <= WIDTH
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "shown"),
+    [
+        ("bytes", [16.28 * 2**30, 1002 * 2**20], ["16.28 GiB", "0.98 GiB"]),
+        ("seconds", [5.13e-3, 952.2e-6], ["5.13 ms", "0.95 ms"]),
+        ("seconds", [1.0583, 0.9595], ["1.058 s", "0.960 s"]),
+        ("seconds", [0.9595, 0.0087], ["959.5 ms", "8.7 ms"]),
+        ("bytes", [12, 0], ["12 B", "0 B"]),
+        ("count", [8951, 0], ["8,951", "0"]),
+        ("bytes", [], []),
+    ],
+)
+def test_a_column_has_one_unit_that_follows_its_largest(kind, values, shown):
+    assert list(map(measure(kind, values).text, values)) == shown
+
+
+def test_one_number_has_three_digits():
+    assert [size(36.66 * 2**30), duration(0.9591), duration(9.0)] == [
+        "36.7 GiB",
+        "959 ms",
+        "9.00 s",
+    ]

@@ -13,7 +13,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.changes import advise, flags_of, memory_curve
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 
@@ -47,7 +47,7 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     assert all(each.fits for each in curve)
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(report_text(report))
+        console.print(report_text(readable_report(replace(plan, memory_curve=tuple(curve)))))
     text = shown.get()
     assert "Step time over memory" in text and "Kept for backward, by op of a block" in text
     assert max(map(len, text.splitlines())) <= 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ import pytest
 import graph_trainer as gt
 from graph_trainer.cli.plan_command import main
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import parameters_of, tensors_of
+from graph_trainer.core.graph.annotations import owner_of, parameters_of, tensors_of
 from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.memory_limit import Budget, what_would_help
@@ -28,9 +29,11 @@ from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.planner import changes
 from graph_trainer.planner.changes import combinations, compare, flags_of, settings
 from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.html.drawn import drawn
+from graph_trainer.planner.html.page import fit_text
 from graph_trainer.planner.ledger import ledger, row_of
 from graph_trainer.planner.plan import Plan, make_plan
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.planner.plan_report import plan_report, purpose, readable_report
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.files import published
 from graph_trainer.titan.training_state_memory import (
@@ -199,7 +202,42 @@ def test_a_bucket_over_several_modules_says_what_is_in_it():
     assert any(len(parameters_of(c.node)) > 1 for c in plan.simulation.collectives)
     owners = {each["owner"] for each in plan_report(plan)["exposed_by_module"]}
     assert owners == {"10 parameters, tok_embeddings.weight to lm_head.weight", "layers.*"}
-    assert "tok_embeddings.weight to lm_head.weight" in shown(plan)
+    assert "10 parameters," in shown(plan)
+
+
+FEWER = ("--training.global_batch_size", "8", "--activation_checkpoint.type", "full")
+FEWER += ("--compile.memory_limit_gib", "40")
+
+
+def test_the_headline_says_what_was_planned_and_the_verdict_names_the_limit():
+    plan = planned("--parallelism.tensor_parallel_degree", "2", *FEWER)
+    head, _, tables = shown(plan).partition("What each pass does")
+    assert " ".join(head.split()).endswith(
+        "mesh dp_shard 2 x tp 2; batch 2 local, 8 global; sequence 64; activation policy full; "
+        "reshard default; backend eager; limit 40 GiB compile.memory_limit_gib is compared here "
+        "with what rank 0 needs. In training the rank that needs most decides for all, as it does "
+        "in --save and --verify-order."
+    )
+    assert "of the 40.0 GiB of compile.memory_limit_gib;" in " ".join(tables.split())
+    assert fit_text(plan_report(plan)).endswith(" of 40.0 GiB, compile.memory_limit_gib")
+    assert "memory_limit_gib" not in fit_text(plan_report(planned()))
+
+
+def test_nodes_have_module_and_op_and_the_only_parallelism_its_name():
+    plan = planned("--parallelism.tensor_parallel_degree", "4")
+    report = readable_report(plan)
+    nodes = {node.name: node for node in plan.simulation.joint.graph.nodes}
+    (name, op, owner) = re.fullmatch(r"(\w+), (\w+) in ([\w.]+)", report["peak"]["node"]).groups()
+    assert name == plan_report(plan)["peak"]["node"]
+    assert f"aten.{op}." in str(nodes[name].target) and owner == owner_of(nodes[name])
+    assert {each["purpose"] for each in report["exposed_by_module"]} >= {"tensor parallelism"}
+    assert "other" not in {each["purpose"].split()[0] for each in report["exposed_by_module"]}
+    kinds = drawn(plan)["kinds"]
+    slices = {kinds[kind]["key"] for lane in drawn(plan)["lanes"] for kind in lane["kind"]}
+    assert "tensor_parallel" in slices and "other" not in slices
+    # the document keeps what the graph says, and so does a mesh that has another group
+    assert {each["role"] for each in plan_report(plan)["exposed_by_module"]} >= {"other"}
+    assert purpose(planned(), "other") == "other"
 
 
 def test_ranks_differ_where_their_shards_do():

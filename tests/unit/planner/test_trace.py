@@ -174,6 +174,8 @@ def test_copies_to_host_memory_and_back_have_a_thread_each():
         hardware=simulation.hardware,
         need=simulation.need(),
         headroom_bytes=0,
+        config=SimpleNamespace(parallelism=SimpleNamespace(tensor_parallel_degree=1)),
+        world_size=2,
     )
     lanes = {lane["title"]: lane for lane in drawn(plan)["lanes"]}
     assert [name for name, lane in lanes.items() if not lane["group"]] == [
