@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.simulation.detect import detect_hardware
+from graph_trainer.core.simulation.hardware import known_hardware, load_hardware
 from graph_trainer.core.toml_file import parse_toml
+from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fingerprint import Fingerprint
 from graph_trainer.planner.plan import versions
@@ -95,8 +98,8 @@ def load_config_and_plan(
 
     Raises:
         ConfigError: bad input; or, before any process group is created, no --config beside the
-            plan, a plan for another number of ranks, another list of passes, or a run that captures
-            nothing.
+            plan, a plan for another number of ranks, another list of passes, more memory than
+            there is, or a run that captures nothing.
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
     if FLAG not in values or {"-h", "--help"} & {*rest}:
@@ -127,7 +130,26 @@ def load_config_and_plan(
             f"compile.passes and compile.disable_passes ask for {', '.join(names) or 'none'}. Set "
             "them as planned, or write the plan again with `graph-trainer plan --save`."
         )
+    _check_memory(plan, path, config.compile.memory_limit_gib)
     return config, PlanCheck.of(plan, path, config)
+
+
+def _check_memory(plan: SavedPlan, path: Path, limit: float | None) -> None:
+    """Refuse a plan that needs more than the limit; without one, than its kind of GPU has."""
+    needed = max(each.predicted.needed_bytes for each in plan.classes.values())
+    what, room, risk = f"{KEY} is", limit, f"raise {KEY}"
+    if limit is None and plan.device == "cuda" and plan.hardware in known_hardware():
+        what, room = (
+            f"{KEY} is unset and '{plan.hardware}' has",
+            load_hardware(plan.hardware).memory_gib,
+        )
+        risk = f"take the risk with {KEY} = 0"
+    if room and needed > room * GIB:
+        raise ConfigError(
+            f"{FLAG} {path}: the step needs {gib(needed)} GiB on the rank that needs most, but "
+            f"{what} {room:g} GiB. Plan a step that needs less (`graph-trainer plan` lists what "
+            f"would help), or {risk}."
+        )
 
 
 def differences(planned: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:

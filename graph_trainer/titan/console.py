@@ -4,20 +4,17 @@ import contextlib
 import logging
 import os
 import re
-import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
 
 from torchtitan.tools.utils import device_type
 
+from graph_trainer.core.text import wrapped
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 CONSOLE_LOG = "console.log"
 """The file of the dump folder with everything that rank 0 logs, in torchtitan's format."""
-
-WIDTH = 92
-"""Columns of a line: 100 with torchrun's "[rank0]:" before it."""
 
 _NO_NEWS = (
     "Error running lspci",  # the device's name is used instead
@@ -34,6 +31,11 @@ _NO_NEWS_OF_TORCH = (
 _COLOUR = re.compile(r"\x1b\[[\d;]+m")
 _PROGRESS = re.compile(r"(validate )?step: ")
 _MFU = re.compile(r"\s+mfu: \S+$")
+
+
+def is_news(record: logging.LogRecord) -> bool:
+    """Tell whether a record is none of those that mean nothing wherever they are logged."""
+    return not record.getMessage().startswith(_NO_NEWS)
 
 
 def set_up_console(config: GraphTrainerConfig) -> None:
@@ -87,15 +89,3 @@ class _Lines(logging.Formatter):
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname.lower()}: {text}"
         return "\n".join(map(wrapped, text.split("\n")))
-
-
-def wrapped(line: str) -> str:
-    """Break a line at spaces after at most WIDTH columns, never inside `a = b` or a word."""
-    if len(line) <= WIDTH or "   " in line.strip():  # a row of a table
-        return line
-    kept = line.replace(" = ", "\0=\0")
-    indent = " " * (len(line) - len(line.lstrip()) + 2)
-    lines = textwrap.wrap(
-        kept, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
-    return "\n".join(lines).replace("\0", " ")

@@ -20,6 +20,7 @@ from torchtitan.tools.logging import logger
 
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
+from graph_trainer.titan.console import is_news
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
 
 _TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
@@ -89,6 +90,7 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
     with torch.device("meta"):
         wanted = spec.model.build().state_dict()
     of_assets = str(assets) if (assets / HF_INDEX).is_file() else None  # as many files as there
+    logger.addFilter(is_news)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         section: Any = copy.copy(config.checkpoint)
@@ -105,3 +107,4 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
         manager.dcp_save(state, str(folder), AsyncMode.DISABLED, to_hf=True)
     finally:
         dist.destroy_process_group()
+        logger.removeFilter(is_news)

@@ -31,6 +31,7 @@ from graph_trainer.core.runtime.collective_failure import (
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.core.training.step_cache import TrainStep
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import CollectiveError, NotFiniteError, TrainingError
 from graph_trainer.titan.activation_policies import BudgetAC
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager, with_checked_checkpoints
@@ -144,6 +145,7 @@ class GraphTrainer(Trainer):
         )
 
     def _reported(self, joint: JointGraph, report: Report) -> None:
+        """Write and show what the passes decided, and log the graph's numbers as metrics."""
         table = joint.decisions.get(plan_memory.name)
         planned = isinstance(self.config.activation_checkpoint, BudgetAC.Config)
         if table is not None and planned and dist.get_rank() == 0:
@@ -154,6 +156,16 @@ class GraphTrainer(Trainer):
                 logger.warning(f"What backward keeps cannot be written to {path}: {error}")
             else:
                 logger.info(f"What backward keeps, by block and op: {path}")
+        kind = "" if any(True for _ in joint.gradients()) else "validation_"
+        values = {
+            "predicted_peak_gib": report.last.peak_bytes / GIB,
+            "capture_seconds": report.rows[0].seconds,
+            "pass_seconds": sum(row.seconds for row in report.rows[1:]),
+            "collectives": sum(report.last.collectives.values()),
+            "collective_gib": report.last.collective_bytes / GIB,
+        }
+        named = {f"graph_trainer/{kind}{name}": value for name, value in values.items()}
+        self.metrics_processor.logger.log(named, self.step)
         if getattr(self.config.metrics, "console", "") != "quiet":
             self.observer.graph_reported(report)
 

@@ -13,10 +13,13 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
+from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
 KEY = "compile.memory_limit_gib"
+COLUMNS = WIDTH - len("error: ")
+"""Of a refusal, which a rank prints with "error: " before it."""
 
 
 class DeviceMemory(NamedTuple):
@@ -124,17 +127,18 @@ class Budget:
         """
         hardware = self._context.hardware_for(joint)
         if self.is_over(joint):
-            advice = self._need_and_help(joint, hardware, report, raised, f"Raise {KEY}, or set")
             planned = (
                 "What is kept is planned for the first batch, and every later one follows: let the "
                 "largest come first, and the plan leaves room for it. "
                 if self._follows_plan
                 else ""
             )
-            raise MemoryLimitError(
+            said = (
                 f"{KEY} = {self._limit:g}: the step needs {gib(self.needed(joint))} GiB on the "
-                f"rank that needs most. {planned}This rank needs {advice}"
+                f"rank that needs most. {planned}This rank needs"
             )
+            remedy = f"Raise {KEY}, or set"
+            raise self._refusal(said, joint, hardware, report, raised, remedy)
         self._check_host(joint, hardware)
         if self._limit is not None or self._device_memory is unknown:
             return
@@ -144,12 +148,12 @@ class Budget:
         need = need_of(self.memory(joint, hardware), hardware).total
         if (lack := self._lack(need, room)) > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
-            risk = f"Take the risk with {KEY} = 0, or set"
-            needs = self._need_and_help(joint, hardware, report, raised, risk)
-            raise MemoryLimitError(
+            said = (
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
-                f"rank that lacks most. This rank has {has}; it needs {needs}"
+                f"rank that lacks most. This rank has {has}; it needs"
             )
+            remedy = f"Take the risk with {KEY} = 0, or set"
+            raise self._refusal(said, joint, hardware, report, raised, remedy)
 
     def _check_host(self, joint: JointGraph, hardware: Hardware) -> None:
         """Refuse copies that do not fit in host memory, on all ranks."""
@@ -160,31 +164,34 @@ class Budget:
         lack = self._lack(need, room)
         if lack > 0:
             has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
-            raise MemoryLimitError(
+            said = (
                 f"compile.offload_activations needs {gib(lack)} GiB more of host memory than there "
                 f"is on the rank that lacks most. This rank keeps {gib(need)} GiB of activations "
                 f"there and has {has}. Offload less: compile.offload_activations.block_inputs = "
                 "false, a larger compile.offload_activations.min_bytes, fewer gt.offload(); or "
                 f'recompute: activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
             )
+            raise MemoryLimitError(wrapped(said, COLUMNS))
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
 
-    def _need_and_help(
+    def _refusal(
         self,
+        said: str,
         joint: JointGraph,
         hardware: Hardware,
         report: Report,
         raised: Mapping[str, int],
-        first: str,
-    ) -> str:
-        """Describe what this rank needs, what each pass did to it, and what would help."""
+        remedy: str,
+    ) -> MemoryLimitError:
+        """Return an error with what this rank needs, what each pass did, and what would help."""
         memory = self.memory(joint, hardware)
         helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
-        return f"{what_is_needed(memory, hardware)}.\n{report}\n{first} {helps}"
+        said = wrapped(f"{said} {what_is_needed(memory, hardware)}.", COLUMNS)
+        return MemoryLimitError(f"{said}\n{report}\n{remedy} {helps}")
 
 
 def what_is_needed(memory: Memory, hardware: Hardware) -> str:

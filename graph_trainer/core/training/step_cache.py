@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -93,7 +93,7 @@ class TrainStep:
     on_event: OnEvent = lambda line: None
     """Called with a line before the first capture and after every capture."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
-    """Called with every new graph and its report."""
+    """Called with every new graph and its report; the first row has the seconds of the capture."""
     check: Callable[[JointGraph], None] = lambda joint: None
     """Called with the first graph after its passes, before any of its collectives runs; an error
     that it raises on one rank is raised on all."""
@@ -177,6 +177,7 @@ class TrainStep:
             earlier = None if together else self._firsts[program]
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)
             passed = time.perf_counter()
+            report.rows[0] = replace(report.rows[0], seconds=captured - start)
             if first:
                 self.check(joint)
             if earlier is not None:

@@ -11,6 +11,8 @@ import torch
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError, VerificationError
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
@@ -182,6 +184,35 @@ def test_the_command_line_gives_the_config(saved):
 def test_what_needs_no_capture_is_refused_before_ranks_communicate(saved, flags, message):
     with pytest.raises(ConfigError, match=message):
         load_config_and_plan(["--plan", str(saved), *CONFIG, *flags])
+
+
+def test_a_plan_that_cannot_fit_is_refused_before_ranks_start(plan, tmp_path):
+    """On the rank that needs most, within the limit or else the memory of the planned GPU."""
+    path = tmp_path / "big.json"
+
+    def load(device, hardware, *flags, need=80 * GIB):
+        big = plan.model_copy(update={"device": device, "hardware": hardware}, deep=True)
+        rank = max(big.classes)
+        predicted = big.classes[rank].predicted.model_copy(update={"needed_bytes": need})
+        big.classes[rank] = big.classes[rank].model_copy(update={"predicted": predicted})
+        path.write_text(big.to_json())
+        return load_config_and_plan(["--plan", str(path), *CONFIG, *flags])
+
+    limit = "--compile.memory_limit_gib"
+    with pytest.raises(ConfigError) as refused:
+        load("cpu", "cpu", limit, "79.5")
+    assert str(refused.value).startswith(f"--plan {path}: the step needs 80.00 GiB on the rank")
+    assert "compile.memory_limit_gib is 79.5 GiB. Plan" in str(refused.value)
+    assert str(refused.value).endswith("or raise compile.memory_limit_gib.")
+    assert load("cpu", "cpu", limit, "80")[1] and load("cpu", "cpu")[1]
+    has = load_hardware("h100-sxm").memory_gib
+    message = f"is unset and 'h100-sxm' has {has:g} GiB.*take the risk with .*limit_gib = 0"
+    with pytest.raises(ConfigError, match=message):
+        load("cuda", "h100-sxm")
+    for flags in ((limit, "0"), (limit, "80")):
+        assert load("cuda", "h100-sxm", *flags)[1]
+    assert load("cuda", "h100-sxm", need=int(has * GIB))[1]
+    assert load("cuda", "a_profile_of_ones_own")[1]
 
 
 def test_another_number_of_ranks_is_refused(saved, monkeypatch):

@@ -74,12 +74,3 @@ def test_a_terminal_gets_colours_and_a_gpu_its_mfu(log, monkeypatch):
     monkeypatch.delenv("NO_COLOR")
     monkeypatch.setattr(console, "device_type", "cuda")
     assert log()[-1] == STEP
-
-
-def test_lines_break_at_spaces_and_never_inside_a_setting():
-    text = "Take the risk with " * 4 + "compile.memory_limit_gib = 0 or all_gather_into_tensor"
-    lines = console.wrapped(text).splitlines()
-    assert [line.strip() for line in lines] == [text[:75], text[76:]]
-    assert console.wrapped("x" * 200) == "x" * 200
-    row = "after   " * 20
-    assert console.wrapped(row) == row

@@ -50,7 +50,10 @@ def run_of(module: str, folder: Path) -> tuple[GraphTrainerConfig, Any, Path]:
 
 @pytest.mark.parametrize("module", ["graph_trainer.llama3", "graph_trainer.qwen3"])
 def test_from_pretrained_gives_the_same_logits_and_tokens(
-    module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    module: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -58,6 +61,7 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
     folder = tmp_path / "exported"
     assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
     assert str(folder) in capsys.readouterr().out
+    assert "has no effect" not in caplog.text
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     tokenizer, ours = AutoTokenizer.from_pretrained(folder), loaded.tokenizer.build()

@@ -16,7 +16,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-from graph_trainer.core.passes.memory_limit import KEY, what_is_needed, what_would_help
+from graph_trainer.core.passes.memory_limit import COLUMNS, KEY, what_is_needed, what_would_help
 from graph_trainer.core.passes.plan_memory.block import Block
 from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
@@ -29,6 +29,7 @@ from graph_trainer.core.passes.plan_memory.solver import Choice, between, fronti
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.passes.plan_memory.tags import tag_blocks, tag_inputs, tag_parameters
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
+from graph_trainer.core.text import wrapped
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
@@ -185,11 +186,14 @@ class _Planner:
         if self._least(0) > limit:
             memory, least = self._memory(0), self._least(0)
             helps = what_would_help(memory.peak_by_category(), self._context.settings)
-            raise MemoryLimitError(
+            said = (
                 f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs "
                 "most even with everything recomputed. This rank needs "
-                f"{what_is_needed(memory, self._hardware)}. Set {KEY} to "
-                f"{least / GIB + 0.005:.2f} or more, or set {helps}"
+                f"{what_is_needed(memory, self._hardware)}."
+            )
+            raise MemoryLimitError(
+                f"{wrapped(said, COLUMNS)}\n"
+                f"Set {KEY} to {least / GIB + 0.005:.2f} or more, or set {helps}"
             )
         within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back

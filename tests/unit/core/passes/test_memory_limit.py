@@ -49,6 +49,16 @@ def peak(joint):
     return predicted_memory(joint, load_hardware("cpu")).peak_bytes
 
 
+def prose(error):
+    """The message in one line; its lines fit beside torchrun's prefix and what a rank prints."""
+    first, *_ = lines = str(error).splitlines()
+    prefix = len("[rank0]:error: ")
+    place = next(i for i, line in enumerate(lines) if line.startswith("after "))  # the ledger
+    assert 60 < prefix + len(first) <= 100
+    assert all(prefix + len(line) <= 100 for line in lines[:place])
+    return " ".join(str(error).split())
+
+
 def described(joint):
     """Everything of a graph that passes read."""
     return [
@@ -244,7 +254,7 @@ def test_a_device_refuses_a_step_and_rolls_nothing_back(overlapped, high, low):
     assert described(joint) == described(overlapped) and report.notes() == []
     with pytest.raises(gt.PassError) as caught:
         after(has=having(high - 1))  # which would do without overlap_fsdp
-    message = str(caught.value)
+    message = prose(caught.value)
     for words in (
         "compile.memory_limit_gib is unset, and the step needs",
         f"This rank has {gib(high - 1)} GiB: all there is; it needs {gib(high)} GiB",
@@ -337,7 +347,7 @@ def test_on_a_gpu_the_limit_has_the_gaps_and_the_reserve_inside(plain, overlappe
     run(need.total)
     with pytest.raises(gt.MemoryLimitError) as caught:
         run(need.total - 1)
-    message = str(caught.value)
+    message = prose(caught.value)
     for words in (
         f"the step needs {gib(need.total)} GiB on the rank that needs most",
         f"gaps of the allocator {gib(need.allocated - need.alive)}",
