@@ -311,28 +311,64 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 @contextlib.contextmanager
-def reads_seen(kind: type, name: str, see: Callable[[nn.Module, str], None]) -> Iterator[None]:
-    """Inside, call `see(module, name)` before an attribute of a class of modules is read.
+def reads_seen(
+    kind: type, name: str, modules: Iterable[nn.Module], see: Callable[[nn.Module, str], None]
+) -> Iterator[None]:
+    """Inside, call `see(module, name)` before an attribute of a class is read of some modules.
 
-    Such an attribute is in the module's dict, which a property of the class comes before.
+    The attribute is out of the modules' dicts for as long: who looks there does not find it.
     """
+    before = kind.__dict__.get(name, see)
+    contents = {id(m): vars(m).copy() for m in modules if type(m) is kind}
 
     def read(module: nn.Module) -> Any:
         see(module, name)
-        return vars(module)[name]
+        if id(module) not in contents:
+            raise AttributeError(name)
+        return contents[id(module)][name]
 
-    def write(module: nn.Module, value: Any) -> None:
-        vars(module)[name] = value
-
-    before = kind.__dict__.get(name)
-    setattr(kind, name, property(read, write))
+    setattr(kind, name, property(read))
+    held = [vars(m) for m in modules if type(m) is kind]
+    for each in held:
+        del each[name]
     try:
         yield
     finally:
-        if before is None:
+        for module, each in zip(contents.values(), held, strict=True):
+            # in the order that it had
+            now = {**each, name: module[name]}
+            each.clear()
+            each.update({key: now.pop(key) for key in module if key in now} | now)
+        if before is see:
             delattr(kind, name)
         else:
             setattr(kind, name, before)
+
+
+def ambient_state() -> tuple[Any, ...]:
+    """Return what decides, beside its arguments, what a layer computes and records: modes of
+    gradients, autocast, attention kernels, hooks on saved tensors, and modes of dispatch.
+
+    torch has public names for a part of it. torch 2.11 to 2.15.
+    """
+    cuda = torch.backends.cuda
+    kernels = (
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()),
+        *(cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+    )
+    casts = [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in ("cpu", "cuda")
+    ]
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    functions = torch.overrides._get_current_function_mode_stack()
+    saved: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
+        # a checkpoint around each layer makes its own
+        *(kernels, casts, [getattr(hook, "__code__", hook) for hook in saved or ()]),
+        *([type(mode) for mode in modes], [type(mode) for mode in functions]),
+    )
 
 
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:

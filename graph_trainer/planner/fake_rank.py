@@ -112,7 +112,7 @@ class FakeRank:
                 args,
                 kwargs,
                 meta_as="cpu" if on_cpu else "meta",
-                full_capture=self.config.compile.full_capture,
+                full_capture=self.config.compile.full_capture or None,
             )
 
 

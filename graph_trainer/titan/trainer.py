@@ -137,7 +137,7 @@ class GraphTrainer(Trainer):
             backend=compile_config.backend,
             partitioned=compile_config.mode == "partitioned",
             partition=compile_config.partition,
-            full_capture=compile_config.full_capture,
+            full_capture=compile_config.full_capture or None,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
             on_report=self._reported,

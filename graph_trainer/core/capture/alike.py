@@ -1,13 +1,16 @@
-"""Whether two layers of a model are the same program, and which of their tensors correspond."""
+"""Whether two layers of a model are the same program, and which of their tensors correspond.
+
+What is not known for alike counts as different: a difference costs a longer capture, and a
+likeness that does not hold would give a wrong graph.
+"""
 
 from __future__ import annotations
 
 import functools
-import itertools
 import weakref
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
-from types import FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -21,20 +24,26 @@ Tensors = dict[int, torch.Tensor]
 Attribute = tuple[type, str]
 """A class of modules and the name of an attribute."""
 
-_ATOMS = {type(None), bool, int, float, complex, str, bytes, type}
+_ATOMS = (type(None), bool, int, float, complex, str, bytes)
 _INITIAL = "_param_init"
 """Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
 of these depends on a layer's depth."""
+_HOOKS = {name for name in vars(nn.Module()) if "hooks" in name}
+_HEAP_TYPE = 1 << 9  # a flag of classes that Python code defines
 
 
 class Alike(NamedTuple):
     """What two modules that are alike have in the same places."""
 
     tensors: Tensors
-    """By id of each tensor of the first module the one of the second."""
+    """By id of each input of the step in the first module the one in the second."""
     positions: set[Attribute]
-    """Attributes in which each has its own number in the stack of layers. They are alike only if
-    no step reads these."""
+    """Attributes in which each has its own number in the stack of layers. The modules are alike
+    only if no step reads these."""
+
+
+class _Different(Exception):
+    pass
 
 
 def compare(
@@ -42,8 +51,8 @@ def compare(
 ) -> Alike | None:
     """Compare what two modules are made of: classes, attributes, hooks, functions, tensors.
 
-    Tensors correspond if they have equal layouts and are inputs of the step, or if they are one
-    tensor. Texts may differ by the names of the modules. Linear in what the modules hold.
+    Tensors are alike if they are one tensor, or if they are inputs of the step and have equal
+    layouts. Linear in what the modules hold.
 
     Args:
         first, second: the modules.
@@ -51,10 +60,14 @@ def compare(
         inputs: the tensors that are inputs of the step, by id.
 
     Returns:
-        What corresponds; None where the modules differ.
+        What corresponds; None where the modules differ, or hold what is not understood.
     """
     walk = _Walk(names, inputs)
-    return Alike(walk.tensors, walk.positions) if walk.are_alike(first, second) else None
+    try:
+        walk.check(first, second)
+    except Exception:  # of _Different, or of any method of the user's own classes
+        return None
+    return Alike(walk.tensors, walk.positions)
 
 
 class _Walk:
@@ -68,41 +81,42 @@ class _Walk:
         self._partners: tuple[dict[int, Any], dict[int, Any]] = ({}, {})
         self._alive: list[Any] = []  # or another object could get an id that was met
 
-    def are_alike(self, first: Any, second: Any) -> bool:
-        stack = [(first, second)]
+    def check(self, first: Any, second: Any) -> None:
+        """Raise an exception where the two differ."""
+        # with whether a text may have the layer's FQN: only this package's objects do, unread
+        stack = [(first, second, False)]
         while stack:
-            one, other = stack.pop()
+            one, other, may_name = stack.pop()
             if type(one) is not type(other):
-                return False
+                raise _Different
             if type(one) in _ATOMS:
-                if one != other and (type(one) is not str or self._renamed(one) != other):
-                    return False
+                is_name = may_name and type(one) is str and self._renamed(one) == other
+                if repr(one) != repr(other) and not is_name:  # -0.0 is not 0.0
+                    raise _Different
                 continue
             there, back = self._partners
-            met = id(one) in there or id(other) in back
-            if met and (there.get(id(one)) is not other or back.get(id(other)) is not one):
-                return False
-            if met:
+            if id(one) in there or id(other) in back:
+                if there.get(id(one)) is not other or back.get(id(other)) is not one:
+                    raise _Different
                 continue
             there[id(one)], back[id(other)] = other, one
             self._alive += one, other
             if isinstance(one, torch.Tensor):
-                if not self._are_alike_tensors(one, other):
-                    return False
-                self.tensors[id(one)] = other
-            elif one is other and isinstance(one, nn.Module):
-                stack += ((t, t) for t in itertools.chain(one.parameters(), one.buffers()))
-                continue
+                self._check_tensors(one, other)
             elif one is other:
+                if isinstance(one, nn.Module):
+                    stack += ((t, t, False) for t in (*one.parameters(), *one.buffers()))
                 continue
-            apart = self._positions_of(one, other)
+            elif _is_compared_by_torch(one):
+                if one != other:
+                    raise _Different
+                continue
+            apart = self._positions_of(one, other) if isinstance(one, nn.Module) else set()
             contents = [list(_contents(each, apart)) for each in (one, other)]
-            if len(contents[0]) != len(contents[1]):
-                return False
-            if not contents[0] and not isinstance(one, torch.Tensor) and one != other:
-                return False
-            stack += zip(*contents, strict=True)
-        return True
+            may_name = type(one).__module__.startswith("graph_trainer.") or (
+                may_name and isinstance(one, dict)
+            )
+            stack += ((a, b, may_name) for a, b in zip(*contents, strict=True))
 
     def _renamed(self, text: str) -> str:
         """Replace the first module's FQN at the beginning of a text by the second's."""
@@ -110,58 +124,97 @@ class _Walk:
         is_within = text == first or text.startswith(f"{first}.")
         return second + text.removeprefix(first) if is_within else text
 
-    def _positions_of(self, one: Any, other: Any) -> set[str]:
+    def _check_tensors(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        are_inputs = id(one) in self._inputs and id(other) in self._inputs
+        if are_inputs:
+            self.tensors[id(one)] = other
+        if one is other:
+            return
+        same_kind = one.requires_grad == other.requires_grad
+        if not (are_inputs and same_kind and unwrap(one)[1] == unwrap(other)[1]):
+            raise _Different
+
+    def _positions_of(self, one: nn.Module, other: nn.Module) -> set[str]:
         """Return the attributes of two modules that are their layers' numbers in the stack."""
-        if not isinstance(one, nn.Module):
-            return set()
         numbers = [name.rpartition(".")[2] for name in self._names]
-        held = (vars(one), vars(other))
+        contents = vars(other)
         found = set()
-        for name, value in held[0].items():
-            values = value, held[1].get(name)
-            is_number = all(type(each) is int for each in values) and values[0] != values[1]
-            if is_number and list(map(str, values)) == numbers:
+        for name, value in vars(one).items():
+            values = value, contents.get(name)
+            are_numbers = all(type(each) is int for each in values) and values[0] != values[1]
+            if are_numbers and list(map(str, values)) == numbers:
                 found.add(name)
         self.positions.update((type(one), name) for name in found)
         return found
 
-    def _are_alike_tensors(self, one: torch.Tensor, other: torch.Tensor) -> bool:
-        if one is other:
-            return True
-        are_inputs = id(one) in self._inputs and id(other) in self._inputs
-        same_kind = one.requires_grad == other.requires_grad
-        return are_inputs and same_kind and unwrap(one)[1] == unwrap(other)[1]
+
+def _is_compared_by_torch(value: Any) -> bool:
+    """Tell whether == compares whole contents: of dtypes, sizes, placements, sets of ops."""
+    if type(value) in (set, frozenset):
+        return all(kind is str or not _has_own_eq(kind) for kind in map(type, value))
+    return type(value).__module__.partition(".")[0] == "torch" and _has_own_eq(type(value))
+
+
+def _has_own_eq(kind: type) -> bool:
+    return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
 
 def _contents(value: Any, apart: set[str]) -> Iterable[Any]:
     """List what an object is made of but for some attributes, in an order that is the same for one
-    that is alike."""
+    that is alike.
+
+    Raises:
+        _Different: for a kind of object that is not understood.
+    """
+    kind = type(value)
     if isinstance(value, torch.Tensor):
         return (vars(value), *tensor_hooks(value))
-    if isinstance(value, dict):
+    if kind in (dict, OrderedDict):
         return (*value.keys(), *value.values())
-    if isinstance(value, (list, tuple, deque)):
-        return value
-    if isinstance(value, FunctionType):
+    if kind is defaultdict:
+        return (value.default_factory, *value.keys(), *value.values())
+    if kind in (list, tuple):
+        return tuple(value)
+    if kind is deque:
+        return (value.maxlen, *value)
+    if kind is FunctionType:
         cells = (cell.cell_contents for cell in value.__closure__ or ())
-        return (value.__code__, value.__defaults__, value.__kwdefaults__, vars(value), *cells)
-    if isinstance(value, weakref.ref):
+        return (
+            *(value.__code__, id(value.__globals__), value.__defaults__, value.__kwdefaults__),
+            *(vars(value), *cells),
+        )
+    if kind is weakref.ref:
         return (value(),)
-    if isinstance(value, MethodType):
+    if kind is MethodType:
         return (value.__func__, value.__self__)
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
+    if kind is functools.partial:
+        return (value.func, value.args, value.keywords, vars(value))
+    bases = [base for base in kind.__mro__ if base is not object]
+    if kind is CodeType or not all(base.__flags__ & _HEAP_TYPE for base in bases):
+        raise _Different  # two of one C++ class, or of a class derived from one
     attributes = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
-        for name in (_INITIAL, *apart):
+        own_initial = any(base.__module__.startswith("torchtitan.") for base in bases)
+        for name in (*([_INITIAL] if own_initial else []), *apart):
             attributes.pop(name, None)
-        # by handle, which is another one for each hook
-        for name, held in attributes.items():
-            if "hooks" in name and isinstance(held, dict):
-                attributes[name] = list(held.values())
-    for kind in type(value).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
+        attributes.update(_hooks_in(value))
+    for base in bases:
+        slots = base.__dict__.get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
+            if name.startswith("__") and not name.endswith("__"):
+                name = f"_{base.__name__.lstrip('_')}{name}"
             if hasattr(value, name):
                 attributes[name] = getattr(value, name)
     return (*attributes.keys(), *attributes.values())
+
+
+def _hooks_in(module: nn.Module) -> dict[str, Any]:
+    """Return the hooks of a module, by place in place of handles, which are others for each."""
+    found: dict[str, Any] = {}
+    for name in _HOOKS & vars(module).keys():
+        of_kind = vars(module)[name]
+        main = vars(module).get(name.replace("_with_kwargs", "").replace("_always_called", ""), {})
+        places = {handle: place for place, handle in enumerate(main)}
+        if isinstance(of_kind, dict):
+            found[name] = [(places.get(handle), hook) for handle, hook in of_kind.items()]
+    return dict(sorted(found.items()))

@@ -27,7 +27,7 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetitions_in
+from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -46,7 +46,7 @@ from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.torch_private import hooks_of, rename_node
-from graph_trainer.errors import CaptureError, GraphTrainerError
+from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def capture(
     *,
     backward: bool = True,
     meta_as: torch.device | str = "meta",
-    full_capture: bool = False,
+    full_capture: bool | None = None,
 ) -> JointGraph:
     """Trace forward, loss and backward of one step into one flat graph.
 
@@ -74,8 +74,10 @@ def capture(
             `torch.no_grad()` and the loss is the graph's only output: for validation. Call
             `model.eval()` first where that is meant: a graph keeps the mode it was captured in.
         meta_as: the device that replaces meta: ops are chosen as on that device.
-        full_capture: whether all layers are traced. If not, and the model is a stack of more than
-            three layers of one kind, three are traced and the others are copies of their nodes.
+        full_capture: whether all layers are traced. If not, and the model has a stack of more than
+            three layers of one kind, three are traced and the others are copies of their nodes:
+            what layers do must then be seen in their attributes, hooks and arguments. None
+            trusts installed packages, and traces all layers of what is code of the user's own.
 
     Returns:
         The graph: inputs are the model's tensors and the batch, outputs the loss and the
@@ -113,20 +115,39 @@ def capture_step(
     backward: bool,
     meta_as: torch.device | str,
     returned: Returned,
-    full_capture: bool = False,
+    full_capture: bool | None = None,
 ) -> JointGraph:
     """Trace a step whose function returns what `returned` takes; see `capture`."""
     state = state_of(model)
-    given = (model, loss_fn, args, kwargs, backward, meta_as, returned, state)
-    repeated = [] if full_capture else repetitions_in(model, state.tensors)
-    if repeated:
+    users_own = _is_users_own(model, loss_fn)
+    given = (model, loss_fn, args, kwargs, backward, meta_as, returned, state, users_own)
+    if full_capture is None:
+        full_capture = users_own
+    repetition = None if full_capture else repetition_in(model, state.tensors)
+    if repetition is not None:
         try:
-            return _captured(*given, repeated)
-        except NotRepeated as why:
+            return _captured(*given, repetition)
+        except Exception as why:  # of any kind, as code that looks into layers may not expect this
             logger.info("Tracing all layers: %s", why)
-        except GraphTrainerError as error:
-            logger.info("Tracing all layers after an error with some: %s", error)
-    return _captured(*given, ())
+    return _captured(*given, None)
+
+
+def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
+    """Tell whether classes of modules, hooks or the loss are not of installed packages.
+
+    Such code may keep state that `PythonState` does not see, in slots or iterators, and a step
+    with it is traced twice.
+    """
+    homes = {type(module).__module__ for module in model.modules()}
+    files = []
+    for function in (loss_fn, *hooks_of(model.modules())):
+        code = getattr(getattr(function, "func", function), "__code__", None)
+        if code is None:
+            homes.add(type(function).__module__)
+        else:
+            files.append(code.co_filename)
+    files += [getattr(sys.modules.get(home), "__file__", None) for home in homes]
+    return not all(file is not None and is_installed_file(file) for file in files)
 
 
 def _captured(
@@ -138,19 +159,14 @@ def _captured(
     meta_as: torch.device | str,
     returned: Returned,
     state: ModelState,
-    repeated: Sequence[Repetition],
+    users_own: bool,
+    repetition: Repetition | None,
 ) -> JointGraph:
     batch = Batch(args, kwargs)
     batch_tensors = batch.take(Call(model, args, kwargs))
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
-    # Code of the user's own may keep state that `PythonState` does not see, in slots or iterators:
-    # such a step is traced twice.
-    homes = {type(module).__module__ for module in model.modules()}
-    files = [getattr(sys.modules.get(home), "__file__", None) for home in homes]
-    files.append(getattr(getattr(loss_fn, "__code__", None), "co_filename", None))
-    users_own = not all(file is not None and is_installed_file(file) for file in files)
     for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
@@ -170,9 +186,8 @@ def _captured(
                     fakes.append(torch.empty_strided(shape, stride, dtype=dtype, device=meta_as))
             else:
                 fakes.append(mode.from_tensor(part))
-        with refuse_draws_of_python(), contextlib.ExitStack() as skipping:
-            for repetition in repeated:
-                skipping.enter_context(repetition.skipping())
+        skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
+        with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(fakes, mode)
         made.extend(trace.made)
         return graph_module, trace
@@ -188,9 +203,9 @@ def _captured(
         if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], inputs, changes)
-    if repeated and (changes or generators.seen):
-        raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-    for repetition in repeated:
+    if repetition is not None:
+        if changes or generators.seen:
+            raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
         graph_module = extend(graph_module, trace, repetition)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the

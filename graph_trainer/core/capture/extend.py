@@ -21,6 +21,7 @@ from graph_trainer.core.capture.trace import StepTrace
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotations_of,
+    is_backward,
     module_of,
     phase_of,
     renamed_annotations,
@@ -84,6 +85,8 @@ class _Extension:
             self._names.append(names)
         self._own = {node for inputs in self._inputs for node in inputs}
         self._place_of: dict[fx.Node, _Place] = {}
+        self._alias_of: dict[fx.Node, fx.Node] = {}
+        """From the results of layers that were left out to those of the second period."""
         phases = (Phase.FORWARD.value, Phase.BACKWARD.value)
         self._nodes: dict[tuple[str, int], list[fx.Node]] = {
             (phase, period): [] for phase in phases for period in (FIRST, SECOND, LAST)
@@ -92,34 +95,38 @@ class _Extension:
         self._find_periods()
 
     def _find_periods(self) -> None:
-        traced = {}
+        periods: dict[str, int | None] = {}
         for place, name in enumerate(self._run.names):
-            if self._run.is_traced(place):
-                period = place // self._run.period
-                traced[name] = LAST if period == self._last else period
+            number = place // self._run.period
+            whole = LAST if number == self._last else number
+            periods[name] = whole if self._run.is_traced(place) else None
         stack, _, _ = self._run.names[0].rpartition(".")
         depth = len(stack) + 1 if stack else 0
         begins = f"{stack}." if stack else ""
-        order: list[tuple[str, int]] = []
+        runs: list[tuple[str, int] | None] = [None]  # nodes that stand together are one
         for node in self._graph.nodes:
             module = module_of(node) or ""
             name = begins + module[depth:].partition(".")[0] if module.startswith(begins) else ""
-            if name not in traced:
-                order.append(("", -1))
+            period = periods.get(name)
+            key = None
+            if name in periods and period is None:  # what a layer returned that was left out
+                if node.target is not torch.ops.aten.alias.default or is_backward(node):
+                    raise NotRepeated(f"{node.name} of '{name}' is more than its result")
+                self._alias_of[node] = node.all_input_nodes[0]
                 continue
-            key = str(phase_of(node)), traced[name]
-            if key not in self._nodes:
-                raise NotRepeated(f"{node.name} of '{name}' is neither of forward nor of backward")
-            self._place_of[node] = (*key, len(self._nodes[key]))
-            self._nodes[key].append(node)
-            order.append(key)
-        # the nodes of each period stand together, next to those of the next
-        runs = [key for place, key in enumerate(order) if place == 0 or order[place - 1] != key]
-        runs = [key for key in runs if key[0]]
+            if period is not None:
+                key = str(phase_of(node)), period
+                if key not in self._nodes:
+                    raise NotRepeated(f"{node.name} of '{name}' is of the loss")
+                self._place_of[node] = (*key, len(self._nodes[key]))
+                self._nodes[key].append(node)
+            if runs[-1] != key:
+                runs.append(key)
+        # the nodes of a period stand together, next to those of the next, and nothing between
         forward = [(Phase.FORWARD.value, period) for period in (FIRST, SECOND, LAST)]
         backward = [(Phase.BACKWARD.value, period) for period in (LAST, SECOND, FIRST)]
-        if runs not in (forward, forward + backward):
-            raise NotRepeated("the nodes of a layer do not stand together in forward and backward")
+        if runs not in ([None, *forward, None], [None, *forward, None, *backward, None]):
+            raise NotRepeated("other ops stand between those of its layers")
 
     # --- the pattern -----------------------------------------------------------------------
 
@@ -141,7 +148,7 @@ class _Extension:
         skipped = {node for inputs in self._inputs[2:-1] for node in inputs.values()}
         for node in self._graph.nodes:
             is_outside = self._period_of(node) is None and node.op != "output"
-            for source in node.all_input_nodes:
+            for source in () if node in self._alias_of else self._reads(node):
                 of_pattern = self._period_of(source) == SECOND or source in self._own
                 if source in skipped or (of_pattern and is_outside):
                     raise NotRepeated(
@@ -152,19 +159,25 @@ class _Extension:
     def _period_of(self, node: fx.Node) -> int | None:
         return self._place_of[node][1] if node in self._place_of else None
 
+    def _reads(self, node: fx.Node) -> list[fx.Node]:
+        """List the nodes that a node reads, in order and each as often as it is read."""
+        read: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), read.append)
+        return [self._alias_of.get(each, each) for each in read]
+
     def _is_alike(self, node: fx.Node, its: fx.Node, period: int) -> bool:
         whole = 0 if period == FIRST else self._last
-        reads, does = _arguments(node), _arguments(its)
+        reads, its_reads = self._reads(node), self._reads(its)
         return (
             node.op == its.op
             and node.target == its.target
-            and len(reads) == len(does)
-            and fx.map_arg((node.args, node.kwargs), lambda _: None)
-            == fx.map_arg((its.args, its.kwargs), lambda _: None)
+            and len(reads) == len(its_reads)
+            and _constants(node) == _constants(its)
             and renamed_annotations(node, self._names[whole]) == annotations_of(its)
             and _described(node) == _described(its)
             and all(
-                self._reads_alike(a, b, period, whole) for a, b in zip(reads, does, strict=True)
+                self._reads_alike(a, b, period, whole)
+                for a, b in zip(reads, its_reads, strict=True)
             )
         )
 
@@ -194,6 +207,7 @@ class _Extension:
 
         def read_by(period: int | None) -> Callable[[fx.Node], fx.Node]:
             def read(node: fx.Node) -> fx.Node:
+                node = self._alias_of.get(node, node)
                 phase, of_period, position = self._place_of.get(node, ("", -1, 0))
                 if period == self._last and of_period == SECOND:  # its neighbour was left out
                     return copies[phase, period - 1, position]
@@ -229,6 +243,8 @@ class _Extension:
         second_backward = next(iter(self._nodes[Phase.BACKWARD.value, SECOND]), None)
         second_forward = self._nodes[Phase.FORWARD.value, SECOND][-1]
         for node in self._graph.nodes:
+            if node in self._alias_of:
+                continue
             if node is second_backward:
                 copy_pattern(Phase.BACKWARD.value, between[::-1])
             if node.op == "output":
@@ -266,7 +282,7 @@ class _Extension:
         for taken, nodes in with_parts(trace.inputs, self._graph.find_nodes(op="placeholder")):
             spec_of[nodes[0]] = taken
         of_layer: dict[str, tuple[int, str]] = {}
-        for period in (1, *range(2, self._last)):
+        for period in range(1, self._last):
             for sample in self._own & spec_of.keys():
                 own = self._inputs[period].get(sample, sample)
                 of_layer[spec_of[own].name] = period, spec_of[sample].name
@@ -337,11 +353,9 @@ def _numbered(name: str) -> tuple[str, int]:
     return (op, int(number)) if op and number.isdecimal() else (name, 0)
 
 
-def _arguments(node: fx.Node) -> list[fx.Node]:
-    """List the nodes that a node reads, in order and each as often as it is read."""
-    read: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), read.append)
-    return read
+def _constants(node: fx.Node) -> str:
+    """Return the arguments of a node but for what it reads, as text: 0.0 differs from -0.0."""
+    return repr(fx.map_arg((node.args, node.kwargs), lambda _: None))
 
 
 def _described(node: fx.Node) -> list[object]:

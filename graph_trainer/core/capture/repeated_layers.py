@@ -2,8 +2,8 @@
 
 A stack of layers (a ModuleList, ModuleDict or Sequential) often repeats one layer, or a short
 sequence of different ones: a period. The first two periods of a run and the last are traced. While
-the model calls those in between, they return what the second has returned, and compute nothing.
-`extend` then inserts into the graph what they would have computed.
+the model calls those in between, they return aliases of what the second has returned, and compute
+nothing. `extend` then inserts into the graph what they would have computed.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from graph_trainer.core.capture.alike import Alike, Attribute, Tensors, compare
 from graph_trainer.core.graph.annotations import Phase
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
+    ambient_state,
     forward_replaced,
     modules_that_look_for_hooks,
     pytree,
@@ -42,14 +43,12 @@ class Repetition:
 
     names: list[str]
     """FQNs, in the order of the stack, in which the model must call them."""
-    layers: list[nn.Module]
+    layers: list[nn.Module] = field(repr=False)
     period: int
-    counterparts: list[Tensors]
+    counterparts: list[Tensors] = field(repr=False)
     """By layer: by id of each tensor of its sample, its own."""
     positions: set[Attribute]
     """Where layers have their numbers, which the step must not read."""
-    _calls: list[_Call] = field(default_factory=list)
-    _failure: str = ""
 
     @property
     def periods(self) -> int:
@@ -72,112 +71,145 @@ class Repetition:
             NotRepeated: in the model's forward or at the end. The model does not call each layer
                 once and in order, or it gives a layer something else than its sample.
         """
-        self._calls, self._failure = [], ""
+        calls = _Calls(self)
+        modules = {module for layer in self.layers for module in layer.modules()}
         with contextlib.ExitStack() as stack:
             for place, layer in enumerate(self.layers):
                 if self.is_traced(place):
-                    enter = functools.partial(self._enter, place)
-                    leave = functools.partial(self._leave, place)
+                    enter = functools.partial(calls.enter, place)
+                    leave = functools.partial(calls.leave, place)
                     # hooks of the layer's own run between these two
                     before = layer.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
                     stack.callback(before.remove)
                     stack.callback(layer.register_forward_hook(leave).remove)
                 else:
-                    skip = functools.partial(self._skip, place)
+                    skip = functools.partial(calls.skip, place)
                     stack.enter_context(forward_replaced(layer, skip))
             for kind, name in self.positions:
-                stack.enter_context(reads_seen(kind, name, self._see_position_read))
+                stack.enter_context(reads_seen(kind, name, modules, calls.see_position_read))
             yield
-        calls = len(self._calls)
-        self._calls = []  # holds tensors of the trace
-        if not self._failure and calls != len(self.layers):
-            self._failure = f"forward does not call '{self.names[calls]}'"
-        if self._failure:  # the model may have caught the error
-            raise NotRepeated(self._failure)
+        calls.check_complete()
 
-    def _enter(self, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+
+@dataclass(slots=True)
+class _Call:
+    """What a layer was given, in which modes, and has returned."""
+
+    given: list[Any]
+    structure: Any
+    ambient: tuple[Any, ...]
+    output: list[Any] = field(default_factory=list)
+    of_output: Any = None
+    """The structure of the output."""
+
+
+class _Calls:
+    """The calls of a repetition's layers in one trace."""
+
+    def __init__(self, repetition: Repetition) -> None:
+        self._run = repetition
+        self._done: list[_Call] = []
+        self._failure = ""
+
+    def enter(self, place: int, layer: nn.Module, args: Any, kwargs: Any) -> None:
+        """Note and check a call before it runs."""
         if _in_backward():
             return  # a checkpointed layer that is recomputed
-        given, structure = pytree.tree_flatten((args, kwargs))
-        if place != len(self._calls):
-            self._refuse(f"forward does not call '{self.names[place]}' once and in order")
-        if place >= 2 * self.period:
-            self._check_given(place, given, structure)
-        self._calls.append(_Call(given, structure))
+        run, name = self._run, self._run.names[place]
+        if place != len(self._done):
+            self._refuse(f"forward does not call '{name}' once and in order")
+        call = _Call(*pytree.tree_flatten((args, kwargs)), _ambient())
+        for each in call.given:
+            if not isinstance(each, torch.Tensor) and not _is_constant(each):
+                self._refuse(f"'{name}' is given a {type(each).__name__}, which it may change")
+        if place >= 2 * run.period:
+            self._check_given(place, call)
+        self._done.append(call)
 
-    def _leave(self, place: int, layer: nn.Module, args: Any, output: Any) -> None:
-        if not _in_backward():
-            self._calls[place].output = output
+    def leave(self, place: int, layer: nn.Module, args: Any, output: Any) -> None:
+        """Note what a layer has returned."""
+        if not _in_backward() and place < len(self._done):
+            call = self._done[place]
+            call.output, call.of_output = pytree.tree_flatten(output)
 
-    def _skip(self, place: int, *args: Any, **kwargs: Any) -> Any:
+    def skip(self, place: int, *args: Any, **kwargs: Any) -> Any:
+        """Return aliases of what the sample has returned: each layer's results are objects of its
+        own, by which the next layer is seen to be given these and no others."""
         if _in_backward():
-            self._refuse(f"'{self.names[place]}' runs again in backward")
-        self._enter(place, self.layers[place], args, kwargs)
-        self._calls[place].output = self._calls[self.sample(place)].output
-        return self._calls[place].output
+            self._refuse(f"'{self._run.names[place]}' runs again in backward")
+        self.enter(place, self._run.layers[place], args, kwargs)
+        call, sample = self._done[place], self._done[self._run.sample(place)]
+        for each in sample.output:
+            is_tensor = isinstance(each, torch.Tensor)
+            call.output.append(torch.ops.aten.alias.default(each) if is_tensor else each)
+        call.of_output = sample.of_output
+        return pytree.tree_unflatten(call.output, call.of_output)
 
-    def _see_position_read(self, module: nn.Module, name: str) -> None:
-        if any(module in layer.modules() for layer in self.layers):
-            self._refuse(f"forward reads '{name}' of a {type(module).__name__}, its layer's number")
+    def see_position_read(self, module: nn.Module, name: str) -> None:
+        """Refuse that a layer's number is read."""
+        self._refuse(f"forward reads '{name}' of a {type(module).__name__}, its layer's number")
 
-    def _check_given(self, place: int, given: list[Any], structure: Any) -> None:
+    def check_complete(self) -> None:
+        """Refuse a trace in which a layer was not called, or whose refusal the model caught."""
+        run, calls = self._run, len(self._done)
+        self._done = []  # holds tensors of the trace
+        if not self._failure and calls != len(run.layers):
+            self._failure = f"forward does not call '{run.names[calls]}'"
+        if self._failure:
+            raise NotRepeated(self._failure)
+
+    def _check_given(self, place: int, call: _Call) -> None:
         """Check that a layer is given what its sample is, but for the results of layers: those of
-        the second period instead of the first, and those of its own period."""
-        sample = self._calls[self.sample(place)]
-        begin = place - place % self.period
-        results = [(q, q + self.period) for q in range(self.period)]
-        results += [(self.sample(q), q) for q in range(begin, place)]
+        the period before instead of the first, and those of its own period."""
+        run = self._run
+        begin, of_sample = place - place % run.period, run.sample(place)
+        sample = self._done[of_sample]
+        results = [(q, begin - run.period + q) for q in range(run.period)]
+        results += [(run.sample(q), q) for q in range(begin, place)]
         carried: dict[int, Any] = {}
-        for of_sample, own in results:
-            leaves = (pytree.tree_leaves(self._calls[each].output) for each in (of_sample, own))
-            for one, other in zip(*leaves, strict=False):
-                if isinstance(one, torch.Tensor):
-                    carried[id(one)] = other
+        for one, other in results:
+            first, second = self._done[one], self._done[other]
+            if first.of_output != second.of_output:
+                self._refuse(f"'{run.names[other]}' returns something else than '{run.names[one]}'")
+            pairs = zip(first.output, second.output, strict=True)
+            carried.update({id(a): b for a, b in pairs if isinstance(a, torch.Tensor)})
         wanted = [carried.get(id(each), each) for each in sample.given]
-        same = structure == sample.structure and all(map(_is_same, given, wanted))
-        if not same:
-            self._refuse(
-                f"'{self.names[place]}' is given something else than "
-                f"'{self.names[self.sample(place)]}'"
-            )
+        name, like = run.names[place], run.names[of_sample]
+        if call.structure != sample.structure or not all(map(_is_same, call.given, wanted)):
+            self._refuse(f"'{name}' is given something else than '{like}'")
+        if call.ambient != sample.ambient:
+            self._refuse(f"'{name}' runs in other modes than '{like}'")
 
     def _refuse(self, why: str) -> None:
         self._failure = self._failure or why
         raise NotRepeated(why)
 
 
-@dataclass(slots=True)
-class _Call:
-    """What a layer was given and has returned."""
-
-    given: list[Any]
-    structure: Any
-    output: Any = None
-
-
-def repetitions_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[Repetition]:
-    """Find the runs of layers that are worth to be extended, at most one in a stack.
-
-    Linear in what the model's modules hold, for each kind of layer.
+def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetition | None:
+    """Find the run of layers that leaves out most of a model, None where nothing repeats.
 
     Args:
-        model: the model.
+        model: the model. Linear in what its modules hold, for each kind of layer in a stack.
         tensors: its parameters and buffers, which are inputs of the step.
     """
     inputs = {id(tensor): tensor for tensor in tensors}
     unseen = modules_that_look_for_hooks(model)  # traced, a hook of ours would change their kernels
-    found: list[Repetition] = []
-    inside: set[nn.Module] = set()
+    best, most = None, 0
     for fqn, module in model.named_modules():
         is_stack = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if not is_stack or module in inside or len(module._modules) <= TRACED_PERIODS:
+        if not is_stack or len(module._modules) <= TRACED_PERIODS:
+            continue
+        size = sum(1 for _ in module.modules())
+        if size <= most:  # it cannot leave out more
             continue
         layers = {clean_fqn(f"{fqn}.{key}".strip(".")): m for key, m in module.named_children()}
-        repetition = _longest_run(layers, inputs)
-        if repetition is not None and unseen.isdisjoint(repetition.layers):
-            found.append(repetition)
-            inside.update(module.modules())
-    return found
+        found = _longest_run(layers, inputs)
+        if found is not None and unseen.isdisjoint(found.layers):
+            skipped = [m for place, m in enumerate(found.layers) if not found.is_traced(place)]
+            left_out = sum(1 for layer in skipped for _ in layer.modules())
+            if left_out > most:
+                best, most = found, left_out
+    return best
 
 
 def _longest_run(
@@ -202,16 +234,19 @@ def _longest_run(
     if (stop - start) // period <= TRACED_PERIODS:
         return None
     pairs_of_run: list[Tensors] = []
-    owned: set[int] = set()
     for place in range(start, stop):
         sample = start + period + (place - start) % period
         own, its = of_kind[place].tensors, of_kind[sample].tensors
         pairs_of_run.append({id(its[key]): own[key] for key in own})
-        # a tensor is of one layer or of all: gradients of some would be summed
-        of_layer = {id(own[key]) for key in own if own[key] is not its[key]}
-        if not owned.isdisjoint(of_layer):
-            return None
-        owned |= of_layer
+    # a tensor is of one layer or of all: gradients of some would be summed
+    owned: set[int] = set()
+    for first in range(period):
+        like = pairs_of_run[first::period]
+        for key in like[0]:
+            ids = {id(pairs[key]) for pairs in like}
+            if len(ids) > 1 and (len(ids) < len(like) or not owned.isdisjoint(ids)):
+                return None
+            owned |= ids if len(ids) > 1 else set()
     positions = set().union(*(alike.positions for alike in of_kind[start:stop]))
     return Repetition(names[start:stop], layers[start:stop], period, pairs_of_run, positions)
 
@@ -236,6 +271,20 @@ def _in_backward() -> bool:
     return (get_current_meta().get("custom") or {}).get("phase") == Phase.BACKWARD.value
 
 
+def _ambient() -> tuple[Any, ...]:
+    """Return the modes in which a layer runs, and what it is annotated with."""
+    custom = get_current_meta().get("custom") or {}
+    kept = {key: value for key, value in custom.items() if key not in ("phase", "module")}
+    return (*ambient_state(), kept)
+
+
+def _is_constant(value: Any) -> bool:
+    """Tell whether what a layer is given cannot change: numbers, texts, and objects of torch."""
+    plain = type(value) in (type(None), bool, int, float, complex, str, bytes)
+    return plain or type(value).__module__.partition(".")[0] == "torch"
+
+
 def _is_same(given: Any, wanted: Any) -> bool:
-    plain = type(given) in (bool, int, float, str)
-    return given is wanted or (plain and type(given) is type(wanted) and given == wanted)
+    if isinstance(given, torch.Tensor):
+        return given is wanted
+    return given is wanted or (type(given) is type(wanted) and repr(given) == repr(wanted))

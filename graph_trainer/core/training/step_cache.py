@@ -86,7 +86,7 @@ class TrainStep:
     """Which passes run, and how."""
     backend: str = "eager"
     """The name of one of `backends.registry`."""
-    full_capture: bool = False
+    full_capture: bool | None = None
     """Whether all layers are traced, and not only some of those that are alike: see `capture`."""
     max_graphs: int = 8
     """How many captured graphs are kept."""

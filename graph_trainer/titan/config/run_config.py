@@ -79,8 +79,8 @@ class GraphCompileConfig(CompileConfig):
     """
     Trace every layer when the step is captured. Without it, of layers that are alike the first two
     and the last are traced, and the nodes of the others are copied: the graph is the same, and is
-    made in the time of three layers. Where layers turn out to differ, all are traced in any case.
-    No effect in mode "eager".
+    made in the time of three layers. Where layers turn out to differ, and where a module, a hook or
+    the loss is code of your own, all are traced in any case. No effect in mode "eager".
     """
 
     backend: BackendName = "eager"

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from graph_trainer.core.capture.model_state import state_of
-from graph_trainer.core.capture.repeated_layers import repetitions_in
+from graph_trainer.core.capture.repeated_layers import repetition_in
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
 from tests.unit.core.capture.test_repeated_layers import assert_equal
@@ -57,7 +57,7 @@ def deep(family, ranks, flags):
 )
 def test_the_extended_graph_is_that_of_a_full_capture(case):
     run = deep(*case)
-    (repetition,) = repetitions_in(run.model, state_of(run.model).tensors)
+    repetition = repetition_in(run.model, state_of(run.model).tensors)
     assert repetition.periods == LAYERS
     part = run.capture()
     run.config.compile.full_capture = True

@@ -13,7 +13,7 @@ from graph_trainer.core.capture.capture import capture
 from graph_trainer.core.capture.extend import extend
 from graph_trainer.core.capture.forward_alone import capture_forward
 from graph_trainer.core.capture.model_state import state_of
-from graph_trainer.core.capture.repeated_layers import repetitions_in
+from graph_trainer.core.capture.repeated_layers import repetition_in
 from graph_trainer.core.graph import data_sizes
 from graph_trainer.core.graph.annotations import annotations_of, value_of
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
@@ -159,23 +159,59 @@ def test_layers_are_really_left_out(monkeypatch):
         return extend(graph_module, trace, repetition)
 
     monkeypatch.setattr(capture_module, "extend", extended)
-    graphs = [capture(Decoder(layers), mean_square, (TOKENS,)) for layers in (5, 9)]
-    assert traced[0] == traced[1] < len(graphs[0].graph.nodes) < len(graphs[1].graph.nodes)
-    capture(Decoder(9), mean_square, (TOKENS,), full_capture=True)
+    graphs = [
+        capture(Decoder(layers), mean_square, (TOKENS,), full_capture=False) for layers in (5, 9)
+    ]
+    assert traced[0] + 4 == traced[1]  # an alias for each layer that is left out
+    assert traced[1] < len(graphs[0].graph.nodes) < len(graphs[1].graph.nodes)
+    # classes of the caller's own are traced in full unless that is asked for
+    for full in (True, None):
+        capture(Decoder(9), mean_square, (TOKENS,), full_capture=full)
     assert len(traced) == 2
+    model = stack_of(*(nn.Linear(8, 8) for _ in range(6)))  # of torch's classes alone
+    capture(model, mean_square, (X,))
+    assert len(traced) == 3
 
 
 def test_the_model_is_left_as_it_was():
     model = stack_of(*(hooked(Named()) for _ in range(5)))
     before = [dict(vars(m)) for m in model.modules()]
-    capture(model, mean_square, (X,))
+    capture(model, mean_square, (X,), full_capture=False)
     assert [dict(vars(m)) for m in model.modules()] == before
     assert all("forward" not in vars(m) for m in model.modules())
+
+
+class Odd(float):
+    """A number with contents of its own, and an answer to == that is no truth value."""
+
+    def __new__(cls, differs):
+        number = super().__new__(cls, 2.0)
+        number.more = 3 if differs else 4
+        return number
+
+    def __eq__(self, other):
+        raise ValueError
+
+    __hash__ = float.__hash__
 
 
 def shifted(layers):
     layers[3].linear.weight.data = layers[3].linear.weight.data.t()
     return layers
+
+
+def test_a_tensor_that_all_layers_hold_is_no_difference(reasons):
+    class Holding(Named):
+        table = None
+
+        def forward(self, x):
+            return super().forward(x) + self.table
+
+    table, layers = torch.ones(8), [Holding() for _ in range(6)]
+    for layer in layers:
+        layer.table = table
+    part, full = both(stack_of(*layers), X)
+    assert reasons.all() or assert_equal(part, full) is None
 
 
 @pytest.mark.parametrize(
@@ -184,17 +220,30 @@ def shifted(layers):
         lambda: [Named(float(i)) for i in range(6)],
         lambda: [Named(), Named(), Named(3.0), Named(), Named(), Named(3.0)],
         lambda: [Named() for _ in range(3)],
+        lambda: [Named(-0.0 if i == 3 else 0.0) for i in range(6)],
+        lambda: [Named(Odd(i == 3)) for i in range(6)],
         lambda: [hooked(Named()) if i == 3 else Named() for i in range(6)],
         lambda: [Named().train(i != 3) for i in range(6)],
         lambda: [Named().requires_grad_(i != 3) for i in range(6)],
         lambda: shifted([Named() for _ in range(6)]),
     ],
-    ids=["all differ", "no period", "few", "a hook", "a mode", "frozen", "strides"],
+    ids=[
+        "all differ",
+        "no period",
+        "few",
+        "minus zero",
+        "odd contents",
+        "a hook",
+        "a mode",
+        "frozen",
+        "strides",
+    ],
 )
 def test_layers_that_differ_are_not_taken_for_alike(layers):
     model = stack_of(*layers())
-    assert repetitions_in(model, state_of(model).tensors) == []
-    assert_equal(*both(model, X))
+    assert repetition_in(model, state_of(model).tensors) is None
+    if not any(isinstance(each.factor, Odd) for each in model[1]):
+        assert_equal(*both(model, X))
 
 
 class Loop(nn.Module):
@@ -202,11 +251,12 @@ class Loop(nn.Module):
 
     def __init__(self, loop, layers=6):
         super().__init__()
+        self.first = nn.Linear(8, 8)  # so that the first layer passes a gradient on, as others do
         self.layers = nn.ModuleList(Named() for _ in range(layers))
         self.loop = loop
 
     def forward(self, x):
-        return self.loop(self.layers, x)
+        return self.loop(self.layers, self.first(x))
 
 
 def with_an_op_between(layers, x):
@@ -227,6 +277,42 @@ def with_one_result(layers, x):
     for layer in layers:
         results.append(layer(results[-1]))
     return results[-1] * results[4]
+
+
+def dropping_one_result(layers, x):
+    for i, layer in enumerate(layers):
+        y = layer(x)
+        x = x if i == 3 else y
+    return x
+
+
+def giving_one_an_earlier_result(layers, x):
+    results = [x]
+    for i, layer in enumerate(layers):
+        results.append(layer(results[3] if i == 4 else results[-1]))
+    return results[-1]
+
+
+def without_gradients_in_one(layers, x):
+    for i, layer in enumerate(layers):
+        with torch.set_grad_enabled(i != 3):
+            x = layer(x)
+    return x
+
+
+def casting_in_one(layers, x):
+    for i, layer in enumerate(layers):
+        with torch.autocast("cpu", enabled=i == 3):
+            x = layer(x)
+    return x
+
+
+def drawing_between(layers, x):
+    noise = []
+    for layer in layers:
+        x = layer(x)
+        noise.append(torch.rand_like(x.detach()))
+    return x * noise[3]
 
 
 def backwards(layers, x):
@@ -265,6 +351,11 @@ def with_norms_of_weights(layers, x):
 @pytest.mark.parametrize(
     "loop",
     [
+        dropping_one_result,
+        giving_one_an_earlier_result,
+        without_gradients_in_one,
+        casting_in_one,
+        drawing_between,
         with_an_op_between,
         with_all_results,
         with_one_result,
@@ -277,7 +368,7 @@ def with_norms_of_weights(layers, x):
 )
 def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, reasons):
     model = Loop(loop)
-    assert len(repetitions_in(model, state_of(model).tensors)) == 1
+    assert repetition_in(model, state_of(model).tensors) is not None
     assert_equal(*both(model, X))
     (reason,) = reasons.all()
     assert "Tracing all layers: " in reason
@@ -286,14 +377,15 @@ def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, re
 def test_what_layers_return_to_the_caller_is_of_the_right_ones(reasons):
     class Hidden(Loop):
         def forward(self, x):
-            states = [x]
+            states = [self.first(x)]
             for layer in self.layers:
                 states.append(layer(states[-1]))
             return {"all": states, "last": states[-1]}
 
     joint = capture_forward(Hidden(None), (X,))
-    outputs = dict.fromkeys(joint.output_values()[:7])
-    assert len(outputs) == 7
+    assert len(dict.fromkeys(joint.output_values()[:7])) == 7
+    losses = lambda model, x: sum(state.sum() for state in model(x)["all"])  # noqa: E731
+    assert_equal(*both(Hidden(None), X, loss_fn=losses))
     assert reasons.all()
 
 
