@@ -63,16 +63,16 @@ def check_early(argv: Sequence[str]) -> None:
     for key, of_type, of_value in _keys(schema, schema["$defs"]):
         known.setdefault(key, {})[of_type] = of_value
         free += [f"{key}."] if of_value.get("type") == "object" else []
-    found = [(config, *each) for each in _flat(table, known)]
+    given = [(config, *each) for each in _flat(table, known)]
     for name, value in flags.items():
         if "." in name:  # the others are few, or the command's
             plain = re.sub(r"\.\d+(?=\.)", "", name)
             plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
-            found.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
-    types = {key: str(value) for _, key, _, value in found}
+            given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
+    types = {key: str(value) for _, key, _, value in given}
     moved = parse_toml((_configs() / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines: list[str] = []
-    for where, key, shown, value in found:
+    for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
         kinds, kind, top = known.get(key), types.get(f"{section}.type"), key.partition(".")[0]
         of_pass = section.startswith("compile.") and section not in known

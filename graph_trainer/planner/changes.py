@@ -139,10 +139,10 @@ def advise(
     configs = loaded(list(changes_that_help(plan)), load)
     outcomes = plan_each(configs, planned, on_progress, processes)
     helpful = (1 - _LEAST) * plan.need.total
-    found = [
+    advice = [
         each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
     ]
-    return sorted(found, key=lambda outcome: outcome.needed_bytes)
+    return sorted(advice, key=lambda outcome: outcome.needed_bytes)
 
 
 Loaded = list[tuple[Change, GraphTrainerConfig | ConfigError]]

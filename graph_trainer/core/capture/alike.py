@@ -65,7 +65,7 @@ def compare(
     walk = _Walk(names, inputs)
     try:
         walk.check(first, second)
-    except Exception:  # of _Different, or of any method of the user's own classes
+    except Exception:  # _Different, or what a method of the user's own classes raises
         return None
     return Alike(walk.tensors, walk.positions)
 
@@ -138,14 +138,14 @@ class _Walk:
         """Return the attributes of two modules that are their layers' numbers in the stack."""
         numbers = [name.rpartition(".")[2] for name in self._names]
         contents = vars(other)
-        found = set()
+        positions = set()
         for name, value in vars(one).items():
             values = value, contents.get(name)
             are_numbers = all(type(each) is int for each in values) and values[0] != values[1]
             if are_numbers and list(map(str, values)) == numbers:
-                found.add(name)
-        self.positions.update((type(one), name) for name in found)
-        return found
+                positions.add(name)
+        self.positions.update((type(one), name) for name in positions)
+        return positions
 
 
 def _is_compared_by_torch(value: Any) -> bool:
@@ -210,11 +210,11 @@ def _contents(value: Any, apart: set[str]) -> Iterable[Any]:
 
 def _hooks_in(module: nn.Module) -> dict[str, Any]:
     """Return the hooks of a module, by place in place of handles, which are others for each."""
-    found: dict[str, Any] = {}
+    hooks: dict[str, Any] = {}
     for name in _HOOKS & vars(module).keys():
         of_kind = vars(module)[name]
         main = vars(module).get(name.replace("_with_kwargs", "").replace("_always_called", ""), {})
         places = {handle: place for place, handle in enumerate(main)}
         if isinstance(of_kind, dict):
-            found[name] = [(places.get(handle), hook) for handle, hook in of_kind.items()]
-    return dict(sorted(found.items()))
+            hooks[name] = [(places.get(handle), hook) for handle, hook in of_kind.items()]
+    return dict(sorted(hooks.items()))

@@ -102,34 +102,40 @@ def capture(
             f"args is a {type(args).__name__}; it must be a tuple of loss_fn's arguments after "
             "the model, for example (batch,)"
         )
-    kwargs = dict(kwargs or {})
-    given = (model, loss_fn, args, kwargs, backward, meta_as, scalar_loss)
-    return capture_step(*given, full_capture)
+    step = Step(model, loss_fn, args, dict(kwargs or {}), backward, meta_as, scalar_loss)
+    return capture_step(step, full_capture)
 
 
-def capture_step(
-    model: nn.Module,
-    loss_fn: LossFn,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    backward: bool,
-    meta_as: torch.device | str,
-    returned: Returned,
-    full_capture: bool | None = None,
-) -> JointGraph:
-    """Trace a step whose function returns what `returned` takes; see `capture`."""
-    state = state_of(model)
-    users_own = _is_users_own(model, loss_fn)
-    given = (model, loss_fn, args, kwargs, backward, meta_as, returned, state, users_own)
-    if full_capture is None:
-        full_capture = users_own
-    repetition = None if full_capture else repetition_in(model, state.tensors)
-    if repetition is not None:
-        try:
-            return _captured(*given, repetition)
-        except Exception as why:  # of any kind, as code that looks into layers may not expect this
-            logger.info("Tracing all layers: %s", why)
-    return _captured(*given, None)
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """What is captured; see `capture`."""
+
+    model: nn.Module
+    loss_fn: LossFn
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    backward: bool
+    meta_as: torch.device | str
+    returned: Returned
+    """Takes what the function returns."""
+
+
+def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
+    """Trace a step, or of its alike layers some and copy their nodes; see `capture`."""
+    state = state_of(step.model)
+    users_own = _is_users_own(step.model, step.loss_fn)
+    why: object = "a module, a hook or the loss is code of your own"
+    if full_capture is None and not users_own or full_capture is False:
+        why = "no layer, or sequence of layers, is repeated four times"
+        repetition = repetition_in(step.model, state.tensors)
+        if repetition is not None:
+            try:
+                return _captured(step, state, users_own, repetition)
+            except Exception as error:  # of any kind: layers may not expect to be looked into
+                why = error
+    if not full_capture:
+        logger.info("Tracing all layers: %s", why)
+    return _captured(step, state, users_own, None)
 
 
 def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
@@ -151,19 +157,11 @@ def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
 
 
 def _captured(
-    model: nn.Module,
-    loss_fn: LossFn,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    backward: bool,
-    meta_as: torch.device | str,
-    returned: Returned,
-    state: ModelState,
-    users_own: bool,
-    repetition: Repetition | None,
+    step: Step, state: ModelState, users_own: bool, repetition: Repetition | None
 ) -> JointGraph:
-    batch = Batch(args, kwargs)
-    batch_tensors = batch.take(Call(model, args, kwargs))
+    model, loss_fn, backward = step.model, step.loss_fn, step.backward
+    batch = Batch(step.args, step.kwargs)
+    batch_tensors = batch.take(Call(model, step.args, step.kwargs))
     inputs = [*state.inputs, *batch.inputs(batch_tensors)]
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
@@ -177,13 +175,15 @@ def _captured(
     made: list[weakref.ref[torch.Tensor]] = []
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
-        trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators, returned)
+        trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators, step.returned)
         fakes = []
         for part in real:
-            if part.is_meta and torch.device(meta_as).type != "meta":
+            if part.is_meta and torch.device(step.meta_as).type != "meta":
                 shape, stride, dtype = part.shape, part.stride(), part.dtype
                 with mode:
-                    fakes.append(torch.empty_strided(shape, stride, dtype=dtype, device=meta_as))
+                    fakes.append(
+                        torch.empty_strided(shape, stride, dtype=dtype, device=step.meta_as)
+                    )
             else:
                 fakes.append(mode.from_tensor(part))
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()

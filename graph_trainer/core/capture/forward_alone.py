@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from graph_trainer.core.capture.capture import capture_step
+from graph_trainer.core.capture.capture import Step, capture_step
 from graph_trainer.core.graph.annotations import loss_gradient_of, set_input_name, value_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import ModelOutputs
@@ -48,7 +48,8 @@ def capture_forward(
     def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return model(*args, **kwargs)
 
-    joint = capture_step(model, call, args, dict(kwargs or {}), True, meta_as, outputs)
+    step = Step(model, call, args, dict(kwargs or {}), True, meta_as, outputs)
+    joint = capture_step(step)
     joint.outputs = outputs
     # the ones with which backward begins become inputs
     graph, signature = joint.graph, joint.signature

@@ -189,7 +189,7 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
     """Find the run of layers that leaves out most of a model, None where nothing repeats.
 
     Args:
-        model: the model. Linear in what its modules hold, for each kind of layer in a stack.
+        model: the model. The work is linear in what its modules hold, for each kind of layer.
         tensors: its parameters and buffers, which are inputs of the step.
     """
     inputs = {id(tensor): tensor for tensor in tensors}
@@ -203,12 +203,12 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
         if size <= most:  # it cannot leave out more
             continue
         layers = {clean_fqn(f"{fqn}.{key}".strip(".")): m for key, m in module.named_children()}
-        found = _longest_run(layers, inputs)
-        if found is not None and unseen.isdisjoint(found.layers):
-            skipped = [m for place, m in enumerate(found.layers) if not found.is_traced(place)]
+        run = _longest_run(layers, inputs)
+        if run is not None and unseen.isdisjoint(run.layers):
+            skipped = [m for place, m in enumerate(run.layers) if not run.is_traced(place)]
             left_out = sum(1 for layer in skipped for _ in layer.modules())
             if left_out > most:
-                best, most = found, left_out
+                best, most = run, left_out
     return best
 
 

@@ -209,12 +209,12 @@ def help_text(config: Any, words: Sequence[str], prog: str) -> str:
         ConfigError: no key has all of the words.
     """
     asked = [word.lower().replace("-", "_") for word in words]
-    found = []
+    keys = []
     for key, takes, value, text in _keys(config, ""):
         if all(word in f"{key} {text}".lower() for word in asked):
             filled = textwrap.fill(text, 94, initial_indent="      ", subsequent_indent="      ")
-            found.append(f"  --{key} {takes} = {show(value)}\n{filled}".rstrip())
-    if not found:
+            keys.append(f"  --{key} {takes} = {show(value)}\n{filled}".rstrip())
+    if not keys:
         sections = settable_fields(type(config))
         guess = did_you_mean(words[0], sections, GUESS)
         raise ConfigError(
@@ -222,9 +222,9 @@ def help_text(config: Any, words: Sequence[str], prog: str) -> str:
             f"Sections: {', '.join(sections)}."
         )
     if words:
-        return "\n".join(found)
+        return "\n".join(keys)
     own = _OWN.get(prog.rpartition(" ")[2], "")
-    return "\n".join([_DESCRIPTION.format(own=own, prog=prog), *found])
+    return "\n".join([_DESCRIPTION.format(own=own, prog=prog), *keys])
 
 
 def _keys(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
