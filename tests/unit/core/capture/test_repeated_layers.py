@@ -184,12 +184,10 @@ def test_the_model_is_left_as_it_was():
 
 
 class Odd(float):
-    """A number with contents of its own, and an answer to == that is no truth value."""
+    """A number of a class of its own, whose answer to == is no truth value."""
 
     def __new__(cls, differs):
-        number = super().__new__(cls, 2.0)
-        number.more = 3 if differs else 4
-        return number
+        return super().__new__(cls, 3.0 if differs else 2.0)
 
     def __eq__(self, other):
         raise ValueError
@@ -262,6 +260,12 @@ class Loop(nn.Module):
         return self.loop(self.layers, self.first(x))
 
 
+def with_nothing_between(layers, x):
+    for layer in layers:
+        x = layer(x)
+    return x
+
+
 def with_an_op_between(layers, x):
     for i, layer in enumerate(layers):
         x = layer(x + 1 if i == 3 else x)
@@ -314,7 +318,7 @@ def drawing_between(layers, x):
     noise = []
     for layer in layers:
         x = layer(x)
-        noise.append(torch.rand_like(x.detach()))
+        noise.append(torch.rand(2, 8))
     return x * noise[3]
 
 
@@ -363,31 +367,54 @@ def with_norms_of_weights(layers, x):
     return x + sum(layer.linear.weight.square().sum() for layer in layers)
 
 
+LOOPS = [
+    dropping_one_result,
+    giving_one_an_earlier_result,
+    without_gradients_in_one,
+    casting_in_one,
+    drawing_between,
+    passing_what_may_change,
+    with_an_op_between,
+    with_all_results,
+    with_one_result,
+    backwards,
+    without_one,
+    one_twice,
+    catching,
+    with_norms_of_weights,
+]
+WITHOUT_BACKWARD = [loop for loop in LOOPS if loop is not without_gradients_in_one]
+
+
 @pytest.mark.parametrize(
-    "loop",
-    [
-        dropping_one_result,
-        giving_one_an_earlier_result,
-        without_gradients_in_one,
-        casting_in_one,
-        drawing_between,
-        passing_what_may_change,
-        with_an_op_between,
-        with_all_results,
-        with_one_result,
-        backwards,
-        without_one,
-        one_twice,
-        catching,
-        with_norms_of_weights,
-    ],
+    ("loop", "backward"),
+    [*((loop, True) for loop in LOOPS), *((loop, False) for loop in WITHOUT_BACKWARD)],
 )
-def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, reasons):
+def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, backward, reasons):
     model = Loop(loop)
     assert repetition_in(model, state_of(model).tensors) is not None
-    assert_equal(*both(model, X))
+    assert_equal(*both(model, X, backward=backward))
     (reason,) = reasons.all()
     assert "Tracing all layers: " in reason
+
+
+class Known(Named):
+    """Multiplies by what a table of its class says of the object: no attribute shows it."""
+
+    factors: dict[int, float] = {}  # noqa: RUF012: by id
+
+    def forward(self, x):
+        return super().forward(x) * self.factors.get(id(self), 2.0)
+
+
+@pytest.mark.parametrize("place", [0, 1, 5])
+@pytest.mark.parametrize("backward", [True, False])
+def test_the_periods_that_are_traced_must_be_one_pattern(place, backward, reasons, monkeypatch):
+    model = Loop(with_nothing_between)
+    model.layers = nn.ModuleList(Known() for _ in range(6))
+    monkeypatch.setitem(Known.factors, id(model.layers[place]), 3.0)
+    assert_equal(*both(model, X, backward=backward))
+    assert "is not what" in reasons.all()[0]
 
 
 def test_what_layers_return_to_the_caller_is_of_the_right_ones(reasons):
@@ -416,7 +443,7 @@ class Numbered(Named):
 
     def forward(self, x):
         x = super().forward(x)
-        return x * self.layer_idx if self.reads else x
+        return x * 3 if self.reads and self.layer_idx == 3 else x
 
 
 class Reading(Numbered):
