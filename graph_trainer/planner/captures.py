@@ -16,10 +16,10 @@ from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 class Captures:
-    """The latest captured steps of this process.
+    """The first captured step of this process, to which others are compared, and the latest.
 
     Args:
-        most: how many are kept, the latest.
+        most: how many are kept, the first included.
         cache: of earlier processes; None for none.
     """
 
@@ -41,10 +41,13 @@ class Captures:
         elif key not in self._joints:
             on_progress("capturing the train step")
             self._joints[key] = run.capture()
-        self._joints.move_to_end(key)
-        while len(self._joints) > self._most:
-            self._joints.popitem(last=False)
-        return copy_graph(self._joints[key])
+        joint = self._joints[key]
+        first, *others = self._joints
+        if key != first:
+            self._joints.move_to_end(key)
+        for oldest in others[: max(0, len(self._joints) - self._most)]:
+            del self._joints[oldest]
+        return copy_graph(joint)
 
 
 def what_is_captured(config: GraphTrainerConfig) -> str:
