@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
-from graph_trainer.core.ordering.agreement import Agreement, OneRank
+from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.processes import in_processes
@@ -34,9 +34,10 @@ def decided_by(joint: JointGraph) -> Passes:
 
 def as_agreed(
     ranks: Sequence[int],
-    run: Callable[[int, Agreement], tuple[T, Passes]],
+    run: Callable[[int, AsFarAsKnown], tuple[T, Passes]],
     on_progress: OnProgress,
     processes: int = 1,
+    key_of: Callable[[int], object] = lambda rank: rank,
     **callbacks: Any,
 ) -> dict[int, T]:
     """Run the ranks until all run the same passes, as in training; return each rank's result.
@@ -51,14 +52,20 @@ def as_agreed(
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
         processes: how many at most run ranks at once; see `in_processes`, also for `callbacks`.
+        key_of: returns what tells a rank's result from those of others; a process runs one rank of
+            those that have the same.
     """
     maxima: list[int] = []
+    known: dict[object, tuple[T, Passes, list[int]]] = {}
+
+    def of_rank(rank: int) -> tuple[T, Passes, list[int]]:
+        key = *maxima, key_of(rank)
+        if key not in known:
+            agreement = AsFarAsKnown(maxima)
+            known[key] = (*run(rank, agreement), agreement.numbers)
+        return known[key]
+
     while True:
-
-        def of_rank(rank: int) -> tuple[T, Passes, list[int]]:
-            agreement = _AsFarAsKnown(maxima)
-            return (*run(rank, agreement), agreement.numbers)
-
         results = in_processes(of_rank, ranks, processes, **callbacks)
         unknown = [each[len(maxima)] for _, _, each in results if len(each) > len(maxima)]
         if len({passes for _, passes, _ in results}) == 1 or not unknown:
@@ -73,8 +80,8 @@ def as_agreed(
         )
 
 
-class _AsFarAsKnown(OneRank):
-    """Takes the known maxima in order, then this rank's own numbers, and notes the latter."""
+class AsFarAsKnown(OneRank):
+    """Takes the known maxima in order, then this rank's own numbers, and notes its own."""
 
     def __init__(self, maxima: Sequence[int]) -> None:
         super().__init__()

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from graph_trainer.core.capture.capture import capture
+from graph_trainer.core.capture.capture import Step, capture_step
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.torch_private import clear_sharding_cache
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
@@ -96,8 +97,11 @@ class FakeRank:
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (given.pop("input"), labels, valid_tokens), given
 
-    def capture(self) -> JointGraph:
+    def capture(self, *, abridged: bool = False) -> JointGraph:
         """Capture the joint graph that training captures on this rank.
+
+        Args:
+            abridged: as for `capture_step`.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -106,14 +110,10 @@ class FakeRank:
         on_cpu = self.device == "cpu"
         spmd = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
         with spmd(), contextlib.nullcontext() if on_cpu else _as_on_gpu():
-            return capture(
-                self.model,
-                loss_of_batch(self.loss_fn),
-                args,
-                kwargs,
-                meta_as="cpu" if on_cpu else "meta",
-                full_capture=self.config.compile.full_capture or None,
-            )
+            loss_fn, meta_as = loss_of_batch(self.loss_fn), "cpu" if on_cpu else "meta"
+            step = Step(self.model, loss_fn, args, kwargs, True, meta_as, scalar_loss)
+            full_capture = self.config.compile.full_capture or None
+            return capture_step(step, full_capture, abridged=abridged)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
 
 import torch
 
@@ -16,6 +16,8 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
+from graph_trainer.core.torch_private_groups import group_ranks
+from graph_trainer.planner.equal_ranks import group_name
 from graph_trainer.titan.strict import Strict
 
 Item = tuple[str, str]
@@ -56,10 +58,16 @@ def _text(items: tuple[Item, ...], place: int) -> str:
     return " ".join(items[place]).rstrip() if place < len(items) else "nothing more"
 
 
-def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Fingerprint:
+def fingerprint_of(
+    joint: JointGraph,
+    rank: int,
+    classes: RankClasses,
+    ranks_of_group: Callable[[str], Ranks] = group_ranks,
+) -> Fingerprint:
     """Compute the fingerprint of the graph that a rank captured. Linear in nodes.
 
-    The process groups of the capture must still exist.
+    Args:
+        ranks_of_group: as for `collectives`.
 
     Raises:
         VerificationError: a collective of an unknown kind (see `collectives`).
@@ -67,13 +75,7 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
 
     @cache
     def group(ranks: Ranks) -> str:
-        """Name a group alike for all parallel groups through the ranks of a class."""
-        axes = classes.axes_of_group(ranks, rank)
-        if axes is None:  # of experts, over part of an axis: named by what its ranks have in common
-            apart = {after - before for before, after in pairwise(ranks)}
-            return f"{len(ranks)} ranks {apart.pop()} apart" if len(apart) == 1 else f"{[*ranks]}"
-        along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
-        return " and ".join(along) or "self"
+        return group_name(ranks, rank, classes)
 
     inputs, ops, collectives = [], [], []
     for kind in InputKind:
@@ -91,7 +93,7 @@ def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Finger
             name = f"{'causal' if is_causal(node) else 'full'} {name}"
         where = f"in module '{module_of(node)}' (node {node.name})"
         ops.append((f"{name} {_shape(tensors_of(node)[0])}", where))
-    for each in issued_by(joint, classes.num_ranks):
+    for each in issued_by(joint, classes.num_ranks, ranks_of_group):
         text = entry_text(each.entry, group(each.entry[1]))
         collectives.append((f"{text}, {waited_text(each)}", each.where))
     return Fingerprint(inputs=tuple(inputs), ops=tuple(ops), collectives=tuple(collectives))

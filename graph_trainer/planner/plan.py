@@ -14,7 +14,6 @@ import torch
 
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.core.graph.signature import InputKind
-from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collectives
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
@@ -26,6 +25,7 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, TORCHTITAN, Runtime, mark_saved
 from graph_trainer.core.simulation.simulate import Need, Simulation, simulate
 from graph_trainer.core.units import GIB
+from graph_trainer.planner.agreement import AsFarAsKnown
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
@@ -123,6 +123,8 @@ class Plan:
     """The run under other spreads of tokens over experts, where that was asked for."""
     captures: Captures = field(default_factory=Captures, repr=False, compare=False)
     """What was captured for it, for plans of changed configs."""
+    decided_on: tuple[int, ...] = ()
+    """The numbers that ranks would have agreed on, as this rank has them."""
 
     @property
     def headline(self) -> str:
@@ -191,7 +193,7 @@ def make_plan(
     rank: int = 0,
     runtime: Runtime = GRAPH_TRAINER,
     every_pass: bool = True,
-    agreement: Agreement | None = None,
+    agreement: AsFarAsKnown | None = None,
     captures: Captures | None = None,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
@@ -220,7 +222,7 @@ def make_plan(
         traced = copy.copy(config)
         traced.compile = replace(config.compile, mode="eager")
     run = FakeRank(traced, world_size, rank, hardware.device)
-    captures = captures or Captures()
+    captures, agreement = captures or Captures(), agreement or AsFarAsKnown(())
     joint = captures.of(run, on_progress)
     mark_saved(joint)
     passes = run.pass_config(hardware=hardware, host_memory=host_memory_of(hardware))
@@ -246,7 +248,7 @@ def make_plan(
         simulated = [(row_of(only, last.name, last.seconds), only)]
     rows = [row for row, _ in simulated]
     plan = plan_of(config, run, passes, rows, simulated[-1][1])
-    return replace(plan, captures=captures)
+    return replace(plan, captures=captures, decided_on=tuple(agreement.numbers))
 
 
 def plan_of(

@@ -18,11 +18,11 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
-from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
+from graph_trainer.planner.equal_ranks import plan_key
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
@@ -142,6 +142,8 @@ def plan_every_class(
 ) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
+    Every one of them is traced, and is planned where another with an equal step was not.
+
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
     At most `processes` plan at once.
 
@@ -152,18 +154,27 @@ def plan_every_class(
     classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
     ranks = list(classes.representatives())
 
-    def run(rank: int, agreement: Agreement) -> tuple[PlannedClass, Passes]:
-        of_rank = make_plan(
-            config,
-            world_size,
-            hardware,
-            rank=rank,
-            every_pass=False,
-            agreement=agreement,
-            captures=plan.captures,
-        )
+    def key_of(rank: int) -> str:
+        abridged = FakeRank(config, world_size, rank, hardware.device).capture(abridged=True)
+        return plan_key(abridged, rank, classes, hardware.devices_per_node)
+
+    def run(rank: int, agreement: AsFarAsKnown) -> tuple[PlannedClass, Passes]:
+        of_rank = plan
+        agreed = [agreement.all_reduce_max(number) for number in plan.decided_on]
+        if rank != plan.rank or agreed != [*plan.decided_on]:
+            agreement.numbers.clear()
+            of_rank = make_plan(
+                config,
+                world_size,
+                hardware,
+                rank=rank,
+                every_pass=False,
+                agreement=agreement,
+                captures=plan.captures,
+            )
         joint = of_rank.simulation.joint
-        fingerprint = fingerprint_of(joint, rank, classes)
+        groups = of_rank.simulation.groups()  # those of a plan made before are gone
+        fingerprint = fingerprint_of(joint, rank, classes, groups.__getitem__)
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 
@@ -179,7 +190,7 @@ def plan_every_class(
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),
-        classes=as_agreed(ranks, run, on_progress, processes, on_start=announce),
+        classes=as_agreed(ranks, run, on_progress, processes, key_of, on_start=announce),
     )
 
 

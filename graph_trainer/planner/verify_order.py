@@ -10,13 +10,12 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
-from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.proof import OrderProof, prove_order
 from graph_trainer.core.ordering.sequences import Sequence, issued_by
 from graph_trainer.core.passes.pipeline import run_passes
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
-from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
+from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
@@ -68,7 +67,7 @@ def verify_order(
     start = time.perf_counter()
     done: list[int] = []
 
-    def run(rank: int, agreement: Agreement) -> tuple[Sequence, Passes]:
+    def run(rank: int, agreement: AsFarAsKnown) -> tuple[Sequence, Passes]:
         try:
             fake = FakeRank(config, world_size, rank, device)
             if classes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -9,6 +10,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
 from graph_trainer.core.graph.annotations import module_of
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     collective_kind,
@@ -55,17 +57,24 @@ def sequence_of(collectives: list[Collective]) -> Sequence:
     return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
 
 
-def issued_by(joint: JointGraph, world_size: int) -> Sequence:
+def issued_by(
+    joint: JointGraph,
+    world_size: int,
+    ranks_of_group: Callable[[str], Ranks] = group_ranks,
+) -> Sequence:
     """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 
     An op that is not known counts as communication among all ranks that ends before the op
-    returns. The process groups of the capture must still exist.
+    returns.
+
+    Args:
+        ranks_of_group: as for `collectives`.
 
     Raises:
         VerificationError: see `collectives`.
     """
     everyone = tuple(range(world_size))
-    ranks_of_group = cache(group_ranks)
+    ranks_of_group = cache(ranks_of_group)
     sequence = []
     for node, waited_after in issued(joint.graph, may_communicate):
         if is_collective(node):

@@ -10,6 +10,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument
@@ -70,8 +71,12 @@ class Simulation:
 
         The process groups of the capture may be gone.
         """
-        groups = {str(argument(c.node, "group_name")): c.ranks for c in self.collectives}
-        return simulate(self.joint, self.hardware, self.other, self.runtime, groups.__getitem__)
+        of_group = self.groups().__getitem__
+        return simulate(self.joint, self.hardware, self.other, self.runtime, of_group)
+
+    def groups(self) -> dict[str, Ranks]:
+        """Return the ranks of each process group that the graph names."""
+        return {str(argument(c.node, "group_name")): c.ranks for c in self.collectives}
 
     def need(self) -> Need:
         """Return what the step needs of its device, as `need_of`."""

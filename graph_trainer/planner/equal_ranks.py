@@ -1,0 +1,96 @@
+"""Tell, before anything is planned, which ranks have equal plans."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from functools import cache
+from itertools import pairwise
+
+import torch
+from torch import fx
+
+from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.graph.annotations import (
+    annotations_of,
+    local_slice_group,
+    offload_tag,
+    recompute_policy,
+    value_of,
+)
+from graph_trainer.core.graph.collective_kinds import Ranks
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import argument, argument_nodes, is_getitem
+from graph_trainer.core.simulation.collective_costs import placement
+from graph_trainer.core.torch_private import pytree
+from graph_trainer.core.torch_private_groups import group_ranks
+
+
+def group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
+    """Name a group alike for all parallel groups through the ranks of a class."""
+    axes = classes.axes_of_group(ranks, rank)
+    if axes is None:  # of experts, over part of an axis: named by what its ranks have in common
+        apart = {after - before for before, after in pairwise(ranks)}
+        return f"{len(ranks)} ranks {apart.pop()} apart" if len(apart) == 1 else f"{[*ranks]}"
+    along = (f"{classes.names[axis]} ({classes.sizes[axis]})" for axis in axes)
+    return " and ".join(along) or "self"
+
+
+def plan_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_node: int) -> str:
+    """Hash all of a captured step that passes and simulation read. Linear in nodes.
+
+    Groups count as what they are to the rank, and its slice of a tensor as that. The numbers that
+    an elementwise op is given, such as where a rank's part of a vocabulary begins, count only as
+    equal or not to those of the same op on the same inputs: passes compare them, and nothing else
+    depends on them.
+
+    Args:
+        joint: as captured, perhaps without the copies of layers that are alike.
+        rank: that captured it; its process groups must still exist.
+        devices_per_node: as the hardware has it, which costs of a group depend on.
+    """
+    places: dict[fx.Node, int] = {}
+    groups: dict[str, int] = {}
+    numbers: dict[tuple[object, ...], dict[str, int]] = defaultdict(dict)
+
+    @cache
+    def of_group(name: str) -> str:
+        ranks = group_ranks(name)
+        number = groups.setdefault(name, len(groups))
+        return f"{number} {group_name(ranks, rank, classes)} {placement(ranks, devices_per_node)}"
+
+    def as_text(leaf: object) -> str:
+        if isinstance(leaf, fx.Node):
+            if is_getitem(leaf) and local_slice_group(leaf) is not None:
+                return f"own slice of %{places[argument_nodes(leaf.args)[0]]}"
+            return f"%{places[leaf]}"
+        if isinstance(leaf, str) and leaf == argument(node, "group_name"):
+            return of_group(leaf)
+        tags = getattr(node.target, "tags", ())
+        if type(leaf) in (int, float) and torch.Tag.pointwise in tags:
+            of_equals = numbers[node.target, *node.all_input_nodes]
+            return f"#{of_equals.setdefault(repr(leaf), len(of_equals))}"
+        return repr(leaf)
+
+    key = hashlib.sha256()
+    for spec in joint.signature.inputs:
+        layout = spec.layout.describe()
+        key.update(f"{spec.kind} {spec.name} {spec.requires_grad} {layout}\n".encode())
+    for output in joint.signature.outputs:
+        key.update(f"{output.kind} {output.name} {output.layout.describe()}\n".encode())
+    for place, node in enumerate(joint.graph.nodes):
+        places[node] = place
+        given = pytree.tree_map(as_text, (node.args, node.kwargs))
+        row = [node.op, given, recompute_policy(node), offload_tag(node)]
+        slice_of = local_slice_group(node)
+        for name, text in annotations_of(node).items():
+            row.append((name, of_group(text) if text == slice_of else text))
+        # what a graph has beside its nodes, subgraphs for one, is no other rank's
+        row.append(rank if node.op == "get_attr" else str(node.target))
+        for value in pytree.tree_leaves(value_of(node)):
+            if isinstance(value, torch.Tensor):
+                row += [value.dtype, value.device, *value.shape, value.stride()]
+            else:
+                row.append(value)
+        key.update(f"{row}\n".encode())
+    return key.hexdigest()

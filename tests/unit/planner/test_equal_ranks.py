@@ -1,0 +1,179 @@
+"""Ranks that share a plan have the plan that they would have made for themselves."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from graph_trainer.core.graph.annotations import (
+    clear_recompute_policy,
+    copy_annotations,
+    set_offload,
+    set_recompute_policy,
+)
+from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner import saved_plan
+from graph_trainer.planner.equal_ranks import plan_key
+from graph_trainer.planner.fake_rank import FakeRank
+from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.saved_plan import plan_every_class
+from graph_trainer.planner.verify_order import rank_classes
+from graph_trainer.titan.config.load import load_config
+
+FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
+HARDWARE = load_hardware("h100-sxm")
+OPS = torch.ops.aten
+TP2 = ("--parallelism.tensor_parallel_degree", "2")
+HSDP = (*TP2, "--parallelism.data_parallel_replicate_degree", "2")
+EP2 = ("--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2")
+BUDGET = ("--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.05")
+MESHES = {
+    "tp2": (4, TP2, 1),
+    "uneven": (3, (), 2),
+    "hsdp_tp": (8, HSDP, 1),
+    "cp2": (4, ("--parallelism.context_parallel_degree", "2"), 2),
+    "ep2": (4, EP2, 1),
+    "budget": (4, (*TP2, *BUDGET), 1),
+}
+"""Ranks, flags, and how many plans are different."""
+QUICK = {"tp2", "uneven"}
+MARKED = [pytest.param(n, id=n, marks=() if n in QUICK else pytest.mark.full) for n in MESHES]
+
+
+@pytest.mark.parametrize("mesh", MARKED)
+def test_plans_that_are_shared_are_those_of_each_rank(mesh, monkeypatch):
+    world_size, flags, different = MESHES[mesh]
+    made = []
+
+    def counted(*args, **kwargs):
+        made.append(kwargs["rank"])
+        return make_plan(*args, **kwargs)
+
+    monkeypatch.setattr(saved_plan, "make_plan", counted)
+    config = load_config([*FLAGS, *flags], world_size=world_size)
+    config.model_spec.model.layers = config.model_spec.model.layers[:4]
+    plan = make_plan(config, world_size, HARDWARE, every_pass=False)
+    shared = plan_every_class(plan)
+    assert len(made) == different - 1
+    monkeypatch.setattr(saved_plan, "plan_key", lambda joint, rank, *more: rank)
+    alone = plan_every_class(dataclasses.replace(plan, rank=-1))
+    assert len(made) == different - 1 + len(alone.classes) > different
+    assert shared == alone
+
+
+@pytest.fixture
+def captured():
+    """A step, and a function that computes the key of one like it."""
+    config = load_config([*FLAGS, *TP2], world_size=4)
+    run = FakeRank(config, 4, 0)
+    classes = rank_classes(run)
+    run = FakeRank(config, 4, 0)
+    return run.capture(abridged=True), lambda joint, per_node=8: plan_key(
+        joint, 0, classes, per_node
+    )
+
+
+def first(joint, target):
+    return next(n for n in joint.graph.nodes if n.target is target)
+
+
+def reads_another(joint):
+    node = first(joint, OPS.mm.default)
+    node.replace_input_with(node.args[1], joint.placeholders()[0])
+
+
+def number_of_a_view(joint):
+    node = first(joint, OPS.view.default)
+    node.update_arg(1, [1, *node.args[1]])
+
+
+def another_op(joint):
+    first(joint, OPS.mul.Tensor).target = OPS.div.Tensor
+
+
+def another_module(joint):
+    node = first(joint, OPS.mm.default)
+    copy_annotations(first(joint, OPS.embedding.default), node)
+
+
+def another_dtype(joint):
+    node = first(joint, OPS.mm.default)
+    node.meta["val"] = node.meta["val"].to(torch.float64)
+
+
+def another_layout(joint):
+    node = first(joint, OPS.mm.default)
+    node.meta["val"] = torch.empty(node.meta["val"].t().shape, device="meta").t()
+
+
+def another_group(joint):
+    gathers = joint.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional.all_gather_into_tensor.default
+    )
+    names = list(dict.fromkeys(node.args[2] for node in gathers))
+    gathers[0].update_arg(2, names[1])
+
+
+def a_frozen_parameter(joint):
+    inputs = list(joint.signature.inputs)
+    inputs[0] = dataclasses.replace(inputs[0], requires_grad=False)
+    joint.signature = dataclasses.replace(joint.signature, inputs=tuple(inputs))
+
+
+def a_gradient_less(joint):
+    outputs = joint.signature.outputs
+    joint.signature = dataclasses.replace(joint.signature, outputs=outputs[:-1])
+
+
+def a_recompute_tag(joint):
+    set_recompute_policy(first(joint, OPS.mm.default), CheckpointPolicy.MUST_SAVE)
+
+
+def an_offload_tag(joint):
+    node = first(joint, OPS.mm.default)
+    set_offload(node)
+    clear_recompute_policy(node)
+
+
+CHANGES = (a_recompute_tag, an_offload_tag)
+CHANGES += (reads_another, number_of_a_view, another_op, another_module, another_dtype)
+CHANGES += (another_layout, another_group, a_frozen_parameter, a_gradient_less)
+
+
+def test_what_passes_read_is_in_the_key(captured):
+    joint, key_of = captured
+    for change in CHANGES:
+        changed = copy_graph(joint)
+        assert key_of(changed) == key_of(joint)
+        change(changed)
+        assert key_of(changed) != key_of(joint), change.__name__
+    assert key_of(joint) != key_of(joint, 1), "where nodes end"
+
+
+def test_numbers_of_elementwise_ops_count_as_equal_or_not(captured):
+    joint, key_of = captured
+    keys = []
+    for numbers in ((3, 3), (5, 5), (3, 5)):
+        changed = copy_graph(joint)
+        node = first(changed, OPS.ge.Scalar)
+        with changed.graph.inserting_after(node):
+            second = changed.graph.node_copy(node)
+        for each, number in zip((node, second), numbers, strict=True):
+            each.update_arg(1, number)
+        keys.append(key_of(changed))
+    assert keys[0] == keys[1] != keys[2]
+
+
+def test_code_that_asks_for_its_rank_is_planned_for_each():
+    config = load_config([*FLAGS, *TP2], world_size=4)
+    config.model_spec.model.layers = config.model_spec.model.layers[:4]
+    keys = []
+    classes = rank_classes(FakeRank(config, 4, 0))
+    for rank in (0, 2):
+        run = FakeRank(config, 4, rank)
+        if rank == 2:
+            run.model.norm.register_forward_hook(lambda module, given, result: result * 2)
+        keys.append(plan_key(run.capture(abridged=True), rank, classes, 8))
+    assert keys[0] != keys[1]
