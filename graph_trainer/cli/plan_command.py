@@ -23,7 +23,14 @@ from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
 from graph_trainer.planner.captures import Captures
-from graph_trainer.planner.changes import SCHEMA, advise, compare, memory_curve, settings
+from graph_trainer.planner.changes import (
+    SCHEMA,
+    advise,
+    compare,
+    fewest_ranks,
+    memory_curve,
+    settings,
+)
 from graph_trainer.planner.console import print_table, progress
 from graph_trainer.planner.expert_loads import check_imbalances, expert_loads
 from graph_trainer.planner.html.page import write_comparison, write_page
@@ -80,8 +87,10 @@ def main(argv: Sequence[str]) -> int:
     hardware = load_hardware(flags.hardware)
     world_size = flags.world_size or world_size_from_environment()
 
-    def load(more: Sequence[str]) -> GraphTrainerConfig:
-        config = load_config([*words, *more], world_size=world_size, prog="graph-trainer train")
+    def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
+        config = load_config(
+            [*words, *more], world_size=ranks or world_size, prog="graph-trainer train"
+        )
         if config.compile.hardware is None:  # as if --compile.hardware had been given
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config
@@ -141,7 +150,8 @@ def main(argv: Sequence[str]) -> int:
             plan = replace(plan, expert_loads=loads)
     if not plan.fits:
         with progress("what would help") as say:
-            plan = replace(plan, advice=tuple(advise(plan, load, say, usable_processes())))
+            advice = advise(plan, load, say, usable_processes())
+            plan = replace(plan, advice=(*advice, *fewest_ranks(plan, load, say)))
     if flags.memory_curve:
         with progress("memory curve") as say:
             plan = replace(plan, memory_curve=tuple(memory_curve(plan, say, usable_processes())))

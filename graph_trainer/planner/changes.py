@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
@@ -31,6 +32,8 @@ Change = dict[str, str]
 POLICY = "activation_checkpoint.type"
 _LIMITS = 8
 """The number of memory limits of a curve."""
+
+_SHARDED = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
 
 _LEAST = 0.005
 """The smallest saving that is worth a mention, as a part of the whole."""
@@ -143,6 +146,39 @@ def advise(
         each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
     ]
     return sorted(advice, key=lambda outcome: outcome.needed_bytes)
+
+
+def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[Outcome]:
+    """Plan a run that does not fit on more ranks, which shard its state further.
+
+    Returns:
+        the run on the fewest ranks, doubled up to 64 times as many, on which it fits; nothing where
+        there is none, or where the config says how many ranks shard.
+    """
+    if plan.config.parallelism.data_parallel_shard_degree != -1:
+        return []
+    at_peak = plan.simulation.memory.peak_by_category()
+    sharded = sum(at_peak[each] for each in _SHARDED)
+    for more in (2, 4, 8, 16, 32, 64):
+        if plan.headroom_bytes + sharded * (1 - 1 / more) < 0:
+            continue
+        ranks = more * plan.world_size
+        on_progress(f"{ranks:,} ranks")
+        try:
+            config = load((), ranks)
+            on_more = make_plan(
+                config,
+                ranks,
+                plan.hardware,
+                rank=plan.rank,
+                runtime=plan.simulation.runtime,
+                every_pass=False,
+            )
+        except GraphTrainerError:  # a batch that so many ranks do not divide
+            return []
+        if on_more.fits:
+            return [outcome_of({"world-size": str(ranks)}, on_more)]
+    return []
 
 
 Loaded = list[tuple[Change, GraphTrainerConfig | ConfigError]]

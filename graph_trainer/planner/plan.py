@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import platform
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from typing import Protocol
 
 import torch
 
@@ -33,8 +34,11 @@ from graph_trainer.planner.ledger import LedgerRow, ledger, row_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.training_state_memory import microbatches, trained_bytes
 
-LoadConfig = Callable[[Sequence[str]], GraphTrainerConfig]
-"""Loads the checked config of a command line with more flags after it."""
+
+class LoadConfig(Protocol):
+    """Loads the checked config of a command line with more flags after it, for so many ranks."""
+
+    def __call__(self, more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

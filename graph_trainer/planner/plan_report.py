@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from heapq import nlargest
+from itertools import pairwise
 from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
@@ -19,6 +20,7 @@ from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.table import in_ranges
+from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.timeline import ExposedWait
@@ -34,6 +36,9 @@ SCHEMA = "graph_trainer.plan/2"
 
 LARGEST_SHOWN = 20
 """The number of items in the lists of tensors, modules and waits."""
+
+_LEAST = 0.02
+"""Of the memory and of the step, what is worth a remark on room to spare."""
 
 CATEGORIES = {
     Category.PARAMETERS: "parameters",
@@ -103,7 +108,7 @@ PURPOSES = {
 
 def readable_report(plan: Plan) -> dict[str, Any]:
     """Make the report for tables and the page: settings in a line, nodes with module and op."""
-    report = plan_report(plan) | {"settings": _settings(plan)}
+    report = plan_report(plan) | {"settings": _settings(plan), "spare": _spare(plan)}
     nodes = {node.name: node for node in plan.simulation.joint.graph.nodes}
 
     def described(name: str) -> str:
@@ -151,6 +156,29 @@ def _settings(plan: Plan) -> str:
         f"{batch * plan.microbatches * replicas:,} global; sequence {training.seq_len:,}; "
         f"activation policy {policy}; reshard {parallelism.fsdp_reshard_after_forward}; "
         f"backend {config.compile.backend}" + (f"; limit {limit:g} GiB" if limit else "")
+    )
+
+
+def _spare(plan: Plan) -> str:
+    """Say what less recomputation would give a run that has memory left; empty where it is little.
+
+    Recomputation takes what compute took longer once `rematerialize` had run.
+    """
+    policy = POLICIES.get(type(plan.config.activation_checkpoint))
+    seconds = sum(
+        row.step_seconds - row.exposed - (before.step_seconds - before.exposed)
+        for before, row in pairwise(plan.rows)
+        if row.name == rematerialize.name
+    )
+    part = plan.microbatches * seconds / plan.step_seconds
+    room = plan.headroom_bytes / plan.allowed_bytes
+    if policy not in ("selective", "full") or plan.limit_bytes or room < _LEAST or part < _LEAST:
+        return ""
+    limit = math.floor(10 * plan.allowed_bytes / GIB) / 10
+    return (
+        f"Recomputation takes {part:.1%} of the step, and there is room to keep more: "
+        f"--{POLICY} budget --{KEY} {limit:g} recomputes only what does not fit, and "
+        "--memory-curve shows what each limit gives."
     )
 
 

@@ -45,6 +45,8 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
         yield experts_table(report["expert_loads"]["rows"])
         yield Text(f"{what_imbalance_fits(report['expert_loads'])}\n")
     yield Text(fit_and_speed(report))
+    if report["spare"]:
+        yield Text(report["spare"])
     if report["advice"]:
         yield advice_table(report)
     elif not report["fits"]:

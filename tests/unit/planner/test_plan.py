@@ -305,6 +305,44 @@ CHANGES = [
 ]
 
 
+def test_the_fewest_ranks_are_those_on_which_it_fits():
+    plan = planned(hardware="cpu")  # memory to the byte
+    sizes = {ranks: planned(ranks=ranks, hardware="cpu").need.total for ranks in (8, 16)}
+    memory = (sizes[8] + sizes[16]) / 2 / GIB
+    hardware = dataclasses.replace(plan.hardware, memory_gib=memory)
+    tried: list[str] = []
+
+    def load(flags, ranks=None):
+        return small(*flags, ranks=ranks)
+
+    def fewest(*more):
+        of_ranks = make_plan(small(*more), 4, hardware, every_pass=False)
+        return changes.fewest_ranks(of_ranks, load, tried.append)
+
+    (found,) = fewest()
+    assert found.fits and found.needed_bytes == sizes[16]
+    assert found.config == {"world-size": "16"} and tried[-1] == "16 ranks"
+    assert fewest("--parallelism.data_parallel_shard_degree", "4") == []
+    hardware = dataclasses.replace(plan.hardware, memory_gib=0.001)
+    tried.clear()
+    assert fewest() == [] and not tried
+
+
+def test_room_to_spare_is_said_and_what_would_use_it():
+    layers = ("--activation_checkpoint.type", "full")
+    plan = planned(*layers, "--training.seq_len", "512")
+    said = readable_report(plan)["spare"]
+    words = said[said.index("--") : said.index(" recomputes")].split()
+    assert said.startswith("Recomputation takes ") and said in " ".join(shown(plan).split())
+    better = planned(*words, "--training.seq_len", "512")
+    assert better.fits and better.step_seconds < plan.step_seconds
+    part = 1 - better.step_seconds / plan.step_seconds
+    assert part == pytest.approx(float(said.split()[2].rstrip("%")) / 100, rel=0.25)
+    assert not readable_report(better)["spare"] and not readable_report(planned())["spare"]
+    full = dataclasses.replace(plan, hardware=too_small(plan))
+    assert not readable_report(full)["spare"]
+
+
 def test_what_is_used_to_the_full_is_no_advice():
     def tried(*flags, ranks=4):
         plan = dataclasses.replace(planned(), config=load_config(flags), world_size=ranks)
