@@ -143,7 +143,7 @@ def main(argv: Sequence[str]) -> int:
         plan_one = partial(plan_of, every_pass=False)
         return _compare(flags, wanted, config, load, plan_one, hardware, world_size)
     with progress("plan") as say:
-        plan = plan_of(config, on_progress=say)
+        plan = plan_of(config, processes=usable_processes(), on_progress=say)
     if flags.expert_imbalance or routing:
         with progress("experts") as say:
             loads = expert_loads(plan, flags.expert_imbalance, routing, say)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
+from graph_trainer.core.passes.report import PassReport
 from graph_trainer.core.simulation.simulate import Simulation
+from graph_trainer.planner.processes import Aside
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +59,45 @@ def ledger(
     *,
     on_pass: Callable[[str], None] | None = None,
     agreement: Agreement | None = None,
-) -> Iterator[tuple[LedgerRow, Simulation]]:
+    processes: int = 1,
+) -> tuple[list[LedgerRow], Simulation]:
     """Run the passes on a graph, in place, and simulate it after each that changed anything.
 
+    Args:
+        processes: how many compute at once at most: the next passes need not wait for what is
+            simulated of a graph.
+
     Returns:
-        an iterator of rows with what was simulated, first the graph as captured.
+        the rows, first that of the graph as captured; and the simulation of the last graph.
     """
     simulation: Simulation | None = None
-    for report in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement):
-        if simulation is None or report.changed:
-            simulation = simulate(joint)
-        row = row_of(simulation, report.name, report.seconds)
-        remarks = (*report.remarks, *((report.verified,) if report.verified else ()))
-        row = replace(row, rolled_back=report.rolled_back, remarks=remarks)
-        yield row, simulation
+
+    def look() -> LedgerRow:
+        nonlocal simulation
+        simulation = simulate(joint)
+        return row_of(simulation, "", 0.0)
+
+    made: list[tuple[PassReport, Callable[[], LedgerRow]]] = []
+    with Aside(processes) as aside:
+        for report in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement):
+            if not made or report.changed:
+                simulation = None  # and remains so where another process simulates
+                row_now = aside.begin(look)
+            made.append((report, row_now))
+        last = simulation or simulate(joint)
+        rows = []
+        for report, row in made:
+            remarks = (*report.remarks, *((report.verified,) if report.verified else ()))
+            rows.append(
+                replace(
+                    row(),
+                    name=report.name,
+                    seconds=report.seconds,
+                    rolled_back=report.rolled_back,
+                    remarks=remarks,
+                )
+            )
+    return rows, last
 
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:

@@ -199,6 +199,7 @@ def make_plan(
     every_pass: bool = True,
     agreement: AsFarAsKnown | None = None,
     captures: Captures | None = None,
+    processes: int = 1,
     on_progress: OnProgress = lambda line: None,
 ) -> Plan:
     """Plan one rank of a run.
@@ -213,6 +214,7 @@ def make_plan(
             which is then the only row.
         agreement: the ranks that decide together; None for this one alone.
         captures: of earlier plans, for one that differs in what acts on the graph alone.
+        processes: how many compute at once at most.
         on_progress: called with a line before each part of the work.
 
     Raises:
@@ -245,13 +247,14 @@ def make_plan(
     on_progress(f"simulating {len(joint.graph.nodes):,} nodes")
     look = partial(simulate, hardware=hardware, other=passes.other_memory(joint), runtime=runtime)
     if every_pass:
-        simulated = list(ledger(joint, passes, look, on_pass=on_progress, agreement=agreement))
+        rows, simulation = ledger(
+            joint, passes, look, on_pass=on_progress, agreement=agreement, processes=processes
+        )
     else:
         last = run_passes(joint, passes, agreement=agreement, on_pass=on_progress).last
-        only = look(joint)
-        simulated = [(row_of(only, last.name, last.seconds), only)]
-    rows = [row for row, _ in simulated]
-    plan = plan_of(config, run, passes, rows, simulated[-1][1])
+        simulation = look(joint)
+        rows = [row_of(simulation, last.name, last.seconds)]
+    plan = plan_of(config, run, passes, rows, simulation)
     return replace(plan, captures=captures, decided_on=tuple(agreement.numbers))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import resource
@@ -11,7 +12,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from graph_trainer.titan.device_memory import available_on_cpu
 
@@ -93,11 +94,56 @@ def in_processes(
             work(here, len(items))
     finally:  # Ctrl-C too
         for worker in workers:
-            worker.process.terminate()
-            worker.process.join()
+            worker.end()
     if errors:
         raise errors[min(errors)]
     return [results[place] for place in range(len(items))]
+
+
+class Aside:
+    """Forked processes that each do one task with what this process has when it begins.
+
+    Args:
+        processes: how many compute at once at most, this one included. Where that, or the memory,
+            allows no other, a task is done here at once.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._most = processes - 1
+        self._workers: list[_Worker] = []
+        self._awaited: set[_Worker] = set()
+
+    def __enter__(self) -> Aside:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for worker in self._workers:
+            worker.end()
+
+    def begin(self, task: Callable[[], R]) -> Callable[[], R]:
+        """Begin a task; return what waits for its result and returns that.
+
+        Raises:
+            Exception: of the task, by either; MemoryError, where its process was killed.
+        """
+        at_work = sum(not worker.is_done() for worker in self._awaited)
+        if at_work >= min(self._most, available_on_cpu()[0] // _peak_bytes()):
+            done = task()
+            return lambda: done
+        worker = _Worker(lambda place: task())
+        worker.begin(0)
+        self._workers.append(worker)
+        self._awaited.add(worker)
+
+        @functools.cache
+        def result() -> R:
+            self._awaited.remove(worker)
+            try:
+                return cast(R, worker.result())
+            except _Ended:
+                raise MemoryError("a process that worked aside was killed") from None
+
+        return result
 
 
 class _Ended(Exception):
@@ -118,20 +164,38 @@ class _Worker:
         other.close()
 
     def __call__(self, place: int) -> Any:
-        """Return the result of an item.
+        """Return the result of an item; see `result`."""
+        self.begin(place)
+        return self.result()
+
+    def begin(self, place: int) -> None:
+        """Begin an item. Where the process has ended, `result` says so."""
+        with contextlib.suppress(OSError):
+            self._connection.send(place)
+
+    def is_done(self) -> bool:
+        """Tell whether a result can be had, or the process has ended."""
+        return self._connection.poll()
+
+    def result(self) -> Any:
+        """Wait for the result of the item that was begun.
 
         Raises:
             _Ended: the process has ended.
             Exception: of the task.
         """
         try:
-            self._connection.send(place)
             result, error = self._connection.recv()
         except (EOFError, OSError):
             raise _Ended from None
         if error is not None:
             raise error
         return result
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.terminate()
+        self.process.join()
 
 
 def _serve(do: Callable[[int], Any], connection: Connection) -> None:

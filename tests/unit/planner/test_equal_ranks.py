@@ -26,13 +26,13 @@ FLAGS = ["--training.seq_len", "64", "--training.local_batch_size", "2"]
 HARDWARE = load_hardware("h100-sxm")
 OPS = torch.ops.aten
 TP2 = ("--parallelism.tensor_parallel_degree", "2")
-HSDP = (*TP2, "--parallelism.data_parallel_replicate_degree", "2")
+HSDP = ("--parallelism.data_parallel_replicate_degree", "2")
 EP2 = ("--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2")
 BUDGET = ("--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.05")
 MESHES = {
     "tp2": (4, TP2, 1),
     "uneven": (3, (), 2),
-    "hsdp_tp": (8, HSDP, 1),
+    "hsdp": (4, HSDP, 1),
     "cp2": (4, ("--parallelism.context_parallel_degree", "2"), 2),
     "ep2": (4, EP2, 1),
     "budget": (4, (*TP2, *BUDGET), 1),

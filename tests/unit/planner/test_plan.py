@@ -148,8 +148,16 @@ def test_a_pass_that_only_annotates_is_simulated():
     joint = captured_decoder(layers=1)
     hardware = load_hardware("h100-sxm")
     passes = gt.PassConfig(passes=[forget_roles])
-    (_, before), (_, after) = ledger(joint, passes, lambda j: simulate(j, hardware))
-    assert before.memory.peak_by_category() != after.memory.peak_by_category()
+    seen = []
+
+    def look(joint):
+        seen.append(simulate(joint, hardware))
+        return seen[-1]
+
+    rows, last = ledger(joint, passes, look)
+    assert [row.name for row in rows] == ["capture", "forget_roles"] and last is seen[-1]
+    before, after = (each.memory.peak_by_category() for each in seen)
+    assert before != after
 
 
 def test_tokens_are_counted_a_gpu():

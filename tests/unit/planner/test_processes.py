@@ -13,6 +13,7 @@ from graph_trainer.planner import processes
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import compare, settings
 from graph_trainer.planner.plan import make_plan
+from graph_trainer.planner.plan_report import plan_report
 from graph_trainer.planner.processes import in_processes
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.titan.config.load import load_config
@@ -147,3 +148,46 @@ def test_classes_of_ranks_are_the_same_in_several_processes():
     )
     assert alone == others and len(alone.classes) == 6
     assert said[1] == said[3] and "class 6 of 6" in said[1][-1]
+
+
+def test_what_is_done_aside_sees_what_was_there_when_it_began():
+    seen = [1]
+    with processes.Aside(3) as aside:
+        results = [aside.begin(lambda: (list(seen), os.getpid()))]
+        seen.append(2)
+        results.append(aside.begin(lambda: (list(seen), os.getpid())))
+        seen.append(3)
+        (first, one), (second, other) = (result() for result in results)
+        assert results[0]() == (first, one)  # as often as it is asked for
+    assert (first, second) == ([1], [1, 2]) and len({one, other, os.getpid()}) == 3
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_where_no_process_is_free_the_task_is_done_here(most):
+    with processes.Aside(most) as aside:
+        results = [aside.begin(lambda: together(0)) for _ in range(2)]
+    pids = [result()[1] for result in results[most - 1 :]]
+    assert pids == [os.getpid()] * len(pids)
+
+
+def test_an_error_aside_is_raised_where_its_result_is_asked_for():
+    def fail():
+        raise ConfigError("no")
+
+    with processes.Aside(2) as aside:
+        failed = aside.begin(fail)
+        with pytest.raises(ConfigError, match="no"):
+            failed()
+        killed = aside.begin(lambda: os.kill(os.getpid(), signal.SIGKILL))
+        with pytest.raises(MemoryError, match="killed"):
+            killed()
+
+
+def test_a_plan_of_several_processes_is_that_of_one():
+    plans = []
+    for number in (1, 2):
+        document = plan_report(make_plan(load(), 4, HARDWARE, processes=number))
+        for row in document["ledger"]:
+            row.pop("pass_seconds")
+        plans.append(document)
+    assert plans[0] == plans[1]
