@@ -111,7 +111,7 @@ def repartition(
         if outside and (node in returned or not backward.isdisjoint(node.users)):
             kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
             kind.append(node)
-    return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
+    return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
 
 
 def repartition_by_min_cut(

@@ -27,7 +27,6 @@ from graph_trainer.core.ordering.agreement import (
     published_failure,
 )
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
-from graph_trainer.core.partition.export import ExportedStep
 from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
@@ -208,6 +207,9 @@ class TrainStep:
         if self.partition == "tags" and self.backend != "inductor":
             run = partition(joint, model, self.backend, compare_ranks=together)
             return _Partitioned(joint, run)
+        # imports torch._dynamo, for seconds
+        from graph_trainer.core.partition.export import ExportedStep
+
         step = partition(joint, model, compare_ranks=False)
         with ExportedStep(step, *args, **kwargs) as exported:
             exported.refresh()
