@@ -91,36 +91,28 @@ _COMPONENTS: dict[type, dict[str, type]] = {
 
 _YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
 
+_AT_LEAST_ONE = (
+    *("training.local_batch_size", "training.seq_len", "training.gc_freq"),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
+    *("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
+    *("metrics.log_freq", "checkpoint.interval", "validator.freq", "profiler.profile_freq"),
+    *("lr_scheduler.total_steps", "compile.max_graphs"),
+)
+_SHARDS = "parallelism.data_parallel_shard_degree"
 _BOUNDS: dict[str, tuple[float, float, str]] = {
-    "training.local_batch_size": (1, inf, ""),
-    "training.seq_len": (1, inf, ""),
+    **dict.fromkeys(_AT_LEAST_ONE, (1, inf, "")),
     "training.steps": (1, 2**63 - 1, "Set it to 1 or more, below 2**63."),
     "training.global_batch_size": (1, inf, "Set 1 or more, or -1 for one micro-batch a rank."),
     "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
-    "training.gc_freq": (1, inf, ""),
-    "parallelism.data_parallel_replicate_degree": (1, inf, ""),
-    "parallelism.data_parallel_shard_degree": (
-        1,
-        inf,
-        "Set 1 or more, or -1 for all remaining ranks.",
-    ),
-    "parallelism.tensor_parallel_degree": (1, inf, ""),
-    "parallelism.context_parallel_degree": (1, inf, ""),
-    "parallelism.expert_parallel_degree": (1, inf, ""),
+    _SHARDS: (1, inf, "Set 1 or more, or -1 for all remaining ranks."),
     "dataloader.seed": (0, inf, ""),
     "tokenizer.vocab_size": (258, inf, "Set 258 or more: 256 bytes, begin and end of a text."),
-    "metrics.log_freq": (1, inf, ""),
-    "checkpoint.interval": (1, inf, ""),
     "checkpoint.load_step": (-1, inf, "Set the step to load, or -1 for the last one."),
-    "validator.freq": (1, inf, ""),
-    "profiler.profile_freq": (1, inf, ""),
     "lr_scheduler.warmup_steps": (0, inf, ""),
-    "lr_scheduler.total_steps": (1, inf, ""),
     "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
     "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
     "comm.init_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
     "comm.train_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
-    "compile.max_graphs": (1, inf, ""),
     "compile.memory_limit_gib": (
         0,
         1e30,  # a number of GiB, so neither inf nor nan
@@ -137,7 +129,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 """Key -> the least and the greatest value, and a remedy if there is more to say. torchtitan checks
 few of these before ranks run, some by an assert; beyond others a run hangs or divides by zero."""
 
-_OR_MINUS_ONE = ("training.global_batch_size", "parallelism.data_parallel_shard_degree")
+_OR_MINUS_ONE = ("training.global_batch_size", _SHARDS)
 
 _NOT_SHARDED = "not supported by graph_trainer's sharding"
 _ONLY: dict[str, tuple[bool | int | str, str]] = {

@@ -55,9 +55,6 @@ from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.optimizer import SharedOptimizerConfig
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
-_OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
-"""Losses that take the one prediction of a model."""
-
 
 def world_size_from_environment() -> int | None:
     """Read the number of ranks from WORLD_SIZE, which a launcher sets; None without one.
@@ -127,15 +124,11 @@ def check_config(
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
             if each.value is ...:
-                problems[i] = each._replace(value=_of(config, each.key))
+                value: Any = config
+                for part in each.key.replace("[", ".").replace("]", "").split("."):
+                    value = value[int(part)] if part.isdigit() else getattr(value, part)
+                problems[i] = each._replace(value=value)
         raise refusal(problems, origins)
-
-
-def _of(config: Any, key: str) -> Any:
-    """Return the config's value of a key, such as `section.list[0].key`."""
-    for part in key.replace("[", ".").replace("]", "").split("."):
-        config = config[int(part)] if part.isdigit() else getattr(config, part)
-    return config
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -288,7 +281,8 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"Set training.seq_len to {window} or less: there the window hides nothing.",
         )
     several = bool(getattr(spec.model, "mtp_layers", None))
-    if isinstance(config.loss, _OF_ONE_PREDICTION if several else MTPLoss.Config):
+    of_one = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
+    if isinstance(config.loss, of_one if several else MTPLoss.Config):
         yield Problem(
             "loss.type",
             f"{model} makes {'several predictions' if several else 'one prediction'} for each "

@@ -14,7 +14,6 @@ _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
 _DOCUMENTS = "parallelism.document_mask"
 _TENSOR = "parallelism.tensor_parallel_degree"
-_EXPERTS = "parallelism.expert_parallel_degree"
 
 
 def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterator[Problem]:
@@ -101,7 +100,8 @@ def expert_parallel_problems(
     Args:
         world_size: the number of ranks; None if unknown.
     """
-    key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
+    key = "parallelism.expert_parallel_degree"
+    parallelism, spec = config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     if spec is None:
         return
