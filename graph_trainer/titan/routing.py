@@ -115,12 +115,7 @@ class Routing(Strict):
                 raise PydanticCustomError(
                     "shape",
                     "microbatches.{number}.{name}: " + problem,
-                    {
-                        "number": number,
-                        "name": name,
-                        "layers": len(self.layers),
-                        "length": length,
-                    },
+                    {"number": number, "name": name, "layers": len(self.layers), "length": length},
                 )
             of_ranks = each.received if self.expert_parallel_degree > 1 else None
             if of_ranks is not None and [*map(sum, each.tokens)] != [*map(sum, of_ranks)]:

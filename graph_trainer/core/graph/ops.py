@@ -20,11 +20,7 @@ from graph_trainer.core.graph.collective_kinds import (
 )
 from graph_trainer.core.graph.content import once_per_graph, once_per_node, subgraph_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
-from graph_trainer.core.torch_private import (
-    HigherOrderOperator,
-    has_registered_effect,
-    storage_id,
-)
+from graph_trainer.core.torch_private import HigherOrderOperator, has_registered_effect, storage_id
 
 aten = torch.ops.aten
 
@@ -76,11 +72,7 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
 
 
 def given_value(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    name: str,
-    default: object = None,
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object = None
 ) -> Any:
     """Return an argument of a call of an op by its name in the schema, `default` where it has
     none."""

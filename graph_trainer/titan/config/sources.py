@@ -283,11 +283,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     if inside and str(here.parent) not in sys.path:
         sys.path.append(str(here.parent))
     if all(part.isidentifier() for part in name.split(".")):
-        for candidate in (
-            f"{name}.config_registry",
-            f"graph_trainer.{name}.config_registry",
-            name,
-        ):
+        for candidate in (f"{name}.config_registry", f"graph_trainer.{name}.config_registry", name):
             try:
                 module = importlib.import_module(candidate)
             except ModuleNotFoundError as e:
