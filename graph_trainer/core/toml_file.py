@@ -12,6 +12,15 @@ _DEEPEST = 100
 """Levels of tables and lists; what reads a table has an end to its stack."""
 
 
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def config_folders(name: str = "") -> list[Path]:
+    """List the folders `name` of configs/ that are there: the installed copy, then a checkout's."""
+    folders = (each / "configs" / name for each in (_PACKAGE, _PACKAGE.parent))
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def read_toml(path: Path, key: str) -> dict[str, Any]:
     """Read and parse a TOML file.
 

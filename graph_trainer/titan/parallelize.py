@@ -69,10 +69,14 @@ def parallelize_decoder(
     )
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
-        _tie_again(model)
+        if getattr(model, "enable_weight_tying", False):
+            # each of the two has been distributed, and a plan never initializes the model, which
+            # would tie them again
+            model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
     if parallel_dims.ep_enabled:
         _check_experts(model, parallel_dims.ep)
-    if ac_config is not None and not (type(ac_config) in POLICIES and _is_captured(compile_config)):
+    is_captured = getattr(compile_config, "mode", "eager") != "eager"
+    if ac_config is not None and not (type(ac_config) in POLICIES and is_captured):
         ac_config.build(dump_folder=dump_folder).apply(model)
     mode, mesh = _data_parallel_mesh(parallel_dims)
     simple_fsdp(
@@ -103,10 +107,6 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
     }
     parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
     return parallel.train()
-
-
-def _is_captured(compile_config: CompileConfig) -> bool:
-    return getattr(compile_config, "mode", "eager") != "eager"
 
 
 def _check_supported(
@@ -170,15 +170,6 @@ def _check_experts(model: nn.Module, degree: int) -> None:
                 "whose kernels no graph holds: use torchtitan's standard dispatcher, "
                 "AllToAllTokenDispatcher, or set the degree to 1"
             )
-
-
-def _tie_again(model: nn.Module) -> None:
-    """Tie embedding and output head again: tensor parallelism has distributed each of them.
-
-    torchtitan ties them again only when it initializes the model, which a plan never does.
-    """
-    if getattr(model, "enable_weight_tying", False):
-        model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
 
 
 def _initialize_shards(model: nn.Module) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -23,6 +21,7 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.files import check_outputs, published
+from graph_trainer.titan.nonfinite_guard import local_tensor
 from graph_trainer.titan.strict import Strict, first_problem
 
 SCHEMA: Final = "graph_trainer.routing/1"
@@ -216,7 +215,7 @@ class RoutingRecorder:
         try:
             yield
         finally:
-            counts = self._counts()
+            counts = torch.stack([*map(local_tensor, buffers)]).long()
             for buffer, earlier in zip(buffers, before, strict=True):
                 buffer.add_(earlier)
         both = self._summed(counts)
@@ -229,10 +228,12 @@ class RoutingRecorder:
                 self._take_over(step)
             experts = counts.shape[1]
             tokens, received = both[:, :experts], both[:, experts:]
+            # without expert parallelism the ranks of tensor parallelism count the same tokens
+            counted_by = 1 if self._dims.ep_enabled else self._dims.tp
             each = RoutedMicrobatch(
                 step=step,
                 microbatch=self._microbatch,
-                tokens=(tokens // self._counted_by).tolist(),
+                tokens=(tokens // counted_by).tolist(),
                 received=received.tolist(),
             )
             self._keep(each, _unevenness(tokens, received), both.numel())
@@ -268,16 +269,16 @@ class RoutingRecorder:
             return
         kept = [each for _, _, each in self._kept]
         kept.sort(key=lambda each: (each.step, each.microbatch))
-        document = {
-            "schema": SCHEMA,
-            "world_size": dist.get_world_size(),
-            "expert_parallel_degree": self._dims.ep,
-            "layers": list(self._buffers()),
-            "microbatches": [each.model_dump() for each in kept],
-        }
+        routing = Routing.model_construct(
+            schema=SCHEMA,
+            world_size=dist.get_world_size(),
+            expert_parallel_degree=self._dims.ep,
+            layers=tuple(self._buffers()),
+            microbatches=kept,
+        )
         try:
             with published(self._path) as file:
-                file.write(json.dumps(document, separators=(",", ":")) + "\n")
+                file.write(routing.model_dump_json(by_alias=True) + "\n")
             self._has_news = False
         except ConfigError as error:
             logger.warning(f"{SAVE_ROUTING}: {error}")
@@ -286,17 +287,6 @@ class RoutingRecorder:
         """Return by layer the buffer to which its mixture adds this rank's tokens."""
         named = self._model.named_buffers()
         return {block_of(name) or name: b for name, b in named if name.endswith(_COUNTER)}
-
-    def _counts(self) -> torch.Tensor:
-        """Return this rank's tokens so far, [layer, expert]."""
-        buffers = self._buffers().values()
-        return torch.stack([b.to_local() if isinstance(b, DTensor) else b for b in buffers]).long()
-
-    @property
-    def _counted_by(self) -> int:
-        """How many ranks count the same tokens: without expert parallelism those of tensor
-        parallelism."""
-        return 1 if self._dims.ep_enabled else self._dims.tp
 
     def _summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return by layer the tokens of each expert that all ranks have counted, then what the

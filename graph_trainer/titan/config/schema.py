@@ -184,18 +184,17 @@ def _documentation(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             params = docstring_parser.parse_from_object(base).params
-            documentation |= {p.arg_name: _joined([p.description]) for p in params if p.description}
+            documentation |= {
+                p.arg_name: " ".join(p.description.split()) for p in params if p.description
+            }
     return documentation
 
 
 def _class_documentation(cls: type) -> str:
     doc = inspect.cleandoc(cls.__doc__ or "")
     # @dataclass writes the signature where a class has no docstring.
-    return "" if doc.startswith(f"{cls.__name__}(") else _joined(doc.split("\n\n")[:1])
-
-
-def _joined(paragraphs: Iterable[str | None]) -> str:
-    return " ".join(" ".join(p.split()) for p in paragraphs if p)
+    first = " ".join(doc.partition("\n\n")[0].split())
+    return "" if doc.startswith(f"{cls.__name__}(") else first
 
 
 def help_text(config: Any, words: Sequence[str], prog: str) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import importlib.resources
 import inspect
 import os
 import pkgutil
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.suggest import did_you_mean, show
-from graph_trainer.core.toml_file import read_toml
+from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.optimizer import with_shared_settings
@@ -334,14 +333,6 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     return entries
 
 
-def config_folders(module: str) -> list[Path]:
-    """Return the folders of a module's named configs: the installed copy, then a checkout's."""
-    name = module.removesuffix(".config_registry").rpartition(".")[2]
-    installed = Path(str(importlib.resources.files("graph_trainer"))) / "configs" / name
-    checkout = Path(__file__).resolve().parents[3] / "configs" / name
-    return [folder for folder in (installed, checkout) if folder.is_dir()]
-
-
 def find_config(module: str, name: str) -> Path | None:
     """Find the file that `--module module --config name` means.
 
@@ -356,9 +347,9 @@ def find_config(module: str, name: str) -> Path | None:
     """
     if name.endswith(".toml") or os.sep in name or "/" in name:
         return Path(name)
-    folders = config_folders(module)
     module = module.removesuffix(".config_registry")
     model = module.rpartition(".")[2]
+    folders = config_folders(model)
     plain = name.removeprefix("graph_trainer_")
     candidates = (name, plain, plain.removeprefix(f"{model}_"))
     for folder in folders:
