@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx
 
 from graph_trainer.errors import ConfigError
@@ -71,7 +72,6 @@ def compile_with_inductor(
     names of its configuration. AOTAutograd would act on recompute tags once more, which
     `rematerialize` has acted on, and refuses them on attention.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -129,7 +129,6 @@ def compile_part_with_inductor(
     `inner_compile` of compile_fx does. AOTAutograd's own cache would skip it; FxGraphCache, which
     is below, stays in use.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 

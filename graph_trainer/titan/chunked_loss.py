@@ -156,16 +156,8 @@ class ChunkedCrossEntropyLoss(BaseLoss):
                 f"hidden states of {tuple(hidden.shape)} do not fit labels of "
                 f"{tuple(labels.shape)}; they must be [batch, sequence, dim] and [batch, sequence]"
             )
-        loss = _ChunkedCrossEntropy.apply(
-            hidden,
-            weight,
-            labels,
-            global_valid_tokens,
-            shard,
-            self.num_chunks,
-            torch.is_grad_enabled(),
-        )
-        return loss, {}
+        given = (hidden, weight, labels, global_valid_tokens, shard, self.num_chunks)
+        return _ChunkedCrossEntropy.apply(*given, torch.is_grad_enabled()), {}
 
 
 @dataclass(frozen=True, slots=True)

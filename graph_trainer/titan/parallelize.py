@@ -60,13 +60,10 @@ def parallelize_decoder(
     _check_supported(parallel_dims, parallelism, training)
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
-    apply_context_parallel(
-        model,
-        shares,
-        ours.context_parallel_method,
-        TORCH_DTYPE_MAP[training.mixed_precision_param],
-        document_mask=ours.document_mask,
-    )
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    method, document_mask = ours.context_parallel_method, ours.document_mask
+    apply_context_parallel(model, shares, method, dtype, document_mask=document_mask)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
         if getattr(model, "enable_weight_tying", False):
@@ -83,10 +80,7 @@ def parallelize_decoder(
         model,
         mesh,
         mode,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        ),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         gradient_divide_factor=1.0,
         shard_over=partial(_expert_sharding, parallel_dims) if parallel_dims.ep_enabled else None,
     )

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from torch import nn
 from torchtitan.components.metrics import MetricsProcessor
@@ -22,7 +22,7 @@ from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.files import check_outputs, published
 from graph_trainer.titan.nonfinite_guard import local_tensor
-from graph_trainer.titan.strict import Strict, first_problem
+from graph_trainer.titan.strict import Strict
 
 SCHEMA: Final = "graph_trainer.routing/1"
 """Changes with every change of the format."""
@@ -106,22 +106,16 @@ class Routing(Strict):
                 if rows is None:
                     continue
                 if [len(row) for row in rows] != [length] * len(self.layers):
-                    problem = "it must have {layers} layers of {length} numbers"
+                    problem = f"it must have {len(self.layers)} layers of {length} numbers"
                 elif not all(map(any, rows)):
                     problem = "a layer has no token"
                 else:
                     continue
-                raise PydanticCustomError(
-                    "shape",
-                    "microbatches.{number}.{name}: " + problem,
-                    {"number": number, "name": name, "layers": len(self.layers), "length": length},
-                )
+                raise PydanticCustomError("shape", f"microbatches.{number}.{name}: {problem}")
             of_ranks = each.received if self.expert_parallel_degree > 1 else None
             if of_ranks is not None and [*map(sum, each.tokens)] != [*map(sum, of_ranks)]:
                 problem = "tokens and received have different sums in a layer"
-                raise PydanticCustomError(
-                    "sums", "microbatches.{number}: " + problem, {"number": number}
-                )
+                raise PydanticCustomError("sums", f"microbatches.{number}: {problem}")
         return self
 
     @property
@@ -142,13 +136,7 @@ def read_routing(path: Path, flag: str, mixtures: Mapping[str, Any]) -> Routing:
             model.
     """
     remedy = f"Name a file that {SAVE_ROUTING} wrote for this model."
-    try:
-        routing = Routing.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{flag} {path}: {first_problem(error)}. {remedy}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{flag} {path}: cannot be read: {reason}. {remedy}") from error
+    routing = Routing.read(path, flag, remedy)
     experts = {moe.num_experts for moe in mixtures.values()}
     if routing.layers != tuple(mixtures):
         raise ConfigError(
