@@ -60,12 +60,11 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     if degree == 1:
         return
     if parallelism.context_parallel_load_balancer != "headtail":
-        yield Problem(
-            "parallelism.context_parallel_load_balancer",
+        problem, remedy = (
             "not how graph_trainer splits a sequence",
             'Set "headtail", or leave it out.',
-            (_DEGREE,),
         )
+        yield Problem("parallelism.context_parallel_load_balancer", problem, remedy, (_DEGREE,))
     each = tensor if parallelism.enable_sequence_parallel else 1
     parts = 2 * degree * each
     if seq_len % parts:
@@ -79,17 +78,11 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             (_DEGREE, _TENSOR),
         )
     if getattr(model, "mtp_layers", None):
-        yield Problem(
-            _DEGREE,
-            "the model predicts several tokens, for which a whole sequence is shifted",
-            f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
-        )
+        problem = "the model predicts several tokens, for which a whole sequence is shifted"
+        yield Problem(_DEGREE, problem, f"Set {_DEGREE} = 1, or train a model without mtp_layers.")
     elif sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
-        yield Problem(
-            _DEGREE,
-            "the model has attention beside its layers, as that of images, which is not split",
-            f"Set {_DEGREE} = 1.",
-        )
+        problem = "the model has attention beside its layers, as that of images, which is not split"
+        yield Problem(_DEGREE, problem, f"Set {_DEGREE} = 1.")
 
 
 def expert_parallel_problems(
@@ -121,19 +114,13 @@ def expert_parallel_problems(
     if degree == 1:
         return
     if not mixtures:
-        yield Problem(
-            key,
-            f"{model} has no experts that it could divide",
-            f"Set {key} to 1, or train a mixture of experts.",
-        )
+        remedy = f"Set {key} to 1, or train a mixture of experts."
+        yield Problem(key, f"{model} has no experts that it could divide", remedy)
         return
     for moe in mixtures.values():
         if moe.num_experts % degree:
-            yield Problem(
-                key,
-                f"does not divide the {moe.num_experts} experts of {model}",
-                f"Set it to a divisor of {moe.num_experts}.",
-            )
+            problem = f"does not divide the {moe.num_experts} experts of {model}"
+            yield Problem(key, problem, f"Set it to a divisor of {moe.num_experts}.")
             return
     replicate = parallelism.data_parallel_replicate_degree
     context, shards = parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree
