@@ -14,6 +14,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+# The functional collectives register the ops under this name; the module is private by name
+# although DTensor's documented redistribution runs on it.
+import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401
+
+# Flattens and rebuilds nested arguments; torch's pytree is private by name only.
+import torch.utils._pytree as pytree  # noqa: F401
 from torch import fx, nn
 
 # The fake mode that a set of fake tensors belongs to.
@@ -31,6 +38,14 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
 
+# What a DTensor's layout consists of beside mesh and placements. torch 2.13 to 2.15.
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
+
+# DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
+# checkpoints written by FSDP2 carry it, so ours must.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
+
 # A graph module that generates its code when it is called, as most copies of a graph never are.
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
 
@@ -40,34 +55,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 # Inside, real tensors reach their kernels, whatever modes are active.
 from torch.utils._mode_utils import no_dispatch as no_dispatch
 
-# The subclass protocol by which DTensor and friends say what they wrap. Documented for
-# subclass authors, private in name.
-# The mode by which random ops on sharded parameters are drawn whole.
+# The mode by which random ops on sharded parameters are drawn whole. The subclass protocol by which
+# DTensor and friends say what they wrap: documented for subclass authors, private in name.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
-
-# DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
-# checkpoints written by FSDP2 carry it, so ours must.
-from torch.distributed.tensor.placement_types import (  # isort: skip
-    _StridedShard as StridedShard,  # noqa: F401
-)
-
-# What a DTensor's layout consists of beside mesh and placements. torch 2.13 to 2.15.
-from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry  # isort: skip
-from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta  # isort: skip
-
-# The functional collectives register the ops under this name; the module is private by name
-# although DTensor's documented redistribution runs on it.
-import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401  # isort: skip
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
 
 _OPS = (torch._ops.OpOverload, HigherOrderOperator)
 c10d_functional = torch.ops._c10d_functional
-
-# Flattens and rebuilds nested arguments; torch's pytree is private by name only.
-import torch.utils._pytree as pytree  # noqa: E402, F401  # isort: skip
 
 
 def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None:
@@ -79,19 +76,14 @@ def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None
     mode.dispatch = dispatch  # type: ignore[method-assign]
 
 
-def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
-    return bool(_is_wrapper(tensor))
+is_traceable_wrapper_subclass: Callable[[torch.Tensor], bool] = _is_wrapper
+"""Tells whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
 
+current_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the number that the next autograd node of this thread will get."""
 
-def current_sequence_number() -> int:
-    """Return the number that the next autograd node of this thread will get."""
-    return torch.autograd._get_sequence_nr()
-
-
-def autograd_sequence_number(grad_fn: Any) -> int:
-    """Return the number an autograd node got when forward made it."""
-    return grad_fn._sequence_nr()
+autograd_sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""Returns the number that an autograd node got when forward made it."""
 
 
 @contextlib.contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The process group of a name in a graph, and the store of the rendezvous.
+# The store of the rendezvous, which any rank may use at any time; the process group of a name in a
+# graph; what torch.distributed.set_timeout of later torch does; all groups of this rank.
+from torch.distributed.distributed_c10d import _get_default_store as default_store  # noqa: F401
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.distributed_c10d import (
-    _get_default_store,
-    _resolve_process_group,
-    _set_pg_timeout,
-    _world,
+    _set_pg_timeout as set_process_group_timeout,  # noqa: F401
 )
 
 
@@ -88,11 +88,6 @@ def mesh_slices(mesh: Any) -> torch.Tensor:
     return mesh._layout.remap_to_tensor(mesh._rank_map)
 
 
-def default_store() -> dist.Store:
-    """Return the store of the default process group; any rank may use it at any time."""
-    return _get_default_store()
-
-
 def concatenate_meshes(meshes: list[Any]) -> Any:
     """Make one mesh with the dimensions of `meshes`, all slices of one root mesh.
 
@@ -109,8 +104,3 @@ def take_timeout(group: Any, other: Any) -> None:
     timeout in private options only. torch 2.13 to 2.15.
     """
     group._set_default_timeout(other.options._timeout)
-
-
-def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the timeout of a process group, as torch.distributed.set_timeout of later torch does."""
-    _set_pg_timeout(timeout, group)

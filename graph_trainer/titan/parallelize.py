@@ -75,7 +75,13 @@ def parallelize_decoder(
     is_captured = getattr(compile_config, "mode", "eager") != "eager"
     if ac_config is not None and not (type(ac_config) in POLICIES and is_captured):
         ac_config.build(dump_folder=dump_folder).apply(model)
-    mode, mesh = _data_parallel_mesh(parallel_dims)
+    mode: Mode = "fully_shard"
+    sharded_over: str | list[str] = "fsdp"
+    if parallel_dims.dp_replicate_enabled:
+        mode, sharded_over = "replicate", "dp_replicate"
+        if parallel_dims.fsdp_enabled:
+            mode, sharded_over = "hybrid_shard", ["dp_replicate", "fsdp"]
+    mesh = parallel_dims.get_mesh(sharded_over)
     simple_fsdp(
         model,
         mesh,
@@ -85,7 +91,14 @@ def parallelize_decoder(
         shard_over=partial(_expert_sharding, parallel_dims) if parallel_dims.ep_enabled else None,
     )
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
-    _initialize_shards(model)
+    initialize = model.init_states
+
+    def init_states(*, buffer_device: torch.device | None = None) -> None:
+        # what the model writes are shards, with the same numbers on any mesh
+        with sharded_parameters(), SameOnAnyMesh():
+            initialize(buffer_device=buffer_device)  # type: ignore[operator]
+
+    model.init_states = init_states  # type: ignore[assignment]
     return model
 
 
@@ -117,14 +130,6 @@ def _check_supported(
                 f"{key} is {given[key]!r}, which graph_trainer's sharding does not support: set it "
                 f"to {supported!r}"
             )
-
-
-def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
-    if not parallel_dims.dp_replicate_enabled:
-        return "fully_shard", parallel_dims.get_mesh("fsdp")
-    if parallel_dims.fsdp_enabled:
-        return "hybrid_shard", parallel_dims.get_mesh(["dp_replicate", "fsdp"])
-    return "replicate", parallel_dims.get_mesh("dp_replicate")
 
 
 def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:
@@ -164,14 +169,3 @@ def _check_experts(model: nn.Module, degree: int) -> None:
                 "whose kernels no graph holds: use torchtitan's standard dispatcher, "
                 "AllToAllTokenDispatcher, or set the degree to 1"
             )
-
-
-def _initialize_shards(model: nn.Module) -> None:
-    """Let the model's initialisation write shards, with the same numbers on any mesh."""
-    initialize = model.init_states
-
-    def init_states(*, buffer_device: torch.device | None = None) -> None:
-        with sharded_parameters(), SameOnAnyMesh():
-            initialize(buffer_device=buffer_device)  # type: ignore[operator]
-
-    model.init_states = init_states  # type: ignore[assignment]
