@@ -52,8 +52,7 @@ def examine(argv: Sequence[str]) -> Verdict:
         trainer.step += 1
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
     except _Examined as end:
-        verdict: Verdict = end.args[0]
-        return verdict
+        return end.args[0]
     finally:
         trainer.close()
     raise AssertionError("a train step has run without its captured step")

@@ -12,6 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 
@@ -100,11 +101,8 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
         with around(mesh.get_group(mesh_dim).group_name):
             return original(shard, tensor, mesh, mesh_dim, *rest)
 
-    Shard._replicate_to_shard = within  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(Shard, "_replicate_to_shard", within):
         yield
-    finally:
-        Shard._replicate_to_shard = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -133,7 +131,7 @@ def fused_layers_as_in_eager() -> Iterator[None]:
     overrides: Any = torch.overrides
     attention: Any = nn.modules.activation
     askers = (attention.__name__, nn.modules.transformer.__name__)
-    asked, tracing = overrides.has_torch_function, attention._is_make_fx_tracing
+    asked = overrides.has_torch_function
 
     def has_torch_function(tensors: Any) -> bool:
         if sys._getframe(1).f_globals.get("__name__") not in askers:
@@ -141,11 +139,9 @@ def fused_layers_as_in_eager() -> Iterator[None]:
         plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
         return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
 
-    overrides.has_torch_function, attention._is_make_fx_tracing = has_torch_function, lambda: False
-    try:
+    not_tracing = patch.object(attention, "_is_make_fx_tracing", lambda: False)
+    with patch.object(overrides, "has_torch_function", has_torch_function), not_tracing:
         yield
-    finally:
-        overrides.has_torch_function, attention._is_make_fx_tracing = asked, tracing
 
 
 def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
@@ -303,7 +299,6 @@ def reads_seen(
 
     The attribute is out of the modules' dicts for as long: who looks there does not find it.
     """
-    before = kind.__dict__.get(name, see)
     contents = {id(m): vars(m).copy() for m in modules if type(m) is kind}
 
     def read(module: nn.Module) -> Any:
@@ -312,22 +307,18 @@ def reads_seen(
             raise AttributeError(name)
         return contents[id(module)][name]
 
-    setattr(kind, name, property(read))
     held = [vars(m) for m in modules if type(m) is kind]
     for each in held:
         del each[name]
     try:
-        yield
+        with patch.object(kind, name, property(read), create=True):
+            yield
     finally:
         for module, each in zip(contents.values(), held, strict=True):
             # in the order that it had
             now = {**each, name: module[name]}
             each.clear()
             each.update({key: now.pop(key) for key in module if key in now} | now)
-        if before is see:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, before)
 
 
 def ambient_state() -> tuple[Any, ...]:

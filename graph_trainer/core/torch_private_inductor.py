@@ -131,6 +131,7 @@ def compile_part_with_inductor(
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     made: list[Any] = []
 
@@ -139,9 +140,12 @@ def compile_part_with_inductor(
         return made[-1]
 
     off = functorch_config.patch(enable_autograd_cache=False)
-    on_cpu = any(example.device.type == "cpu" for example in examples)
-    width = _vector_width() if on_cpu else contextlib.nullcontext()
-    with torch.no_grad(), inductor_config.patch(settings_in_order()), off, width:
+    settings = settings_in_order()
+    if any(example.device.type == "cpu" for example in examples):
+        # what Inductor detects, named, so that it is part of the cache's key: otherwise the cache
+        # would return code for wider vectors than the CPU has, which does not compile
+        settings["cpp.simdlen"] = pick_vec_isa().bit_width()
+    with torch.no_grad(), inductor_config.patch(settings), off:
         compile_fx(module, list(examples), inner_compile=note)
     if len(made) != 1:
         raise ConfigError(
@@ -149,18 +153,6 @@ def compile_part_with_inductor(
             'compile.backend = "eager" or "inductor" does without regions'
         )
     return made[0]
-
-
-def _vector_width() -> contextlib.AbstractContextManager[Any]:
-    """Name the vector width that Inductor detects, so that it is part of the cache's key.
-
-    Otherwise the cache would return code for wider vectors than the CPU has, which does not
-    compile.
-    """
-    import torch._inductor.config as inductor_config
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return inductor_config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
 
 
 def inductor_cache_folder() -> str:

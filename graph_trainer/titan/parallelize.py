@@ -57,7 +57,15 @@ def parallelize_decoder(
         ConfigError: a parallelism that a captured step does not support. The check of a config says
             so before any rank starts; here it is said to who makes a config in Python.
     """
-    _check_supported(parallel_dims, parallelism, training)
+    sections = {"parallelism": parallelism, "training": training}
+    for key, supported in SUPPORTED.items():
+        section, _, name = key.partition(".")
+        given = getattr(sections[section], name)
+        if given != supported:
+            raise ConfigError(
+                f"{key} is {given!r}, which graph_trainer's sharding does not support: set it to "
+                f"{supported!r}"
+            )
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
@@ -114,22 +122,6 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
     }
     parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
     return parallel.train()
-
-
-def _check_supported(
-    parallel_dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
-) -> None:
-    given = {
-        "parallelism.spmd_backend": parallelism.spmd_backend,
-        "parallelism.pipeline_parallel_degree": parallel_dims.pp,
-        "training.enable_cpu_offload": training.enable_cpu_offload,
-    }
-    for key, supported in SUPPORTED.items():
-        if given[key] != supported:
-            raise ConfigError(
-                f"{key} is {given[key]!r}, which graph_trainer's sharding does not support: set it "
-                f"to {supported!r}"
-            )
 
 
 def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:

@@ -36,8 +36,6 @@ from graph_trainer.errors import CollectiveError, VerificationError
 
 _ERROR_SHOWN = 4000
 
-OnEvent = Callable[[str], None]
-
 
 class _Partitioned:
     """Calls a partitioned step and its backward, where a `Step` is called."""
@@ -89,7 +87,7 @@ class TrainStep:
     """Whether all layers are traced, and not only some of those that are alike: see `capture`."""
     max_graphs: int = 8
     """How many captured graphs are kept."""
-    on_event: OnEvent = lambda line: None
+    on_event: Callable[[str], None] = lambda line: None
     """Called with a line before the first capture and after every capture."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
     """Called with every new graph and its report; the first row has the seconds of the capture."""
@@ -140,15 +138,7 @@ class TrainStep:
             raise
         if step is None:
             step = self._prepared(program, call.model, args, kwargs)
-        self._keep(program, key, step)
-        return step
-
-    def joint_graphs(self) -> list[JointGraph]:
-        """List the kept graphs, least recently used first."""
-        return [step.joint for step in self._steps.values()]
-
-    def _keep(self, program: object, key: object, step: _CompiledStep) -> None:
-        """Keep a step that is used now, and drop those used least recently."""
+        # kept, as the one used last; those used longest ago are dropped
         self._steps[key] = step
         self._firsts.setdefault(program, step.joint)
         self._steps.move_to_end(key)
@@ -157,6 +147,11 @@ class TrainStep:
         for kept in (self._steps, self._firsts):
             while len(kept) > self.max_graphs:
                 kept.popitem(last=False)
+        return step
+
+    def joint_graphs(self) -> list[JointGraph]:
+        """List the kept graphs, least recently used first."""
+        return [step.joint for step in self._steps.values()]
 
     def _prepared(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
