@@ -224,12 +224,17 @@ class RoutingRecorder:
                 tokens=(tokens // counted_by).tolist(),
                 received=received.tolist(),
             )
-            self._keep(each, _unevenness(tokens, received), both.numel())
+            self._keep(each)
 
-    def _keep(self, each: RoutedMicrobatch, unevenness: tuple[int, int], numbers: int) -> None:
+    def _keep(self, each: RoutedMicrobatch) -> None:
+        """Keep a microbatch if it is one of the most uneven: by the most that one rank's experts
+        received in all layers, then by the most that one expert received in a layer."""
+        tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
+        unevenness = int(received.sum(dim=0).max()), int(tokens.max())
         self._seen += 1
         entry = (unevenness, self._seen, each)
-        if len(self._kept) < min(_MOST_MICROBATCHES, max(1, _MOST_NUMBERS // numbers)):
+        most = max(1, _MOST_NUMBERS // (tokens.numel() + received.numel()))
+        if len(self._kept) < min(_MOST_MICROBATCHES, most):
             heapq.heappush(self._kept, entry)
             self._has_news = True
         elif heapq.heappushpop(self._kept, entry) is not entry:
@@ -246,9 +251,7 @@ class RoutingRecorder:
             return
         for each in earlier.microbatches:
             if each.step < step and each.received is not None:
-                tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
-                numbers = tokens.numel() + received.numel()
-                self._keep(each, _unevenness(tokens, received), numbers)
+                self._keep(each)
 
     def write(self) -> None:
         """Write what is kept, on rank 0, if it is not what the file has, which is whole at any
@@ -295,9 +298,3 @@ class RoutingRecorder:
         both[:, experts + dist.get_rank()] = received.sum(dim=1)
         dist.all_reduce(both)
         return both.cpu() if dist.get_rank() == 0 else both
-
-
-def _unevenness(tokens: torch.Tensor, received: torch.Tensor) -> tuple[int, int]:
-    """Return what to compare microbatches by: the most that one rank's experts received in all
-    layers, then the most that one expert received in a layer."""
-    return int(received.sum(dim=0).max()), int(tokens.max())
