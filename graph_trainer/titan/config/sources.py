@@ -209,22 +209,18 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
     return table | dict.fromkeys(unset)
 
 
-class Source(NamedTuple):
-    """A config file and the registry entry that it changes."""
-
-    where: str
-    """What messages call it: as a rule the file's name."""
-    entry: GraphTrainerConfig
-    table: dict[str, Any]
-    """The document without `module` and `base`; None for the keys that it lists as unset."""
-
-
-def read_source(module: str | None, name: str | None) -> Source:
+def read_source(
+    module: str | None, name: str | None
+) -> tuple[str, GraphTrainerConfig, dict[str, Any]]:
     """Find and read the config that the flags name.
 
     Args:
         module: the value of --module, which overrides the file's `module`.
         name: the value of --config; None means debugmodel.
+
+    Returns:
+        What messages call the file, as a rule its name; the registry entry that it changes; the
+        document without `module` and `base`, with None for the keys that it lists as unset.
 
     Raises:
         ConfigError: there is no such module or config, or the file cannot be used.
@@ -262,7 +258,7 @@ def read_source(module: str | None, name: str | None) -> Source:
         ) from error
     entry.optimizer = with_shared_settings(entry.optimizer)  # a function may have set another
     entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
-    return Source(where, entry, table)
+    return where, entry, table
 
 
 def registry_module(name: str, where: str | None = None) -> ModuleType:
