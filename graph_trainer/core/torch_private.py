@@ -32,9 +32,7 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
 # home yet, although torch.export and torch.compile are built on it.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException as DataDependentOutputException,
-)
+from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard

@@ -130,8 +130,7 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
 
     `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
     annotate its original too. Recompute and offload tags are decisions about one node and are not
-    copied.
-    The phase is that of `source` where none is given.
+    copied. The phase is that of `source` where none is given.
     """
     target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
     if phase is not None:
