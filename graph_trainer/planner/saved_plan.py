@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
@@ -20,6 +20,7 @@ from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.catalogue import resolve_passes
+from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
@@ -28,7 +29,7 @@ from graph_trainer.planner.plan import Plan, make_plan, versions
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.strict import Strict
+from graph_trainer.titan.strict import Strict, first_problem
 
 SCHEMA: Final = "graph_trainer.saved_plan/3"
 """Changes with every change of the format."""
@@ -127,7 +128,13 @@ def read_plan(path: Path) -> SavedPlan:
         ConfigError: the file cannot be read, is not a plan, is of another version, or contradicts
             itself.
     """
-    return SavedPlan.read(path, "--plan", REMEDY)
+    try:
+        return SavedPlan.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise ConfigError(f"--plan {path}: {first_problem(error)}. {REMEDY}") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--plan {path}: cannot be read: {reason}. {REMEDY}") from error
 
 
 def plan_every_class(
