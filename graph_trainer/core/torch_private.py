@@ -103,8 +103,7 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
         yield
 
 
-@contextlib.contextmanager
-def selective_checkpoint_as_in_eager() -> Iterator[None]:
+def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None]:
     """Let selective checkpointing save and recompute while it is traced, as it does eagerly.
 
     torch.utils.checkpoint sees make_fx at work and takes it for torch.compile: it then keeps
@@ -113,9 +112,7 @@ def selective_checkpoint_as_in_eager() -> Iterator[None]:
     In this context checkpoint takes the trace for an eager run. torch 2.13; a torch without
     the context raises what it raises.
     """
-    context = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
-    with context():
-        yield
+    return getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)()
 
 
 @contextlib.contextmanager
