@@ -53,7 +53,8 @@ def check_early(argv: Sequence[str]) -> None:
     is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
     if (config.endswith(".toml") or "/" in config) and not is_pipe:
         table = read_toml(Path(config), "--config")
-    schema = json.loads(config_folders()[0].joinpath("schema.json").read_text("utf-8"))
+    configs = config_folders()[0]
+    schema = json.loads((configs / "schema.json").read_text("utf-8"))
     modules = schema["properties"]["module"]["examples"]
     module = flags.get("module") or table.get("module", modules[0])
     if module not in modules and f"graph_trainer.{module}" not in modules:
@@ -70,9 +71,7 @@ def check_early(argv: Sequence[str]) -> None:
             plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
             given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
     types = {key: str(value) for _, key, _, value in given}
-    moved = parse_toml(
-        config_folders()[0].joinpath("torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys"
-    )
+    moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines: list[str] = []
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
@@ -105,7 +104,7 @@ def check_early(argv: Sequence[str]) -> None:
 
 def flag_names() -> list[str]:
     """List the flags of all keys."""
-    schema = json.loads(config_folders()[0].joinpath("schema.json").read_text("utf-8"))
+    schema = json.loads((config_folders()[0] / "schema.json").read_text("utf-8"))
     keys = [f"--{key}" for key, _, value in _keys(schema, schema["$defs"]) if value]
     return list(dict.fromkeys(keys))
 

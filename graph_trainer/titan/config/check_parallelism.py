@@ -60,10 +60,8 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     if degree == 1:
         return
     if parallelism.context_parallel_load_balancer != "headtail":
-        problem, remedy = (
-            "not how graph_trainer splits a sequence",
-            'Set "headtail", or leave it out.',
-        )
+        problem = "not how graph_trainer splits a sequence"
+        remedy = 'Set "headtail", or leave it out.'
         yield Problem("parallelism.context_parallel_load_balancer", problem, remedy, (_DEGREE,))
     each = tensor if parallelism.enable_sequence_parallel else 1
     parts = 2 * degree * each
