@@ -136,13 +136,8 @@ def _conclusion(verdict: Verdict) -> str:
             "and can be compared has the value that it had before; compare the graphs themselves."
         )
     ranks = [rank for rank, each in enumerate(verdict.nodes) if each is not None]
-    return "\n".join(
-        [
-            f"'{culprit}' is the first pass that changes the numbers. The first node that differs:",
-            *_node_lines(node),
-            f"  on ranks {_ranks(ranks)}",
-        ]
-    )
+    first = f"'{culprit}' is the first pass that changes the numbers. The first node that differs:"
+    return "\n".join([first, *_node_lines(node), f"  on ranks {_ranks(ranks)}"])
 
 
 def _node_lines(node: NodeDifference) -> list[str]:

@@ -40,17 +40,11 @@ def examine(argv: Sequence[str]) -> Verdict:
     init_logger()
     trainer = GraphTrainer(config)
 
+    loss, passes = loss_of_batch(trainer.loss_fn), passes_of(config, trainer.parallel_dims)
+    on_event = logger.info if dist.get_rank() == 0 else lambda line: None
+
     def step(model: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        raise _Examined(
-            bisect_passes(
-                model,
-                loss_of_batch(trainer.loss_fn),
-                args,
-                kwargs,
-                passes=passes_of(config, trainer.parallel_dims),
-                on_event=logger.info if dist.get_rank() == 0 else lambda line: None,
-            )
-        )
+        raise _Examined(bisect_passes(model, loss, args, kwargs, passes=passes, on_event=on_event))
 
     trainer.captured_step = step
     try:
@@ -58,8 +52,7 @@ def examine(argv: Sequence[str]) -> Verdict:
         trainer.step += 1
         trainer.train_step(trainer.batch_generator(trainer.dataloader))
     except _Examined as end:
-        verdict: Verdict = end.args[0]
-        return verdict
+        return end.args[0]
     finally:
         trainer.close()
     raise AssertionError("a train step has run without its captured step")

@@ -18,7 +18,7 @@ from graph_trainer.core.suggest import (
     wrong_choice,
     wrong_type,
 )
-from graph_trainer.core.toml_file import parse_toml, read_toml
+from graph_trainer.core.toml_file import config_folders, parse_toml, read_toml
 from graph_trainer.errors import ConfigError
 
 SCHEMA = "--schema"
@@ -53,7 +53,8 @@ def check_early(argv: Sequence[str]) -> None:
     is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once
     if (config.endswith(".toml") or "/" in config) and not is_pipe:
         table = read_toml(Path(config), "--config")
-    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    configs = config_folders()[0]
+    schema = json.loads((configs / "schema.json").read_text("utf-8"))
     modules = schema["properties"]["module"]["examples"]
     module = flags.get("module") or table.get("module", modules[0])
     if module not in modules and f"graph_trainer.{module}" not in modules:
@@ -70,7 +71,7 @@ def check_early(argv: Sequence[str]) -> None:
             plain = plain if plain in known else re.sub(r"\.no_(?=\w+$)", ".", plain)
             given.append((_FLAGS, plain, re.sub(r"\.(\d+)(?=\.)", r"[\1]", name), value))
     types = {key: str(value) for _, key, _, value in given}
-    moved = parse_toml((_configs() / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
+    moved = parse_toml((configs / "torchtitan_keys.toml").read_text("utf-8"), "torchtitan_keys")
     lines: list[str] = []
     for where, key, shown, value in given:
         section, _, name = key.rpartition(".")
@@ -103,7 +104,7 @@ def check_early(argv: Sequence[str]) -> None:
 
 def flag_names() -> list[str]:
     """List the flags of all keys."""
-    schema = json.loads((_configs() / "schema.json").read_text("utf-8"))
+    schema = json.loads((config_folders()[0] / "schema.json").read_text("utf-8"))
     keys = [f"--{key}" for key, _, value in _keys(schema, schema["$defs"]) if value]
     return list(dict.fromkeys(keys))
 
@@ -153,13 +154,6 @@ def _keys(
             inner = list(_keys(value.get("items", value), classes, f"{path}{name}."))
             yield f"{path}{name}", kind, {} if inner and "items" not in value else value
             yield from inner
-
-
-def _configs() -> Path:
-    """Return the folder of configs of the installed package, or of the checkout."""
-    package = Path(__file__).resolve().parents[1]
-    folder = package / "configs"
-    return folder if folder.exists() else package.parent / "configs"
 
 
 def with_names_of_environment(argv: Sequence[str]) -> list[str]:

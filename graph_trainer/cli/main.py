@@ -99,8 +99,7 @@ def _run(command: str, words: list[str]) -> int:
     # Importing torch makes millions of objects that stay: looked through for cycles, they take a
     # fifth of its time.
     gc.set_threshold(200_000, 10, 1000)
-    code: int = resolve_name(f"graph_trainer.cli.{function}")(words)
-    return code
+    return resolve_name(f"graph_trainer.cli.{function}")(words)
 
 
 def _check_cache_folder() -> None:

@@ -8,8 +8,13 @@ from typing import Any
 from graph_trainer.core.suggest import nearest
 from graph_trainer.errors import ConfigError
 
-_DEEPEST = 100
-"""Levels of tables and lists; what reads a table has an end to its stack."""
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def config_folders(name: str = "") -> list[Path]:
+    """List the folders `name` of configs/ that are there: the installed copy, then a checkout's."""
+    folders = (each / "configs" / name for each in (_PACKAGE, _PACKAGE.parent))
+    return [folder for folder in folders if folder.is_dir()]
 
 
 def read_toml(path: Path, key: str) -> dict[str, Any]:
@@ -53,7 +58,7 @@ def parse_toml(text: str, what: str) -> dict[str, Any]:
     try:
         table = tomli.loads(text)
         level: list[Any] = [table]
-        for _ in range(_DEEPEST):
+        for _ in range(100):  # levels; what reads a table has an end to its stack
             inside: list[Any] = []
             for value in level:
                 if isinstance(value, int):

@@ -1,7 +1,7 @@
 """Every private or version-dependent name of torch, with the reason it is needed.
 
-Each name says for which torch versions it was checked. The rest of the package uses public names
-only; tests/unit/test_imports.py checks that.
+Checked for torch 2.11 to 2.15 where a name says nothing else. The rest of the package uses public
+names only; tests/unit/test_imports.py checks that.
 """
 
 from __future__ import annotations
@@ -12,54 +12,52 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
+
+# The functional collectives register the ops under this name; the module is private by name
+# although DTensor's documented redistribution runs on it.
+import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401
+
+# Flattens and rebuilds nested arguments; torch's pytree is private by name only.
+import torch.utils._pytree as pytree  # noqa: F401
 from torch import fx, nn
 
-# The fake mode that a set of fake tensors belongs to. torch 2.11 to 2.15.
+# The fake mode that a set of fake tensors belongs to.
 from torch._guards import detect_fake_mode as detect_fake_mode
 
-# The class of ops that run subgraphs; only the ops themselves are public. torch 2.11 to 2.15.
+# The class of ops that run subgraphs; only the ops themselves are public.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # FakeTensorMode: tensors with shapes, dtypes and devices but no storage. It has no public
-# home yet, although torch.export and torch.compile are built on it. torch 2.11 to 2.15.
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException as DataDependentOutputException,
-)
+# home yet, although torch.export and torch.compile are built on it.
+from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: F401
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.tensor import Shard
 
-# A graph module that generates its code when it is called, as most copies of a graph never are.
-# torch 2.11 to 2.15.
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
-
-# Symbols for sizes that only data decide, which a fake mode gives to `.item()`. torch 2.11 to 2.15.
-from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
-
-# Inside, real tensors reach their kernels, whatever modes are active. torch 2.11 to 2.15.
-from torch.utils._mode_utils import no_dispatch as no_dispatch
-
-# The subclass protocol by which DTensor and friends say what they wrap. Documented for
-# subclass authors, private in name. torch 2.11 to 2.15.
-# The mode by which random ops on sharded parameters are drawn whole.
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
+# What a DTensor's layout consists of beside mesh and placements. torch 2.13 to 2.15.
+from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry
+from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta
 
 # DTensor's placement for a dimension that tensor parallelism shards first and FSDP again;
-# checkpoints written by FSDP2 carry it, so ours must. torch 2.11 to 2.15.
-from torch.distributed.tensor.placement_types import (  # isort: skip
-    _StridedShard as StridedShard,  # noqa: F401
-)
+# checkpoints written by FSDP2 carry it, so ours must.
+from torch.distributed.tensor.placement_types import _StridedShard as StridedShard  # noqa: F401
 
-# What a DTensor's layout consists of beside mesh and placements. torch 2.13 to 2.15.
-from torch.distributed.tensor._dtensor_spec import ShardOrderEntry as ShardOrderEntry  # isort: skip
-from torch.distributed.tensor._dtensor_spec import TensorMeta as TensorMeta  # isort: skip
+# A graph module that generates its code when it is called, as most copies of a graph never are.
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule  # noqa: F401
 
-# The functional collectives register the ops under this name; the module is private by name
-# although DTensor's documented redistribution runs on it. torch 2.11 to 2.15.
-import torch.distributed._functional_collectives as _functional_collectives  # noqa: F401  # isort: skip
+# Symbols for sizes that only data decide, which a fake mode gives to `.item()`.
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+
+# Inside, real tensors reach their kernels, whatever modes are active.
+from torch.utils._mode_utils import no_dispatch as no_dispatch
+
+# The mode by which random ops on sharded parameters are drawn whole. The subclass protocol by which
+# DTensor and friends say what they wrap: documented for subclass authors, private in name.
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_wrapper
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint import FileSystemReader
@@ -67,33 +65,24 @@ if TYPE_CHECKING:
 _OPS = (torch._ops.OpOverload, HigherOrderOperator)
 c10d_functional = torch.ops._c10d_functional
 
-# Flattens and rebuilds nested arguments; torch's pytree is private by name only.
-# torch 2.11 to 2.15.
-import torch.utils._pytree as pytree  # noqa: E402, F401  # isort: skip
-
 
 def replace_dispatch(mode: FakeTensorMode, dispatch: Callable[..., Any]) -> None:
     """Let a mode of fake tensors run its ops by another function, as `FakeTensorMode.dispatch`.
 
     On the one object and no subclass of it: higher-order ops have rules for the class
-    FakeTensorMode alone, looked up by type. torch 2.11 to 2.15.
+    FakeTensorMode alone, looked up by type.
     """
     mode.dispatch = dispatch  # type: ignore[method-assign]
 
 
-def is_traceable_wrapper_subclass(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
-    return bool(_is_wrapper(tensor))
+is_traceable_wrapper_subclass: Callable[[torch.Tensor], bool] = _is_wrapper
+"""Tells whether a tensor follows the protocol; torch's check narrows types wrongly in mypy."""
 
+current_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr
+"""Returns the number that the next autograd node of this thread will get."""
 
-def current_sequence_number() -> int:
-    """Return the number that the next autograd node of this thread will get. torch 2.11 to 2.15."""
-    return torch.autograd._get_sequence_nr()
-
-
-def autograd_sequence_number(grad_fn: Any) -> int:
-    """Return the number an autograd node got when forward made it. torch 2.11 to 2.15."""
-    return grad_fn._sequence_nr()
+autograd_sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""Returns the number that an autograd node got when forward made it."""
 
 
 @contextlib.contextmanager
@@ -102,7 +91,7 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
     replicated tensor, as each rank of the group does at the same place of the program.
 
     A trace alone cannot tell this from rank 0 reading the first rows, as all ranks may. Shard's
-    method is the one place through which all such redistributions go. torch 2.11 to 2.15.
+    method is the one place through which all such redistributions go.
     """
     original = Shard._replicate_to_shard
 
@@ -110,15 +99,11 @@ def local_slices(around: Callable[[str], contextlib.AbstractContextManager[Any]]
         with around(mesh.get_group(mesh_dim).group_name):
             return original(shard, tensor, mesh, mesh_dim, *rest)
 
-    Shard._replicate_to_shard = within  # type: ignore[method-assign, assignment]
-    try:
+    with patch.object(Shard, "_replicate_to_shard", within):
         yield
-    finally:
-        Shard._replicate_to_shard = original  # type: ignore[method-assign]
 
 
-@contextlib.contextmanager
-def selective_checkpoint_as_in_eager() -> Iterator[None]:
+def selective_checkpoint_as_in_eager() -> contextlib.AbstractContextManager[None]:
     """Let selective checkpointing save and recompute while it is traced, as it does eagerly.
 
     torch.utils.checkpoint sees make_fx at work and takes it for torch.compile: it then keeps
@@ -127,9 +112,7 @@ def selective_checkpoint_as_in_eager() -> Iterator[None]:
     In this context checkpoint takes the trace for an eager run. torch 2.13; a torch without
     the context raises what it raises.
     """
-    context = getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)
-    with context():
-        yield
+    return getattr(torch.compiler, "_non_strict_tracing_context", contextlib.nullcontext)()
 
 
 @contextlib.contextmanager
@@ -138,12 +121,12 @@ def fused_layers_as_in_eager() -> Iterator[None]:
 
     torch.nn's encoder layers and attention have kernels for inference that sum in another order.
     They leave them out where a torch function mode or make_fx is at work, which a trace has and
-    the step itself has not. torch 2.11 to 2.15.
+    the step itself has not.
     """
     overrides: Any = torch.overrides
     attention: Any = nn.modules.activation
     askers = (attention.__name__, nn.modules.transformer.__name__)
-    asked, tracing = overrides.has_torch_function, attention._is_make_fx_tracing
+    asked = overrides.has_torch_function
 
     def has_torch_function(tensors: Any) -> bool:
         if sys._getframe(1).f_globals.get("__name__") not in askers:
@@ -151,16 +134,14 @@ def fused_layers_as_in_eager() -> Iterator[None]:
         plain = (torch.Tensor.__torch_function__, torch._C._disabled_torch_function_impl)
         return any(type(tensor).__torch_function__ not in plain for tensor in tensors)
 
-    overrides.has_torch_function, attention._is_make_fx_tracing = has_torch_function, lambda: False
-    try:
+    not_tracing = patch.object(attention, "_is_make_fx_tracing", lambda: False)
+    with patch.object(overrides, "has_torch_function", has_torch_function), not_tracing:
         yield
-    finally:
-        overrides.has_torch_function, attention._is_make_fx_tracing = asked, tracing
 
 
 def modules_that_look_for_hooks(model: nn.Module) -> set[nn.Module]:
     """Return the modules of encoder layers without forward hooks: such a layer runs its fused
-    kernel where no module in it has one of its own. torch 2.11 to 2.15."""
+    kernel where no module in it has one of its own."""
     layers = [
         list(m.modules()) for m in model.modules() if isinstance(m, nn.TransformerEncoderLayer)
     ]
@@ -172,7 +153,7 @@ def has_registered_effect(target: Any) -> bool:
     """Tell whether an op is declared to have an effect when it is called.
 
     An operator's register_effect (which `_higher_order_ops.effects` records) and
-    fx.node.has_side_effect declare it; torch has no public way to read either. torch 2.11 to 2.15.
+    fx.node.has_side_effect declare it; torch has no public way to read either.
     """
     from torch._higher_order_ops import effects
 
@@ -183,22 +164,21 @@ def has_registered_effect(target: Any) -> bool:
 
 inputs_of = operator.attrgetter("_input_nodes")
 """Iterates over the inputs of a node, as `all_input_nodes`, which makes a list at each call: ten
-times in each analysis of each node. torch 2.11 to 2.15."""
+times in each analysis of each node."""
 
 NODE_ATTRIBUTES = ("op", "target", "_args", "_kwargs")
-"""What a node is, without the properties around the last two, which take twice the time. torch 2.11
-to 2.15."""
+"""What a node is, without the properties around the last two, which take twice the time."""
 
 
 def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:
-    """Give a node a readable name. fx has no public call for it. torch 2.11 to 2.15."""
+    """Give a node a readable name. fx has no public call for it."""
     node._rename(name)
     if node.op == "placeholder":
         node.target = node.name
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Equal for two (fake) tensors exactly when they share a storage. torch 2.11 to 2.15."""
+    """Equal for two (fake) tensors exactly when they share a storage."""
     return tensor.untyped_storage()._cdata
 
 
@@ -208,9 +188,6 @@ def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
     `_parameters` exists since the first release of torch.nn; get_parameter uses getattr.
     """
     return module._parameters[name]
-
-
-_TENSORS = ("_parameters", "_buffers", "_modules")
 
 
 @contextlib.contextmanager
@@ -246,21 +223,20 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
 
 
 def mark_as_parameter(tensor: torch.Tensor) -> None:
-    """Let isinstance(tensor, nn.Parameter) hold, as torch itself does for subclasses of Tensor.
-    torch 2.11 to 2.15."""
+    """Let isinstance(tensor, nn.Parameter) hold, as torch itself does for subclasses of Tensor."""
     tensor._is_param = True
 
 
 def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
     """Return the dicts of a module's own parameters, buffers and modules; see `swap_tensors`."""
-    return [vars(module)[kind] for kind in _TENSORS]
+    return [vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
     """Return a tensor's hooks on its gradient, and those that run once it is in `.grad`.
 
     Tensor.register_hook and register_post_accumulate_grad_hook keep them here; torch has no
-    public way to read them. torch 2.11 to 2.15.
+    public way to read them.
     """
     on_gradient = getattr(tensor, "_backward_hooks", None) or {}
     after = getattr(tensor, "_post_accumulate_grad_hooks", None) or {}
@@ -275,7 +251,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
 
     These are hooks of all modules, of a model's modules and parameters, and forwards that are
     attributes of a module. torch.nn has no public list of them. Read in every step, so that each
-    empty dict costs one look-up. torch 2.11 to 2.15.
+    empty dict costs one look-up.
     """
     hooks_of_all = (vars(torch.nn.modules.module)[f"_global{kind}"] for kind in _HOOKS)
     hooks: list[Callable[..., Any]] = [hook for each in hooks_of_all for hook in each.values()]
@@ -298,7 +274,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
 def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """Inside, a module runs `forward` when it is called, and none of the hooks that it has.
 
-    The dicts of hooks are attributes since the first releases of torch.nn. torch 2.11 to 2.15.
+    The dicts of hooks are attributes since the first releases of torch.nn.
     """
     contents = vars(module)
     before = {name: contents[name] for name in ("forward", *_HOOKS) if name in contents}
@@ -318,7 +294,6 @@ def reads_seen(
 
     The attribute is out of the modules' dicts for as long: who looks there does not find it.
     """
-    before = kind.__dict__.get(name, see)
     contents = {id(m): vars(m).copy() for m in modules if type(m) is kind}
 
     def read(module: nn.Module) -> Any:
@@ -327,29 +302,25 @@ def reads_seen(
             raise AttributeError(name)
         return contents[id(module)][name]
 
-    setattr(kind, name, property(read))
     held = [vars(m) for m in modules if type(m) is kind]
     for each in held:
         del each[name]
     try:
-        yield
+        with patch.object(kind, name, property(read), create=True):
+            yield
     finally:
         for module, each in zip(contents.values(), held, strict=True):
             # in the order that it had
             now = {**each, name: module[name]}
             each.clear()
             each.update({key: now.pop(key) for key in module if key in now} | now)
-        if before is see:
-            delattr(kind, name)
-        else:
-            setattr(kind, name, before)
 
 
 def ambient_state() -> tuple[Any, ...]:
     """Return what decides, beside its arguments, what a layer computes and records: modes of
     gradients, autocast, attention kernels, hooks on saved tensors, and modes of dispatch.
 
-    torch has public names for a part of it. torch 2.11 to 2.15.
+    torch has public names for a part of it.
     """
     cuda = torch.backends.cuda
     kernels = (
@@ -375,7 +346,7 @@ def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
     """Make a value like another one whose sizes data decide, with symbols of its own.
 
     ShapeEnv's methods are undocumented; to run the op again takes milliseconds where sizes are sums
-    of many symbols. torch 2.11 to 2.15.
+    of many symbols.
 
     Args:
         value: a fake tensor, a size, or anything else, which is returned as it is.
@@ -408,7 +379,6 @@ def clear_saved_tensors(ctx: Any) -> None:
     """Free what an autograd function saved, unless its graph is retained.
 
     Otherwise all of it stays alive until its backward has ended. Undocumented, used by AOTAutograd.
-    torch 2.11 to 2.15.
     """
     ctx.maybe_clear_saved_tensors()
 
@@ -416,7 +386,7 @@ def clear_saved_tensors(ctx: Any) -> None:
 def clear_sharding_cache() -> None:
     """Clear what DTensor inferred for the meshes of an earlier process group.
 
-    Needed where one process is several fake ranks in turn. torch 2.11 to 2.15.
+    Needed where one process is several fake ranks in turn.
     """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
@@ -426,7 +396,7 @@ def clear_sharding_cache() -> None:
 def fsspec_reader() -> type[FileSystemReader]:
     """Return the reader that dcp.load takes for remote storage.
 
-    By public names only dcp.load itself can make it. torch 2.11 to 2.15.
+    By public names only dcp.load itself can make it.
     """
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -434,7 +404,7 @@ def fsspec_reader() -> type[FileSystemReader]:
 
 
 def queued_seeds_of_cuda() -> list[Any]:
-    """Return the calls that are to seed CUDA once it is initialized. torch 2.11 to 2.15.
+    """Return the calls that are to seed CUDA once it is initialized.
 
     Two lists are equal where nothing has seeded it in between.
     """

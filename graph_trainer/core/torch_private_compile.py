@@ -1,5 +1,8 @@
 """Every private name of torch.compile and AOTAutograd, with the reason it is needed. See
-`torch_private`. All of them: torch 2.13 to 2.15."""
+`torch_private`. All of them: torch 2.13 to 2.15.
+
+Importing this imports torch._dynamo, which takes seconds and makes a folder: only what compiles
+with AOTAutograd imports it, when it does."""
 
 from __future__ import annotations
 
@@ -9,22 +12,44 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.compile_fx
 from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd import graph_compile
+
+# AOTAutograd's descriptors of what inputs and outputs are.
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput, PlainAOTInput
+
+# Whether a node's result is an object that AOTAutograd passes on as it is.
+from torch._functorch._aot_autograd.graph_compile import is_opaque_node as is_opaque  # noqa: F401
+from torch._functorch.aot_autograd import (
+    aot_compile_joint_with_descriptors,
+    aot_export_joint_with_descriptors,
+)
+
+# What a partitioner of AOTAutograd's joint graph needs: the flat outputs of both halves, whether a
+# node has to be in one of them, and the two graphs, with inputs and outputs in the order that
+# AOTAutograd expects.
+from torch._functorch.partitioners import _extract_fwd_bwd_modules as extract_halves  # noqa: F401
+from torch._functorch.partitioners import _extract_fwd_bwd_outputs, _is_tangent
+from torch._functorch.partitioners import _must_be_in_backward as must_be_in_backward  # noqa: F401
+from torch._functorch.partitioners import _must_be_in_forward as must_be_in_forward  # noqa: F401
+
+# Inductor's partitioner, by min-cut.
+from torch._functorch.partitioners import min_cut_rematerialization_partition as standard_partition
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+# Whether a node's result is a size, or another number that is known only in a run.
+from torch.fx.experimental.proxy_tensor import is_sym_node as is_symbolic  # noqa: F401
+from torch.fx.traceback import preserve_node_meta
 
 from graph_trainer.core.torch_private_inductor import waits_for_copies_in_place
 
+inductor: Any = torch._inductor.compile_fx
 Compiled = Callable[..., Any]
 Partition = Callable[..., tuple[fx.GraphModule, fx.GraphModule]]
 """`(joint, inputs, *, num_fwd_outputs, **rest) -> forward, backward`, as AOTAutograd calls it."""
-
-
-def standard_partition(
-    joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition as Inductor does, by min-cut."""
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
-
-    return min_cut_rematerialization_partition(joint, inputs, **rest)
 
 
 def min_cut_of_tags(
@@ -35,25 +60,19 @@ def min_cut_of_tags(
     Merging would make one gather of a parameter's gather in forward and its repetition in backward.
     For a budget, the meshes of DTensors have no size.
     """
-    import torch._functorch.config
-
     settings = {"cse": False, "unsafe_treat_script_objects_as_zero_size": True}
-    with torch._functorch.config.patch(settings):
+    with functorch_config.patch(settings):
         return standard_partition(joint, inputs, **rest)
 
 
 def flat_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
     """Return what forward and backward of AOTAutograd's joint graph return."""
-    from torch._functorch.partitioners import _extract_fwd_bwd_outputs
-
     forward, backward, *_ = _extract_fwd_bwd_outputs(joint, num_fwd_outputs=num_fwd_outputs)
     return forward, backward
 
 
 def written_inputs(joint: fx.Graph) -> list[fx.Node]:
     """Return the placeholders of AOTAutograd's joint graph to which forward writes."""
-    from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
-
     described = joint.output_node().meta["desc"]
     written = {d.mutated_input for d in described if isinstance(d, InputMutationAOTOutput)}
     return [n for n in joint.find_nodes(op="placeholder") if descriptor_of(n) in written]
@@ -61,23 +80,7 @@ def written_inputs(joint: fx.Graph) -> list[fx.Node]:
 
 def is_tangent(node: fx.Node) -> bool:
     """Tell whether a placeholder is the gradient of an output."""
-    from torch._functorch.partitioners import _is_tangent
-
     return node.op == "placeholder" and _is_tangent(node)
-
-
-def must_be_in_forward(node: fx.Node) -> bool:
-    """Tell whether AOTAutograd has placed a node in forward, as a write into an input."""
-    from torch._functorch.partitioners import _must_be_in_forward
-
-    return _must_be_in_forward(node)
-
-
-def must_be_in_backward(node: fx.Node) -> bool:
-    """Tell whether AOTAutograd has placed a node in backward."""
-    from torch._functorch.partitioners import _must_be_in_backward
-
-    return _must_be_in_backward(node)
 
 
 def traced_in_forward(node: fx.Node) -> bool:
@@ -88,34 +91,6 @@ def traced_in_forward(node: fx.Node) -> bool:
 def place_in(node: fx.Node, side: str) -> None:
     """Place a node in "forward" or "backward"; `extract_halves` copies it to no other side."""
     node.meta["partitioner_tag"] = f"must_be_in_{side}"
-
-
-def is_symbolic(node: fx.Node) -> bool:
-    """Tell whether a node's result is a size, or another number that is known only in a run."""
-    from torch.fx.experimental.proxy_tensor import is_sym_node
-
-    return is_sym_node(node)
-
-
-def is_opaque(node: fx.Node) -> bool:
-    """Tell whether a node's result is an object that AOTAutograd passes on as it is."""
-    from torch._functorch._aot_autograd.graph_compile import is_opaque_node
-
-    return is_opaque_node(node)
-
-
-def extract_halves(
-    joint: fx.GraphModule,
-    saved: list[fx.Node],
-    symbolic: list[fx.Node],
-    opaque: list[fx.Node],
-    num_fwd_outputs: int,
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Make the two graphs that AOTAutograd wraps, with inputs and outputs in the order that it
-    expects of a partitioner."""
-    from torch._functorch.partitioners import _extract_fwd_bwd_modules
-
-    return _extract_fwd_bwd_modules(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
 
 
 # What only PyTorch's partitioner reads of AOTAutograd's settings.
@@ -136,10 +111,8 @@ _OF_THE_PARTITIONER = (
 
 def settings_of(compiler: str) -> tuple[set[str], set[str], set[str]]:
     """Return the settings of Inductor, of AOTAutograd, and of PyTorch's partitioner alone."""
-    import torch._functorch.config
-
     of_inductor = set(torch._inductor.list_options()) if compiler == "inductor" else set()
-    of_autograd = set(torch._functorch.config.get_config_copy())
+    of_autograd = set(functorch_config.get_config_copy())
     of_partitioner = {name for name in of_autograd if name.startswith(_OF_THE_PARTITIONER)}
     return of_inductor, of_autograd - of_partitioner, of_partitioner
 
@@ -152,16 +125,11 @@ def _autograd_settings(settings: dict[str, Any]) -> Iterator[None]:
     setting is True when it runs: it asks whether the list of donated values is empty, not whether
     there is one.
     """
-    import torch._functorch.config
-    from torch._functorch._aot_autograd import graph_compile
-
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch._functorch.config.patch(settings))
-        if not settings.get("donated_buffer", False):
-            none: Any = unittest.mock.patch.object(
-                graph_compile, "collect_bw_donated_buffer_idxs", lambda *graphs: []
-            )
-            stack.enter_context(none)
+    none: Any = unittest.mock.patch.object(
+        graph_compile, "collect_bw_donated_buffer_idxs", lambda *graphs: []
+    )
+    donates = settings.get("donated_buffer", False)
+    with functorch_config.patch(settings), contextlib.nullcontext() if donates else none:
         yield
 
 
@@ -177,12 +145,9 @@ def compile_without_compiler(
     Args:
         settings: of torch._functorch.config; None for a graph that is not ours.
     """
-    from torch._dynamo.backends.common import aot_autograd
-
     backend: Any = aot_autograd(fw_compiler=compiler, bw_compiler=compiler, partition_fn=partition)
     with contextlib.nullcontext() if settings is None else _autograd_settings(settings):
-        compiled: Compiled = backend(module, inputs)
-    return compiled
+        return backend(module, inputs)
 
 
 def boxed(function: Compiled) -> Compiled:
@@ -209,9 +174,6 @@ def compile_partitioned_with_inductor(
         partition: a partitioner.
         uuid: of the partitioner, for the key of Inductor's cache.
     """
-    import torch._functorch.config
-    import torch._inductor.compile_fx
-    from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
     class Partitioner(CustomPartitionerFn):
         def __call__(self, gm: Any, joint_inputs: Any, **rest: Any) -> Any:
@@ -223,27 +185,21 @@ def compile_partitioned_with_inductor(
         def __reduce__(self) -> Any:  # the key of Inductor's cache pickles all settings
             return bytes, (uuid,)
 
-    inductor: Any = torch._inductor.compile_fx
     # AOTAutograd's cache knows a partitioned step by its name alone; Inductor's knows each half
     autograd_settings = {**autograd_settings, "enable_autograd_cache": False}
-    in_backward_too = torch._functorch.config.patch(autograd_settings)
+    in_backward_too = functorch_config.patch(autograd_settings)
     with _autograd_settings(autograd_settings):
-        compiled: Compiled = inductor.compile_fx(
+        return inductor.compile_fx(
             module,
             list(inputs),
             inner_compile=in_backward_too(waits_for_copies_in_place()(inductor.compile_fx_inner)),
             config_patches={**settings, "custom_partitioner_fn": Partitioner()},
         )
-    return compiled
 
 
 def compile_plainly(module: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
     """Inductor as torch.compile calls it."""
-    import torch._inductor.compile_fx
-
-    inductor: Any = torch._inductor.compile_fx
-    compiled: Compiled = inductor.compile_fx(module, list(inputs))
-    return compiled
+    return inductor.compile_fx(module, list(inputs))
 
 
 # AOTAutograd's joint graph with descriptors of its inputs and outputs.
@@ -254,8 +210,6 @@ def export_joint(
     stack: contextlib.ExitStack, function: Compiled, tensors: Sequence[torch.Tensor]
 ) -> ExportedJoint:
     """AOTAutograd's joint graph of a function of tensors; `stack` is open until it is compiled."""
-    from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
-    from torch.fx.traceback import preserve_node_meta
 
     class Function(torch.nn.Module):
         def forward(self, *tensors: torch.Tensor) -> Any:
@@ -272,8 +226,6 @@ def descriptor_of(node: fx.Node) -> Any:
 
 def argument_of(node: fx.Node) -> int | None:
     """Return the argument that an input is, or is a part of, by number; None for other inputs."""
-    from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-
     descriptor = _whole(descriptor_of(node))
     return descriptor.idx if isinstance(descriptor, PlainAOTInput) else None
 
@@ -311,10 +263,7 @@ def compile_joint(
     joint: ExportedJoint, partition: Partition, forward: Compiled, backward: Compiled
 ) -> Compiled:
     """Partition an exported joint graph and compile each half, as a function of its tensors."""
-    from torch._functorch.aot_autograd import aot_compile_joint_with_descriptors
-
     with _autograd_settings({}):
-        compiled: Compiled = aot_compile_joint_with_descriptors(
+        return aot_compile_joint_with_descriptors(
             joint, partition_fn=partition, fw_compiler=forward, bw_compiler=backward
         )
-    return compiled

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# The process group of a name in a graph, and the store of the rendezvous. torch 2.11 to 2.15.
+# The store of the rendezvous, which any rank may use at any time; the process group of a name in a
+# graph; what torch.distributed.set_timeout of later torch does; all groups of this rank.
+from torch.distributed.distributed_c10d import _get_default_store as default_store  # noqa: F401
+from torch.distributed.distributed_c10d import _resolve_process_group, _world
 from torch.distributed.distributed_c10d import (
-    _get_default_store,
-    _resolve_process_group,
-    _set_pg_timeout,
-    _world,
+    _set_pg_timeout as set_process_group_timeout,  # noqa: F401
 )
 
 
@@ -35,7 +35,7 @@ def group_backend(group_name: str) -> str:
 def process_groups() -> list[tuple[dist.ProcessGroup, tuple[int, ...]]]:
     """Return the process groups that this rank is in, with their global ranks in group order.
 
-    torch keeps them by name and by group and has no public list. torch 2.11 to 2.15.
+    torch keeps them by name and by group and has no public list.
     """
     return [(g, tuple(ranks)) for g, ranks in _world.pg_group_ranks.items() if g in _world.pg_map]
 
@@ -56,7 +56,7 @@ def gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timed
 
     torch's own constructor takes two threads and no public way leads to another number: with two,
     collectives of a group run at once, and several all-gathers then corrupt the heap (torch 2.13).
-    Network interfaces are chosen as torch chooses them. torch 2.11 to 2.15.
+    Network interfaces are chosen as torch chooses them.
     """
     gloo: Any = dist.ProcessGroupGloo  # the stubs lack _Options
     options = gloo._Options()
@@ -72,7 +72,7 @@ def gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timed
 def init_fake_process_group(rank: int, ranks: int) -> None:
     """Start a process group of which only this rank exists, and which communicates nothing.
 
-    The store that goes with the backend "fake" is in torch's tests. torch 2.11 to 2.15.
+    The store that goes with the backend "fake" is in torch's tests.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -83,21 +83,16 @@ def mesh_slices(mesh: Any) -> torch.Tensor:
     """Return the ranks of a mesh and of all its parallel slices: [slices, *shape of the mesh].
 
     `DeviceMesh.mesh` is this rank's slice alone where the mesh is part of a larger one. Its
-    layout and the ranks that are laid out are private. torch 2.11 to 2.15.
+    layout and the ranks that are laid out are private.
     """
     return mesh._layout.remap_to_tensor(mesh._rank_map)
-
-
-def default_store() -> dist.Store:
-    """Return the store of the default process group; any rank may use it at any time."""
-    return _get_default_store()
 
 
 def concatenate_meshes(meshes: list[Any]) -> Any:
     """Make one mesh with the dimensions of `meshes`, all slices of one root mesh.
 
     DeviceMesh._concatenate is what FSDP2 itself calls to put its own dimensions before those
-    of tensor parallelism; there is no public spelling. torch 2.11 to 2.15.
+    of tensor parallelism; there is no public spelling.
     """
     return dist.device_mesh.DeviceMesh._concatenate(meshes)
 
@@ -109,11 +104,3 @@ def take_timeout(group: Any, other: Any) -> None:
     timeout in private options only. torch 2.13 to 2.15.
     """
     group._set_default_timeout(other.options._timeout)
-
-
-def set_process_group_timeout(timeout: timedelta, group: Any = None) -> None:
-    """Set the timeout of a process group, as torch.distributed.set_timeout of later torch does.
-
-    torch 2.11 to 2.15.
-    """
-    _set_pg_timeout(timeout, group)

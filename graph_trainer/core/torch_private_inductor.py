@@ -1,4 +1,5 @@
-"""Every private name of Inductor, with the reason it is needed. See `torch_private`."""
+"""Every private name of Inductor, with the reason it is needed. See `torch_private`. All of them:
+torch 2.13 to 2.15."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx
 
 from graph_trainer.errors import ConfigError
@@ -24,7 +26,7 @@ def settings_in_order() -> dict[str, Any]:
     Collectives are neither merged nor moved by Inductor's passes. Fusion alone moves a wait: a
     kernel that needs it moves up when it is fused with an earlier one. So in a graph with
     collectives every node that is a call depends on the call before it, and what would make a cycle
-    of that is not fused. 2.13 to 2.15.
+    of that is not fused.
     """
     from torch._inductor.custom_graph_pass import CustomSchedulerPass
     from torch._inductor.dependencies import WeakDep
@@ -68,9 +70,8 @@ def compile_with_inductor(
 
     torch._inductor.compile is the documented way in for an FX graph; the settings are private
     names of its configuration. AOTAutograd would act on recompute tags once more, which
-    `rematerialize` has acted on, and refuses them on attention. torch 2.13 to 2.15.
+    `rematerialize` has acted on, and refuses them on attention.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -101,7 +102,6 @@ def waits_for_copies_in_place() -> Iterator[None]:
 
     Inductor would otherwise give the input's memory to another value; it knows this of the waits
     for collectives. Only a lowering can declare what a custom op shares with its inputs.
-    torch 2.13 to 2.15.
     """
     from torch._inductor.ir import FallbackKernel
     from torch._inductor.lowering import lowerings, register_lowering
@@ -127,11 +127,11 @@ def compile_part_with_inductor(
     is returned is the program itself, which empties the list that it is given and frees each
     input after its last reader. torch._inductor.compile does not return the program; the
     `inner_compile` of compile_fx does. AOTAutograd's own cache would skip it; FxGraphCache, which
-    is below, stays in use. torch 2.13 to 2.15.
+    is below, stays in use.
     """
-    import torch._functorch.config as functorch_config
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
 
     made: list[Any] = []
 
@@ -140,9 +140,12 @@ def compile_part_with_inductor(
         return made[-1]
 
     off = functorch_config.patch(enable_autograd_cache=False)
-    on_cpu = any(example.device.type == "cpu" for example in examples)
-    width = _vector_width() if on_cpu else contextlib.nullcontext()
-    with torch.no_grad(), inductor_config.patch(settings_in_order()), off, width:
+    settings = settings_in_order()
+    if any(example.device.type == "cpu" for example in examples):
+        # what Inductor detects, named, so that it is part of the cache's key: otherwise the cache
+        # would return code for wider vectors than the CPU has, which does not compile
+        settings["cpp.simdlen"] = pick_vec_isa().bit_width()
+    with torch.no_grad(), inductor_config.patch(settings), off:
         compile_fx(module, list(examples), inner_compile=note)
     if len(made) != 1:
         raise ConfigError(
@@ -152,21 +155,9 @@ def compile_part_with_inductor(
     return made[0]
 
 
-def _vector_width() -> contextlib.AbstractContextManager[Any]:
-    """Name the vector width that Inductor detects, so that it is part of the cache's key.
-
-    Otherwise the cache would return code for wider vectors than the CPU has, which does not
-    compile. torch 2.13 to 2.15.
-    """
-    import torch._inductor.config as inductor_config
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
-    return inductor_config.patch({"cpp.simdlen": pick_vec_isa().bit_width()})
-
-
 def inductor_cache_folder() -> str:
     """Return where Inductor keeps what it compiles: TORCHINDUCTOR_CACHE_DIR, or a folder of this
-    user's below the one for temporary files. torch 2.13 to 2.15.
+    user's below the one for temporary files.
 
     Raises:
         OSError: it does not exist and cannot be made.
@@ -177,16 +168,14 @@ def inductor_cache_folder() -> str:
 
 
 def inductor_has_cache() -> bool:
-    """Return whether Inductor keeps what it compiles: a user may have switched that off.
-    torch 2.13 to 2.15."""
+    """Return whether Inductor keeps what it compiles: a user may have switched that off."""
     import torch._inductor.config as inductor_config
 
     return bool(inductor_config.fx_graph_cache and not inductor_config.force_disable_caches)
 
 
 def compilations() -> int:
-    """Return how many programs Inductor compiled in this process, for lack of them in its cache.
-    torch 2.13 to 2.15."""
+    """Return how many programs Inductor compiled in this process, for lack of them in its cache."""
     from torch._dynamo.utils import counters
 
     counts = counters["inductor"]

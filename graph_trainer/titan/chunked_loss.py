@@ -156,16 +156,8 @@ class ChunkedCrossEntropyLoss(BaseLoss):
                 f"hidden states of {tuple(hidden.shape)} do not fit labels of "
                 f"{tuple(labels.shape)}; they must be [batch, sequence, dim] and [batch, sequence]"
             )
-        loss = _ChunkedCrossEntropy.apply(
-            hidden,
-            weight,
-            labels,
-            global_valid_tokens,
-            shard,
-            self.num_chunks,
-            torch.is_grad_enabled(),
-        )
-        return loss, {}
+        given = (hidden, weight, labels, global_valid_tokens, shard, self.num_chunks)
+        return _ChunkedCrossEntropy.apply(*given, torch.is_grad_enabled()), {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +249,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 if wants_hidden:
                     hidden_gradients.append((gradient @ weight).view(part.shape))
                 if wants_weight:
-                    weight_gradient = _add_product(weight_gradient, gradient.t(), tokens, dtype)
+                    # The sum is as large as the weight, so it is in place; in at least float32,
+                    # because rounding once a chunk to bfloat16 would make the error grow with the
+                    # number of chunks; a matmul and a sum, because counters of FLOPs do not know
+                    # addmm_.
+                    product = gradient.t() @ tokens
+                    if weight_gradient is None:
+                        weight_gradient = product.to(dtype)
+                    else:
+                        weight_gradient.add_(product)
+                    del product
             del gradient  # or it would be alive together with the next chunk's logits
         ctx.save_for_backward(
             torch.cat(hidden_gradients, dim=1) if wants_hidden else None,
@@ -293,7 +294,14 @@ class _Softmax:
         with annotate(annotation(module=_HEAD)):
             # [tokens, rows]; everything below is in place
             logits = (tokens @ weight.t()).to(dtype)
-        self._find_targets(targets.unsqueeze(1), shard, weight.shape[0])
+        targets = targets.unsqueeze(1)
+        index = targets - shard.start
+        self._is_local = self._valid & (index >= 0) & (index < weight.shape[0])
+        # A label that is not a row of the head keeps an index that is out of bounds on every rank:
+        # all ranks raise, and none waits for another in a collective.
+        inside = (targets >= 0) & (targets < shard.vocabulary)
+        elsewhere = ~self._valid | (inside & ~self._is_local)
+        self._index = torch.where(elsewhere, 0, index)
         # A rank without rows has no maximum; minus infinity is the one that changes nothing.
         maximum = (
             logits.amax(1, keepdim=True)
@@ -307,24 +315,19 @@ class _Softmax:
         sums = self._exponentials.sum(1, keepdim=True)
         factor = torch.ones_like(maximum)
         if shard.group is not None:
-            local_maximum = maximum
-            maximum, sums, target = _combine(maximum, sums, target, shard.group)
+            # One all-gather of three numbers a token, after which all ranks compute the same bits,
+            # replaces an all-reduce for the maximum and another for the sums: latency costs more
+            # than bytes here.
+            local = torch.cat([maximum, sums, target], dim=1)
+            ranks = all_gather(local, shard.group).view(shard.group.size(), *local.shape)
+            maxima, all_sums, all_targets = ranks.split(1, dim=2)
+            local_maximum, maximum = maximum, maxima.amax(0)
+            sums = (all_sums * (maxima - maximum).exp()).sum(0)
+            target = all_targets.sum(0)
             factor = (local_maximum - maximum).exp()
         self._to_probabilities = factor / sums
         # In this order no large number is added to a small one.
         self._losses = maximum - target + sums.log()
-
-    def _find_targets(self, targets: torch.Tensor, shard: _VocabularyShard, rows: int) -> None:
-        """Find for each label whether its row is on this rank, and the local index.
-
-        A label that is not a row of the head keeps an index that is out of bounds on every rank:
-        all ranks raise, and none waits for another in a collective.
-        """
-        index = targets - shard.start
-        self._is_local = self._valid & (index >= 0) & (index < rows)
-        inside = (targets >= 0) & (targets < shard.vocabulary)
-        elsewhere = ~self._valid | (inside & ~self._is_local)
-        self._index = torch.where(elsewhere, 0, index)
 
     def loss(self) -> torch.Tensor:
         """Sum the losses of the chunk's valid tokens, a scalar."""
@@ -337,31 +340,3 @@ class _Softmax:
         if gradient.shape[1]:
             gradient.scatter_add_(1, self._index, torch.where(self._is_local, -scales, 0))
         return gradient
-
-
-def _combine(
-    maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Combine each [tokens, 1] over the ranks, bitwise the same on all of them.
-
-    One all-gather of three numbers a token replaces an all-reduce for the maximum and another for
-    the sums: latency costs more than bytes here.
-    """
-    local = torch.cat([maximum, sums, target], dim=1)
-    ranks = all_gather(local, group).view(group.size(), *local.shape)
-    maxima, all_sums, targets = ranks.split(1, dim=2)
-    maximum = maxima.amax(0)
-    return maximum, (all_sums * (maxima - maximum).exp()).sum(0), targets.sum(0)
-
-
-def _add_product(
-    total: torch.Tensor | None, left: torch.Tensor, right: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
-    """Compute `total + left @ right` in `dtype`, in place where there is a `total`.
-
-    In place, because the sum is as large as the weight. In at least float32, because rounding to
-    bfloat16 once a chunk would make the error grow with the number of chunks. As a matmul and a
-    sum: counters of FLOPs do not know addmm_.
-    """
-    product = left @ right
-    return product.to(dtype) if total is None else total.add_(product)

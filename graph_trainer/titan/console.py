@@ -21,8 +21,6 @@ _NO_NEWS = (
     "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING]",  # torchtitan's own default
     "initial_load_model_only=True has no effect",  # it is the default
 )
-_NO_NEWS_WITHOUT_HF = ("model.safetensors.index.json not found",)
-_NO_NEWS_ON_CPU = ("Peak flops undefined", "Peak FLOPS used")
 _NO_NEWS_OF_TORCH = (
     r"DTensor (random operators|manual_seed\(\)) may not have complete support on cpu",
     "To get the last learning rate computed by the scheduler",  # torchtitan's, when it resumes
@@ -60,8 +58,10 @@ def set_up_console(config: GraphTrainerConfig) -> None:
     for message in _NO_NEWS_OF_TORCH:
         warnings.filterwarnings("ignore", message)
     no_news: tuple[str, ...] = _NO_NEWS
-    no_news += () if config.checkpoint.initial_load_in_hf else _NO_NEWS_WITHOUT_HF
-    no_news += _NO_NEWS_ON_CPU if device_type == "cpu" else ()
+    if not config.checkpoint.initial_load_in_hf:
+        no_news += ("model.safetensors.index.json not found",)
+    if device_type == "cpu":
+        no_news += ("Peak flops undefined", "Peak FLOPS used")
 
     def is_shown(record: Any) -> bool:
         progress = record.levelno >= logging.WARNING or _PROGRESS.match(record.plain) is not None

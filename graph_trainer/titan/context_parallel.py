@@ -100,8 +100,7 @@ def _on_ranks(attend: Any, group: dist.ProcessGroup, gathers: bool) -> Any:
         q_BLNH: torch.Tensor, k_BLNH: torch.Tensor, v_BLNH: torch.Tensor, **options: Any
     ) -> torch.Tensor:
         if gathers:
-            out: torch.Tensor = attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
-            return out
+            return attend(q_BLNH, *gather_keys(k_BLNH, v_BLNH, group), **options)
         whole = heads_to_ranks((q_BLNH, k_BLNH, v_BLNH), group)
         return heads_from_ranks(attend(*whole, **options), group)
 

@@ -62,11 +62,8 @@ class _Table(Strict):
         for number, row in enumerate(self.activation):
             earlier = first.setdefault((row.module, row.op, row.nth), number)
             if earlier != number:
-                raise PydanticCustomError(
-                    "twice",
-                    "activation.{number} is the same op as activation.{earlier}; take one out",
-                    {"number": number, "earlier": earlier},
-                )
+                same = f"activation.{number} is the same op as activation.{earlier}"
+                raise PydanticCustomError("twice", f"{same}; take one out")
         return self
 
 

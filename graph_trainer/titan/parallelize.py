@@ -57,37 +57,56 @@ def parallelize_decoder(
         ConfigError: a parallelism that a captured step does not support. The check of a config says
             so before any rank starts; here it is said to who makes a config in Python.
     """
-    _check_supported(parallel_dims, parallelism, training)
+    sections = {"parallelism": parallelism, "training": training}
+    for key, supported in SUPPORTED.items():
+        section, _, name = key.partition(".")
+        given = getattr(sections[section], name)
+        if given != supported:
+            raise ConfigError(
+                f"{key} is {given!r}, which graph_trainer's sharding does not support: set it to "
+                f"{supported!r}"
+            )
     ours: Any = parallelism  # a GraphParallelismConfig, whose file imports this one
     shares = parallel_dims.get_mesh("cp").get_group() if parallel_dims.cp_enabled else None
-    apply_context_parallel(
-        model,
-        shares,
-        ours.context_parallel_method,
-        TORCH_DTYPE_MAP[training.mixed_precision_param],
-        document_mask=ours.document_mask,
-    )
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    reduce_dtype = TORCH_DTYPE_MAP[training.mixed_precision_reduce]
+    method, document_mask = ours.context_parallel_method, ours.document_mask
+    apply_context_parallel(model, shares, method, dtype, document_mask=document_mask)
     if parallel_dims.tp_enabled or parallel_dims.ep_enabled:
         model.parallelize(parallel_dims)  # type: ignore[operator]
-        _tie_again(model)
+        if getattr(model, "enable_weight_tying", False):
+            # each of the two has been distributed, and a plan never initializes the model, which
+            # would tie them again
+            model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
     if parallel_dims.ep_enabled:
         _check_experts(model, parallel_dims.ep)
-    if ac_config is not None and not (type(ac_config) in POLICIES and _is_captured(compile_config)):
+    is_captured = getattr(compile_config, "mode", "eager") != "eager"
+    if ac_config is not None and not (type(ac_config) in POLICIES and is_captured):
         ac_config.build(dump_folder=dump_folder).apply(model)
-    mode, mesh = _data_parallel_mesh(parallel_dims)
+    mode: Mode = "fully_shard"
+    sharded_over: str | list[str] = "fsdp"
+    if parallel_dims.dp_replicate_enabled:
+        mode, sharded_over = "replicate", "dp_replicate"
+        if parallel_dims.fsdp_enabled:
+            mode, sharded_over = "hybrid_shard", ["dp_replicate", "fsdp"]
+    mesh = parallel_dims.get_mesh(sharded_over)
     simple_fsdp(
         model,
         mesh,
         mode,
-        mp_policy=MixedPrecisionPolicy(
-            param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
-            reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
-        ),
+        mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype),
         gradient_divide_factor=1.0,
         shard_over=partial(_expert_sharding, parallel_dims) if parallel_dims.ep_enabled else None,
     )
     logger.info(f"Applied SimpleFSDP ({mode}) over {mesh.size()} data-parallel ranks")
-    _initialize_shards(model)
+    initialize = model.init_states
+
+    def init_states(*, buffer_device: torch.device | None = None) -> None:
+        # what the model writes are shards, with the same numbers on any mesh
+        with sharded_parameters(), SameOnAnyMesh():
+            initialize(buffer_device=buffer_device)  # type: ignore[operator]
+
+    model.init_states = init_states  # type: ignore[assignment]
     return model
 
 
@@ -103,34 +122,6 @@ def parallelized(model: nn.Module, config: Trainer.Config, dims: ParallelDims) -
     }
     parallel: nn.Module = config.model_spec.parallelize_fn(model, parallel_dims=dims, **sections)
     return parallel.train()
-
-
-def _is_captured(compile_config: CompileConfig) -> bool:
-    return getattr(compile_config, "mode", "eager") != "eager"
-
-
-def _check_supported(
-    parallel_dims: ParallelDims, parallelism: ParallelismConfig, training: TrainingConfig
-) -> None:
-    given = {
-        "parallelism.spmd_backend": parallelism.spmd_backend,
-        "parallelism.pipeline_parallel_degree": parallel_dims.pp,
-        "training.enable_cpu_offload": training.enable_cpu_offload,
-    }
-    for key, supported in SUPPORTED.items():
-        if given[key] != supported:
-            raise ConfigError(
-                f"{key} is {given[key]!r}, which graph_trainer's sharding does not support: set it "
-                f"to {supported!r}"
-            )
-
-
-def _data_parallel_mesh(parallel_dims: ParallelDims) -> tuple[Mode, Any]:
-    if not parallel_dims.dp_replicate_enabled:
-        return "fully_shard", parallel_dims.get_mesh("fsdp")
-    if parallel_dims.fsdp_enabled:
-        return "hybrid_shard", parallel_dims.get_mesh(["dp_replicate", "fsdp"])
-    return "replicate", parallel_dims.get_mesh("dp_replicate")
 
 
 def _expert_sharding(dims: ParallelDims, fqn: str, parameter: nn.Parameter) -> ShardOver | None:
@@ -170,23 +161,3 @@ def _check_experts(model: nn.Module, degree: int) -> None:
                 "whose kernels no graph holds: use torchtitan's standard dispatcher, "
                 "AllToAllTokenDispatcher, or set the degree to 1"
             )
-
-
-def _tie_again(model: nn.Module) -> None:
-    """Tie embedding and output head again: tensor parallelism has distributed each of them.
-
-    torchtitan ties them again only when it initializes the model, which a plan never does.
-    """
-    if getattr(model, "enable_weight_tying", False):
-        model.tok_embeddings.weight = model.lm_head.weight  # type: ignore[union-attr]
-
-
-def _initialize_shards(model: nn.Module) -> None:
-    """Let the model's initialisation write shards, with the same numbers on any mesh."""
-    initialize = model.init_states
-
-    def init_states(*, buffer_device: torch.device | None = None) -> None:
-        with sharded_parameters(), SameOnAnyMesh():
-            initialize(buffer_device=buffer_device)  # type: ignore[operator]
-
-    model.init_states = init_states  # type: ignore[assignment]

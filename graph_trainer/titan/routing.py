@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,9 @@ from typing import Annotated, Any, Final, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
@@ -23,7 +21,8 @@ from torchtitan.tools.logging import logger
 from graph_trainer.core.graph.annotations import block_of
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.files import check_outputs, published
-from graph_trainer.titan.strict import Strict, first_problem
+from graph_trainer.titan.nonfinite_guard import local_tensor
+from graph_trainer.titan.strict import Strict
 
 SCHEMA: Final = "graph_trainer.routing/1"
 """Changes with every change of the format."""
@@ -107,27 +106,16 @@ class Routing(Strict):
                 if rows is None:
                     continue
                 if [len(row) for row in rows] != [length] * len(self.layers):
-                    problem = "it must have {layers} layers of {length} numbers"
+                    problem = f"it must have {len(self.layers)} layers of {length} numbers"
                 elif not all(map(any, rows)):
                     problem = "a layer has no token"
                 else:
                     continue
-                raise PydanticCustomError(
-                    "shape",
-                    "microbatches.{number}.{name}: " + problem,
-                    {
-                        "number": number,
-                        "name": name,
-                        "layers": len(self.layers),
-                        "length": length,
-                    },
-                )
+                raise PydanticCustomError("shape", f"microbatches.{number}.{name}: {problem}")
             of_ranks = each.received if self.expert_parallel_degree > 1 else None
             if of_ranks is not None and [*map(sum, each.tokens)] != [*map(sum, of_ranks)]:
                 problem = "tokens and received have different sums in a layer"
-                raise PydanticCustomError(
-                    "sums", "microbatches.{number}: " + problem, {"number": number}
-                )
+                raise PydanticCustomError("sums", f"microbatches.{number}: {problem}")
         return self
 
     @property
@@ -148,13 +136,7 @@ def read_routing(path: Path, flag: str, mixtures: Mapping[str, Any]) -> Routing:
             model.
     """
     remedy = f"Name a file that {SAVE_ROUTING} wrote for this model."
-    try:
-        routing = Routing.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"{flag} {path}: {first_problem(error)}. {remedy}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{flag} {path}: cannot be read: {reason}. {remedy}") from error
+    routing = Routing.read(path, flag, remedy)
     experts = {moe.num_experts for moe in mixtures.values()}
     if routing.layers != tuple(mixtures):
         raise ConfigError(
@@ -221,7 +203,7 @@ class RoutingRecorder:
         try:
             yield
         finally:
-            counts = self._counts()
+            counts = torch.stack([*map(local_tensor, buffers)]).long()
             for buffer, earlier in zip(buffers, before, strict=True):
                 buffer.add_(earlier)
         both = self._summed(counts)
@@ -234,18 +216,25 @@ class RoutingRecorder:
                 self._take_over(step)
             experts = counts.shape[1]
             tokens, received = both[:, :experts], both[:, experts:]
+            # without expert parallelism the ranks of tensor parallelism count the same tokens
+            counted_by = 1 if self._dims.ep_enabled else self._dims.tp
             each = RoutedMicrobatch(
                 step=step,
                 microbatch=self._microbatch,
-                tokens=(tokens // self._counted_by).tolist(),
+                tokens=(tokens // counted_by).tolist(),
                 received=received.tolist(),
             )
-            self._keep(each, _unevenness(tokens, received), both.numel())
+            self._keep(each)
 
-    def _keep(self, each: RoutedMicrobatch, unevenness: tuple[int, int], numbers: int) -> None:
+    def _keep(self, each: RoutedMicrobatch) -> None:
+        """Keep a microbatch if it is one of the most uneven: by the most that one rank's experts
+        received in all layers, then by the most that one expert received in a layer."""
+        tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
+        unevenness = int(received.sum(dim=0).max()), int(tokens.max())
         self._seen += 1
         entry = (unevenness, self._seen, each)
-        if len(self._kept) < min(_MOST_MICROBATCHES, max(1, _MOST_NUMBERS // numbers)):
+        most = max(1, _MOST_NUMBERS // (tokens.numel() + received.numel()))
+        if len(self._kept) < min(_MOST_MICROBATCHES, most):
             heapq.heappush(self._kept, entry)
             self._has_news = True
         elif heapq.heappushpop(self._kept, entry) is not entry:
@@ -262,9 +251,7 @@ class RoutingRecorder:
             return
         for each in earlier.microbatches:
             if each.step < step and each.received is not None:
-                tokens, received = torch.tensor(each.tokens), torch.tensor(each.received)
-                numbers = tokens.numel() + received.numel()
-                self._keep(each, _unevenness(tokens, received), numbers)
+                self._keep(each)
 
     def write(self) -> None:
         """Write what is kept, on rank 0, if it is not what the file has, which is whole at any
@@ -273,16 +260,16 @@ class RoutingRecorder:
             return
         kept = [each for _, _, each in self._kept]
         kept.sort(key=lambda each: (each.step, each.microbatch))
-        document = {
-            "schema": SCHEMA,
-            "world_size": dist.get_world_size(),
-            "expert_parallel_degree": self._dims.ep,
-            "layers": list(self._buffers()),
-            "microbatches": [each.model_dump() for each in kept],
-        }
+        routing = Routing.model_construct(
+            schema=SCHEMA,
+            world_size=dist.get_world_size(),
+            expert_parallel_degree=self._dims.ep,
+            layers=tuple(self._buffers()),
+            microbatches=kept,
+        )
         try:
             with published(self._path) as file:
-                file.write(json.dumps(document, separators=(",", ":")) + "\n")
+                file.write(routing.model_dump_json(by_alias=True) + "\n")
             self._has_news = False
         except ConfigError as error:
             logger.warning(f"{SAVE_ROUTING}: {error}")
@@ -291,17 +278,6 @@ class RoutingRecorder:
         """Return by layer the buffer to which its mixture adds this rank's tokens."""
         named = self._model.named_buffers()
         return {block_of(name) or name: b for name, b in named if name.endswith(_COUNTER)}
-
-    def _counts(self) -> torch.Tensor:
-        """Return this rank's tokens so far, [layer, expert]."""
-        buffers = self._buffers().values()
-        return torch.stack([b.to_local() if isinstance(b, DTensor) else b for b in buffers]).long()
-
-    @property
-    def _counted_by(self) -> int:
-        """How many ranks count the same tokens: without expert parallelism those of tensor
-        parallelism."""
-        return 1 if self._dims.ep_enabled else self._dims.tp
 
     def _summed(self, counts: torch.Tensor) -> torch.Tensor:
         """Return by layer the tokens of each expert that all ranks have counted, then what the
@@ -322,9 +298,3 @@ class RoutingRecorder:
         both[:, experts + dist.get_rank()] = received.sum(dim=1)
         dist.all_reduce(both)
         return both.cpu() if dist.get_rank() == 0 else both
-
-
-def _unevenness(tokens: torch.Tensor, received: torch.Tensor) -> tuple[int, int]:
-    """Return what to compare microbatches by: the most that one rank's experts received in all
-    layers, then the most that one expert received in a layer."""
-    return int(received.sum(dim=0).max()), int(tokens.max())

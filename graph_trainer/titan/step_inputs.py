@@ -47,19 +47,15 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
     Returns:
         `f(model, inputs, labels, global_valid_tokens, **extra)` -> scalar loss; inputs and
-        labels are int64 [local batch, sequence], global_valid_tokens an int64 scalar.
+        labels are int64 [local batch, sequence], global_valid_tokens an int64 scalar that may be
+        left out, and `extra` goes to the model.
     """
 
-    def loss(
-        model: nn.Module,
-        inputs: torch.Tensor,
-        labels: torch.Tensor,
-        global_valid_tokens: torch.Tensor,
-        **extra: Any,
-    ) -> torch.Tensor:
+    def loss(model: nn.Module, *batch: torch.Tensor, **extra: Any) -> torch.Tensor:
+        inputs, *labels_and_tokens = batch
         prediction = model(inputs, **extra)
         positions = {"positions": extra["positions"]} if "positions" in extra else {}
-        value, _ = loss_fn(prediction, labels, global_valid_tokens, **positions)
+        value, _ = loss_fn(prediction, *labels_and_tokens, **positions)
         return value
 
     return loss

@@ -4,16 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.errors import ConfigError
 
 
 class Strict(BaseModel):
     """A part of a file: no value is converted when it is read, no key ignored."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    @classmethod
+    def read(cls, path: Path, flag: str, remedy: str) -> Self:
+        """Read a JSON file, or raise a ConfigError with the flag that names it and the remedy."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except ValidationError as error:
+            raise ConfigError(f"{flag} {path}: {first_problem(error)}. {remedy}") from error
+        except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError(f"{flag} {path}: cannot be read: {reason}. {remedy}") from error
 
 
 def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
@@ -31,9 +45,6 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     if not key or first["type"] == "missing":  # the value would be the table around it
         return f"{key}: {problem}" if key else problem
     # JSON has no words for NaN and infinity.
-    value = (
-        str(given)
-        if isinstance(given, float)
-        else json.dumps(given, ensure_ascii=False, default=str)
-    )
+    is_number = isinstance(given, float)
+    value = str(given) if is_number else json.dumps(given, ensure_ascii=False, default=str)
     return f"{key} = {value if len(value) <= 80 else value[:77] + '...'}: {problem}"

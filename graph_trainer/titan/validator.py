@@ -13,6 +13,7 @@ from torchtitan.tools.logging import logger
 
 from graph_trainer.core.capture.trace import LossFn
 from graph_trainer.core.training.step_cache import TrainStep
+from graph_trainer.titan.step_inputs import loss_of_batch
 
 Within = Callable[[], AbstractContextManager[None]]
 _Call = tuple[nn.Module, torch.Tensor, dict[str, Any]]
@@ -27,9 +28,8 @@ class CapturedValidator(BaseValidator):
 
     Args:
         validator: torchtitan's; its loss function is replaced.
-        make_step: makes the step without backward for `loss(model, inputs, labels, **extra)`,
-            the sum over the tokens of one batch: inputs and labels are int64
-            [local batch, sequence], `extra` goes to the model.
+        make_step: makes the step without backward for `loss(model, inputs, labels, **extra)`, the
+            sum over the tokens of one batch: see `loss_of_batch`.
         within: makes the context that a validation runs in.
     """
 
@@ -39,16 +39,7 @@ class CapturedValidator(BaseValidator):
         super().__init__(validator.config)
         self._validator = validator
         self._within = within
-        loss_fn = validator.loss_fn
-
-        def loss(
-            model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, **extra: Any
-        ) -> torch.Tensor:
-            positions = {"positions": extra["positions"]} if "positions" in extra else {}
-            value, _ = loss_fn(model(inputs, **extra), labels, **positions)
-            return value
-
-        self.step = make_step(loss)
+        self.step = make_step(loss_of_batch(validator.loss_fn))
         validator.loss_fn = self._run
 
     def validate(self, model_parts: list[nn.Module], step: int) -> None:

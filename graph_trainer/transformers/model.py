@@ -18,8 +18,8 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.state_dict_adapter import StateDictAdapter
 
 from graph_trainer.core.sharding.simple_fsdp import shard_of
+from graph_trainer.core.toml_file import config_folders
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.sources import config_folders
 
 _PREFIX = "causal_lm."  # what the wrapper puts before the names of transformers
 
@@ -54,7 +54,7 @@ def read_config(path: str) -> Any:
 
 def folder_of(path: str) -> Path | None:
     """Return the local folder that `[model] path` names, None where it is another name."""
-    shipped = [folder / path for folder in config_folders("graph_trainer.transformers")]
+    shipped = [folder / path for folder in config_folders("transformers")]
     return next((folder for folder in (Path(path), *shipped) if folder.is_dir()), None)
 
 

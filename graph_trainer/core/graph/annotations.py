@@ -52,8 +52,8 @@ class Purpose(StrEnum):
 
 _CUSTOM = "custom"  # torch.fx.traceback.annotate writes here, and fx keeps it across retracing
 # Looked up a million times in a plan: a dictionary takes a fifth of the time of an enum's call.
-_PHASES = {phase.value: phase for phase in Phase}
-_ROLES = {role.value: role for role in Role}
+_PHASES: dict[str | None, Phase] = {phase.value: phase for phase in Phase}
+_ROLES: dict[str | None, Role] = {role.value: role for role in Role}
 
 _PHASE = "phase"
 _MODULE = "module"
@@ -130,8 +130,7 @@ def copy_annotations(source: fx.Node, target: fx.Node, *, phase: Phase | None = 
 
     `Graph.node_copy` shares the values of `meta`: without this, annotating a copy would
     annotate its original too. Recompute and offload tags are decisions about one node and are not
-    copied.
-    The phase is that of `source` where none is given.
+    copied. The phase is that of `source` where none is given.
     """
     target.meta[_CUSTOM] = dict(source.meta.get(_CUSTOM, {}))
     if phase is not None:
@@ -199,14 +198,9 @@ def is_analysed_alike(a: Mapping[str, str], b: Mapping[str, str]) -> bool:
 
 
 def phase_of(node: fx.Node) -> Phase | None:
-    """Return the phase of a node; None for placeholders, attributes and the output."""
-    value = _custom(node, _PHASE)
-    return None if value is None else _PHASES[value]
-
-
-def has_phase(node: fx.Node) -> bool:
-    """Tell whether a node has a phase, in a graph that others may have annotated too."""
-    return _custom(node, _PHASE) in _PHASES
+    """Return the phase of a node; None for placeholders, attributes, the output, and what others
+    have annotated."""
+    return _PHASES.get(_custom(node, _PHASE))
 
 
 def is_backward(node: fx.Node) -> bool:
@@ -230,8 +224,7 @@ def block_of(fqn: str | None) -> str | None:
 
 def role_of(node: fx.Node) -> Role | None:
     """Return what a node does for FSDP, if anything."""
-    value = _custom(node, _ROLE)
-    return None if value is None else _ROLES[value]
+    return _ROLES.get(_custom(node, _ROLE))
 
 
 def purpose_of(node: fx.Node) -> Purpose | None:

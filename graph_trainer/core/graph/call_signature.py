@@ -29,10 +29,7 @@ class Batch:
         self.paths = [_path_name(path) for path, _ in leaves]
         self.is_tensor = [isinstance(value, torch.Tensor) for _, value in leaves]
         self.constants = [None if isinstance(v, torch.Tensor) else v for _, v in leaves]
-        self._keys = [
-            _check_constant(path, constant)
-            for path, constant in zip(self.paths, self.constants, strict=True)
-        ]
+        self._keys = [*map(_check_constant, self.paths, self.constants)]
 
     def inputs(self, tensors: Sequence[torch.Tensor]) -> list[Input]:
         """Describe the tensors of the captured call for the graph's signature."""

@@ -154,8 +154,7 @@ def once_per_graph(function: Callable[[fx.Graph], Fact]) -> Callable[[fx.Graph],
     """Call a function once for a graph, and again when the graph has changed.
 
     The function may depend on the content of the graph and on nothing else, such as annotations.
-    Callers must not change what it returns. Nothing has to announce a
-    change: each call compares the content with what it was.
+    Callers must not change what it returns. Each call compares the content with what it was.
     """
 
     @functools.wraps(function)

@@ -15,14 +15,15 @@ complete when it has started.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
 
-_NAMESPACE = "graph_trainer"
 _EVENT = "copy_event"  # attribute of a tensor that a copy on a GPU writes
 
-_library = torch.library.Library(_NAMESPACE, "DEF")
+_library = torch.library.Library("graph_trainer", "DEF")
 _library.define("offload(Tensor tensor) -> Tensor")
 _library.define("reload(Tensor stored, Device device) -> Tensor")
 # The result is `copy` itself. A schema that declared it would be refused where torch functionalizes
@@ -102,30 +103,14 @@ def _wait_copy_in_place(copy: torch.Tensor, source: torch.Tensor) -> None:
     complete_copy(copy, source)
 
 
-for _name, _function in (
-    ("offload", _offload),
-    ("reload", _reload),
-    ("wait_copy", complete_copy),
-    ("wait_copy_", _wait_copy_in_place),
-):
+_KERNELS: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    ("offload", _offload, lambda tensor: torch.empty_like(tensor, device="cpu")),
+    ("reload", _reload, lambda stored, device: torch.empty_like(stored, device=device)),
+    ("wait_copy", complete_copy, lambda copy, source: torch.empty_like(copy)),
+    ("wait_copy_", _wait_copy_in_place, lambda copy, source: None),
+)
+"""Of each op the name, what it runs, and what it returns on fake tensors."""
+
+for _name, _function, _fake in _KERNELS:
     _library.impl(_name, _function, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake(OFFLOAD, lib=_library)
-def _fake_offload(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device="cpu")
-
-
-@torch.library.register_fake(RELOAD, lib=_library)
-def _fake_reload(stored: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(stored, device=device)
-
-
-@torch.library.register_fake(WAIT_COPY, lib=_library)
-def _fake_wait_copy(copy: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(copy)
-
-
-@torch.library.register_fake(WAIT_COPY_IN_PLACE, lib=_library)
-def _fake_wait_copy_in_place(copy: torch.Tensor, source: torch.Tensor) -> None:
-    return None
+    torch.library.register_fake(f"graph_trainer::{_name}", _fake, lib=_library)

@@ -136,10 +136,7 @@ class JointGraph:
                         f"placeholder '{node.name}' is of '{name}' where the signature has "
                         f"'{spec.name}': the order of the two differs"
                     )
-        self._check_outputs()
-        self.check_phases()
-
-    def _check_outputs(self) -> None:
+        # the values that it returns are those of the signature
         signature, values = self.signature, self.output_values()
         nested = [v for v in values if not isinstance(v, fx.Node)]
         if nested:
@@ -184,6 +181,7 @@ class JointGraph:
                     f"output '{nodes[0].name}' is returned as the gradient of '{name}': it is "
                     f"{given} and the parameter is {wanted}"
                 )
+        self.check_phases()
 
     def check_phases(self) -> None:
         """Check that every node has a phase that the graph may have.

@@ -20,11 +20,7 @@ from graph_trainer.core.graph.collective_kinds import (
 )
 from graph_trainer.core.graph.content import once_per_graph, once_per_node, subgraph_of
 from graph_trainer.core.graph.host_copies import WAIT_COPY
-from graph_trainer.core.torch_private import (
-    HigherOrderOperator,
-    has_registered_effect,
-    storage_id,
-)
+from graph_trainer.core.torch_private import HigherOrderOperator, has_registered_effect, storage_id
 
 aten = torch.ops.aten
 
@@ -33,31 +29,21 @@ OpOverload = type(aten.add.Tensor)  # has no public name
 # These write running statistics, which their schemas do not declare. An op with an argument for
 # training writes where it is true; an op without one always writes.
 _HIDDEN_WRITES = {
-    "aten::native_batch_norm",
-    "aten::cudnn_batch_norm",
-    "aten::miopen_batch_norm",
-    "aten::batch_norm_update_stats",
-    "aten::batch_norm_gather_stats",
+    *("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"),
+    *("aten::batch_norm_update_stats", "aten::batch_norm_gather_stats"),
     "aten::batch_norm_gather_stats_with_counts",
 }
 
 # The result shares its first input's storage, which the schemas do not say.
 _HIDDEN_VIEWS = {
-    aten._unsafe_view.default,
-    aten.unsafe_split.Tensor,
-    aten.unsafe_split_with_sizes.default,
-    aten.unsafe_chunk.default,
-    WAIT_COPY,
+    *(aten._unsafe_view.default, aten.unsafe_split.Tensor, WAIT_COPY),
+    *(aten.unsafe_split_with_sizes.default, aten.unsafe_chunk.default),
 }
 
 # These return a view where they can and else a copy; their schemas do not say which.
 _MAY_COPY = {
-    "aten::contiguous",
-    "aten::flatten",
-    "aten::ravel",
-    "aten::reshape",
-    "aten::reshape_as",
-    "aten::to",
+    *("aten::contiguous", "aten::flatten", "aten::ravel"),
+    *("aten::reshape", "aten::reshape_as", "aten::to"),
 }
 
 
@@ -76,11 +62,7 @@ def argument(node: fx.Node, name: str, default: object = None) -> object:
 
 
 def given_value(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    name: str,
-    default: object = None,
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str, default: object = None
 ) -> Any:
     """Return an argument of a call of an op by its name in the schema, `default` where it has
     none."""

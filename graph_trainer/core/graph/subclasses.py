@@ -98,14 +98,9 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
             f"'{name}' is a {kind or str(tensor.layout).removeprefix('torch.')} tensor; a graph "
             "takes dense ones: pass its parts, or make it dense"
         )
-    common = {
-        "shape": tensor.shape,
-        "stride": tensor.stride(),
-        "dtype": tensor.dtype,
-        "device": tensor.device,
-    }
+    common = (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
     if not is_traceable_wrapper_subclass(tensor):
-        return [tensor], Layout(**common)  # type: ignore[arg-type]
+        return [tensor], Layout(*common)
     parts, context = _flattened(tensor)
     values = [(part, getattr(tensor, part)) for part in parts]
     inside = [(part, value) for part, value in values if isinstance(value, torch.Tensor)]
@@ -117,7 +112,7 @@ def unwrap(tensor: torch.Tensor, name: str = "") -> tuple[list[torch.Tensor], La
                 "captured: unwrap the outer one first"
             )
     layout = Layout(
-        **common,  # type: ignore[arg-type]
+        *common,
         subclass=type(tensor),
         parts=tuple(part for part, _ in inside),
         constants=tuple((part, v) for part, v in values if not isinstance(v, torch.Tensor)),

@@ -24,8 +24,8 @@ from graph_trainer.core.graph.annotations import (
     annotate_node,
     annotation,
     copy_annotations,
-    has_phase,
     is_backward,
+    phase_of,
     restore_recompute_policy,
     role_of,
     set_input_name,
@@ -329,7 +329,7 @@ def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:
     for node in module.graph.nodes:
         if is_getitem(node):
             copy_annotations(node.all_input_nodes[0], node)
-        elif node.op == "call_function" and not has_phase(node):
+        elif node.op == "call_function" and phase_of(node) is None:
             forward = traced_in_forward(node) or must_be_in_forward(node)
             phase = Phase.FORWARD if forward else Phase.BACKWARD
             annotate_node(node, annotation(phase=phase))

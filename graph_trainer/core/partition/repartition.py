@@ -17,10 +17,10 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_trainer.core.graph.annotations import (
     Role,
     copy_annotations,
-    has_phase,
     is_backward,
     is_marked_saved,
     merge_tags,
+    phase_of,
     recompute_policy,
     restore_recompute_policy,
     role_of,
@@ -111,7 +111,7 @@ def repartition(
         if outside and (node in returned or not backward.isdisjoint(node.users)):
             kind = symbolic if is_symbolic(node) else opaque if is_opaque(node) else saved
             kind.append(node)
-    return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs)
+    return extract_halves(joint, saved, symbolic, opaque, num_fwd_outputs=num_fwd_outputs)
 
 
 def repartition_by_min_cut(
@@ -134,7 +134,7 @@ def repartition_by_min_cut(
         if reads_stale and aliased_input(node) in stale:
             stale.add(node)
             continue
-        if is_symbolic(node) or not has_phase(source):
+        if is_symbolic(node) or phase_of(source) is None:
             continue
         if is_backward(source):
             place_in(node, "backward")
@@ -220,7 +220,7 @@ def _is_saved(node: fx.Node) -> bool:
     base = aliased_input(node)
     if decision is None:
         # an op around the step, or AOTAutograd's view of a result
-        return base is None and not has_phase(_source(node))
+        return base is None and phase_of(_source(node)) is None
     if is_wait(node):  # backward reads the gathered tensor, and does not wait for it again
         return True
     while base is not None and base.op == "call_function":

@@ -9,14 +9,9 @@ from typing import Any
 import torch
 
 from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.core.toml_file import read_toml
+from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
-
-_FOLDERS = (
-    Path(__file__).resolve().parents[2] / "configs" / "hardware",  # as a wheel carries it
-    Path(__file__).resolve().parents[3] / "configs" / "hardware",
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +97,7 @@ class Hardware:
 
 def known_hardware() -> dict[str, Path]:
     """Return the files of the profiles that come with graph_trainer, by name."""
-    folder = next((f for f in _FOLDERS if f.is_dir()), None)
+    folder = next(iter(config_folders("hardware")), None)
     return {} if folder is None else {p.stem: p for p in sorted(folder.glob("*.toml"))}
 
 

@@ -27,7 +27,6 @@ from graph_trainer.core.ordering.agreement import (
     published_failure,
 )
 from graph_trainer.core.ordering.exchange import check_order_across_ranks, check_same_collectives
-from graph_trainer.core.partition.export import ExportedStep
 from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
@@ -36,8 +35,6 @@ from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
 _ERROR_SHOWN = 4000
-
-OnEvent = Callable[[str], None]
 
 
 class _Partitioned:
@@ -90,7 +87,7 @@ class TrainStep:
     """Whether all layers are traced, and not only some of those that are alike: see `capture`."""
     max_graphs: int = 8
     """How many captured graphs are kept."""
-    on_event: OnEvent = lambda line: None
+    on_event: Callable[[str], None] = lambda line: None
     """Called with a line before the first capture and after every capture."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
     """Called with every new graph and its report; the first row has the seconds of the capture."""
@@ -141,15 +138,7 @@ class TrainStep:
             raise
         if step is None:
             step = self._prepared(program, call.model, args, kwargs)
-        self._keep(program, key, step)
-        return step
-
-    def joint_graphs(self) -> list[JointGraph]:
-        """List the kept graphs, least recently used first."""
-        return [step.joint for step in self._steps.values()]
-
-    def _keep(self, program: object, key: object, step: _CompiledStep) -> None:
-        """Keep a step that is used now, and drop those used least recently."""
+        # kept, as the one used last; those used longest ago are dropped
         self._steps[key] = step
         self._firsts.setdefault(program, step.joint)
         self._steps.move_to_end(key)
@@ -158,6 +147,11 @@ class TrainStep:
         for kept in (self._steps, self._firsts):
             while len(kept) > self.max_graphs:
                 kept.popitem(last=False)
+        return step
+
+    def joint_graphs(self) -> list[JointGraph]:
+        """List the kept graphs, least recently used first."""
+        return [step.joint for step in self._steps.values()]
 
     def _prepared(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
@@ -208,6 +202,9 @@ class TrainStep:
         if self.partition == "tags" and self.backend != "inductor":
             run = partition(joint, model, self.backend, compare_ranks=together)
             return _Partitioned(joint, run)
+        # imports torch._dynamo, for seconds
+        from graph_trainer.core.partition.export import ExportedStep
+
         step = partition(joint, model, compare_ranks=False)
         with ExportedStep(step, *args, **kwargs) as exported:
             exported.refresh()

@@ -6,13 +6,13 @@ a short name, or by "package.module:Class.Config" for a component of a user's ow
 
 import dataclasses
 import functools
-import math
 import pkgutil
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
-from typing import Annotated, Any, Literal, NamedTuple, Union
+from math import inf
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_type_hints
 
 import tyro
 from pydantic import (
@@ -91,36 +91,28 @@ _COMPONENTS: dict[type, dict[str, type]] = {
 
 _YEAR = 365 * 24 * 60 * 60  # seconds; timedelta overflows far above
 
+_AT_LEAST_ONE = (
+    *("training.local_batch_size", "training.seq_len", "training.gc_freq"),
+    *("parallelism.data_parallel_replicate_degree", "parallelism.tensor_parallel_degree"),
+    *("parallelism.context_parallel_degree", "parallelism.expert_parallel_degree"),
+    *("metrics.log_freq", "checkpoint.interval", "validator.freq", "profiler.profile_freq"),
+    *("lr_scheduler.total_steps", "compile.max_graphs"),
+)
+_SHARDS = "parallelism.data_parallel_shard_degree"
 _BOUNDS: dict[str, tuple[float, float, str]] = {
-    "training.local_batch_size": (1, math.inf, ""),
-    "training.seq_len": (1, math.inf, ""),
+    **dict.fromkeys(_AT_LEAST_ONE, (1, inf, "")),
     "training.steps": (1, 2**63 - 1, "Set it to 1 or more, below 2**63."),
-    "training.global_batch_size": (1, math.inf, "Set 1 or more, or -1 for one micro-batch a rank."),
-    "training.max_norm": (5e-324, math.inf, "Set it to a positive number (large to clip nothing)."),
-    "training.gc_freq": (1, math.inf, ""),
-    "parallelism.data_parallel_replicate_degree": (1, math.inf, ""),
-    "parallelism.data_parallel_shard_degree": (
-        1,
-        math.inf,
-        "Set 1 or more, or -1 for all remaining ranks.",
-    ),
-    "parallelism.tensor_parallel_degree": (1, math.inf, ""),
-    "parallelism.context_parallel_degree": (1, math.inf, ""),
-    "parallelism.expert_parallel_degree": (1, math.inf, ""),
-    "dataloader.seed": (0, math.inf, ""),
-    "tokenizer.vocab_size": (258, math.inf, "Set 258 or more: 256 bytes, begin and end of a text."),
-    "metrics.log_freq": (1, math.inf, ""),
-    "checkpoint.interval": (1, math.inf, ""),
-    "checkpoint.load_step": (-1, math.inf, "Set the step to load, or -1 for the last one."),
-    "validator.freq": (1, math.inf, ""),
-    "profiler.profile_freq": (1, math.inf, ""),
-    "lr_scheduler.warmup_steps": (0, math.inf, ""),
-    "lr_scheduler.total_steps": (1, math.inf, ""),
+    "training.global_batch_size": (1, inf, "Set 1 or more, or -1 for one micro-batch a rank."),
+    "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
+    _SHARDS: (1, inf, "Set 1 or more, or -1 for all remaining ranks."),
+    "dataloader.seed": (0, inf, ""),
+    "tokenizer.vocab_size": (258, inf, "Set 258 or more: 256 bytes, begin and end of a text."),
+    "checkpoint.load_step": (-1, inf, "Set the step to load, or -1 for the last one."),
+    "lr_scheduler.warmup_steps": (0, inf, ""),
     "lr_scheduler.decay_ratio": (0, 1, "Set a fraction of the steps, or unset it."),
     "lr_scheduler.min_lr_factor": (0, 1, "Set a fraction of the largest learning rate."),
     "comm.init_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
     "comm.train_timeout_seconds": (1, _YEAR, "Set 1 second or more, at most a year."),
-    "compile.max_graphs": (1, math.inf, ""),
     "compile.memory_limit_gib": (
         0,
         1e30,  # a number of GiB, so neither inf nor nan
@@ -129,7 +121,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
     ),
     "activation_checkpoint.layers": (
         1,
-        math.inf,
+        inf,
         'Set 1 or more; to recompute nothing set activation_checkpoint.type = "none".',
     ),
     "debug.seed": (0, 2**64 - 1, f"Set a seed from 0 to {2**64 - 1}, or unset it."),
@@ -137,7 +129,7 @@ _BOUNDS: dict[str, tuple[float, float, str]] = {
 """Key -> the least and the greatest value, and a remedy if there is more to say. torchtitan checks
 few of these before ranks run, some by an assert; beyond others a run hangs or divides by zero."""
 
-_OR_MINUS_ONE = ("training.global_batch_size", "parallelism.data_parallel_shard_degree")
+_OR_MINUS_ONE = ("training.global_batch_size", _SHARDS)
 
 _NOT_SHARDED = "not supported by graph_trainer's sharding"
 _ONLY: dict[str, tuple[bool | int | str, str]] = {
@@ -157,7 +149,7 @@ def out_of_bounds(key: str, value: Any) -> tuple[str, str] | None:
     if key in _ONLY and value != _ONLY[key][0]:
         wanted, problem = _ONLY[key]
         return problem, f"Set {key} = {show(wanted)}."
-    least, greatest, remedy = _BOUNDS.get(key, (-math.inf, math.inf, ""))
+    least, greatest, remedy = _BOUNDS.get(key, (-inf, inf, ""))
     minus_one = value == -1 and key in _OR_MINUS_ONE
     if key not in _BOUNDS or value is None or minus_one or least <= value <= greatest:
         return None
@@ -168,11 +160,11 @@ class Field(NamedTuple):
     """What a key takes."""
 
     hint: Any
-    """Its type, with Annotated."""
+    """Its type, without Annotated."""
     settable: bool
     """Whether files and flags can set it."""
     options: list[Any]
-    """The members of a union, or the type alone; without Annotated and None."""
+    """The members of a union, or the type alone; without None."""
     nullable: bool
     """Whether None is a value of it."""
     sections: list[type]
@@ -181,11 +173,10 @@ class Field(NamedTuple):
     """The class of the entries, if it is a list of tables."""
 
 
-def field_of(hint: Any) -> Field:
-    """Return what a key of this type takes."""
-    is_annotated = typing.get_origin(hint) is Annotated
-    settable = not is_annotated or tyro.conf.Suppress not in hint.__metadata__
-    options = _alternatives(hint)
+def field_of(hint: Any, settable: bool = True) -> Field:
+    """Return what a key of this type, without Annotated, takes."""
+    is_union = typing.get_origin(hint) in (Union, types.UnionType)
+    options = typing.get_args(hint) if is_union else (hint,)
     plain = [each for each in options if each is not type(None)]
     sections: list[Any] = [each for each in plain if dataclasses.is_dataclass(each)]
     entries = [typing.get_args(each)[0] for each in plain if typing.get_origin(each) is list]
@@ -193,19 +184,15 @@ def field_of(hint: Any) -> Field:
     return Field(hint, settable, plain, type(None) in options, sections, entry)
 
 
-def _alternatives(hint: Any) -> list[Any]:
-    if typing.get_origin(hint) is Annotated:
-        hint = typing.get_args(hint)[0]
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return [each for member in typing.get_args(hint) for each in _alternatives(member)]
-    return [hint]
-
-
 @functools.cache
 def fields_of(cls: type) -> dict[str, Field]:
     """Return what each key of a config class takes, in the order of the fields."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: field_of(hints[f.name]) for f in dataclasses.fields(cls)}
+    plain, annotated = get_type_hints(cls), get_type_hints(cls, include_extras=True)
+    fields = {}
+    for name in (f.name for f in dataclasses.fields(cls)):
+        is_suppressed = tyro.conf.Suppress in getattr(annotated[name], "__metadata__", ())
+        fields[name] = field_of(plain[name], settable=not is_suppressed)
+    return fields
 
 
 def settable_fields(cls: type) -> dict[str, Field]:
@@ -514,7 +501,5 @@ def _strict(hint: Any) -> Any:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is None or origin is Literal:
         return _STRICT.get(hint, hint)
-    if origin is Annotated:
-        return _strict(arguments[0])
     arguments = tuple(map(_strict, arguments))
     return Union[arguments] if origin is types.UnionType else origin[arguments]  # noqa: UP007

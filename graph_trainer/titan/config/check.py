@@ -55,9 +55,6 @@ from graph_trainer.titan.data.tokenizer import ByteBPETokenizer
 from graph_trainer.titan.optimizer import SharedOptimizerConfig
 from graph_trainer.titan.routing import SAVE_ROUTING, mixtures_of
 
-_OF_ONE_PREDICTION = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
-"""Losses that take the one prediction of a model."""
-
 
 def world_size_from_environment() -> int | None:
     """Read the number of ranks from WORLD_SIZE, which a launcher sets; None without one.
@@ -127,15 +124,11 @@ def check_config(
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
             if each.value is ...:
-                problems[i] = each._replace(value=_of(config, each.key))
+                value: Any = config
+                for part in each.key.replace("[", ".").replace("]", "").split("."):
+                    value = value[int(part)] if part.isdigit() else getattr(value, part)
+                problems[i] = each._replace(value=value)
         raise refusal(problems, origins)
-
-
-def _of(config: Any, key: str) -> Any:
-    """Return the config's value of a key, such as `section.list[0].key`."""
-    for part in key.replace("[", ".").replace("]", "").split("."):
-        config = config[int(part)] if part.isdigit() else getattr(config, part)
-    return config
 
 
 def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -146,11 +139,8 @@ def _section_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     name = POLICIES.get(type(section), "none")
     blocks = getattr(config.model_spec and config.model_spec.model, "layers", ())
     if isinstance(section, LayersAC.Config) and 0 < len(blocks) < section.layers:
-        yield Problem(
-            "activation_checkpoint.layers",
-            f"more than the {len(blocks)} blocks of the model, so none would be recomputed",
-            f"Set 1 to {len(blocks)}.",
-        )
+        problem = f"more than the {len(blocks)} blocks of the model, so none would be recomputed"
+        yield Problem("activation_checkpoint.layers", problem, f"Set 1 to {len(blocks)}.")
     auto = config.parallelism.fsdp_reshard_after_forward == "auto"
     fills_limit = isinstance(section, BudgetAC.Config) or (
         auto and not isinstance(section, FileAC.Config)
@@ -207,11 +197,9 @@ def _head_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         heads = getattr(attention, name, None)
         if heads is not None and heads % tensor:
             fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
-            yield Problem(
-                "parallelism.tensor_parallel_degree",
-                f"does not divide the {name} = {heads} of {spec.name} {spec.flavor}",
-                f"Set it to a divisor of {heads}: {', '.join(fitting)}.",
-            )
+            problem = f"does not divide the {name} = {heads} of {spec.name} {spec.flavor}"
+            remedy = f"Set it to a divisor of {heads}: {', '.join(fitting)}."
+            yield Problem("parallelism.tensor_parallel_degree", problem, remedy)
 
 
 def _batch_problems(config: GraphTrainerConfig, world_size: int | None) -> Iterator[Problem]:
@@ -272,11 +260,8 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     model = f"{spec.name} {spec.flavor}"
     longest = getattr(spec.model, "max_seq_len", None)
     if longest is not None and seq_len > longest:
-        yield Problem(
-            "training.seq_len",
-            f"longer than the {longest} positions of {model}",
-            f"Set training.seq_len to {longest} or less.",
-        )
+        problem = f"longer than the {longest} positions of {model}"
+        yield Problem("training.seq_len", problem, f"Set training.seq_len to {longest} or less.")
     attentions = [getattr(layer, "attention", None) for layer in getattr(spec.model, "layers", ())]
     windows = [getattr(attention, "sliding_window_size", None) for attention in attentions]
     window = min((each for each in windows if each is not None), default=seq_len)
@@ -288,7 +273,8 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"Set training.seq_len to {window} or less: there the window hides nothing.",
         )
     several = bool(getattr(spec.model, "mtp_layers", None))
-    if isinstance(config.loss, _OF_ONE_PREDICTION if several else MTPLoss.Config):
+    of_one = (CrossEntropyLoss.Config, ChunkedCrossEntropyLoss.Config)
+    if isinstance(config.loss, of_one if several else MTPLoss.Config):
         yield Problem(
             "loss.type",
             f"{model} makes {'several predictions' if several else 'one prediction'} for each "
@@ -309,11 +295,9 @@ def _model_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     vocabulary = getattr(spec.model, "vocab_size", None)
     tokens = getattr(config.tokenizer, "vocab_size", None)
     if vocabulary is not None and tokens is not None and tokens > vocabulary:
-        yield Problem(
-            "tokenizer.vocab_size",
-            f"larger than the model's vocabulary of {vocabulary}",
-            f"Set tokenizer.vocab_size to {vocabulary} or less.",
-        )
+        problem = f"larger than the model's vocabulary of {vocabulary}"
+        remedy = f"Set tokenizer.vocab_size to {vocabulary} or less."
+        yield Problem("tokenizer.vocab_size", problem, remedy)
 
 
 def _refused_by_model(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -414,11 +398,8 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
         try:
             re.compile(group.pattern)
         except (re.error, OverflowError, RecursionError) as error:
-            yield Problem(
-                f"{key}.pattern",
-                f"not a regular expression ({error})",
-                'Write one that finds the names of the group\'s parameters, such as ".*".',
-            )
+            remedy = 'Write one that finds the names of the group\'s parameters, such as ".*".'
+            yield Problem(f"{key}.pattern", f"not a regular expression ({error})", remedy)
         # DistMuon reads the shapes of real parameters, so it is not made here
         if optimizer := _OPTIMIZERS.get(name):
             try:
@@ -427,11 +408,9 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
                     remedy = "Set optimizer.lr, or lr in the group's optimizer_kwargs."
                     yield Problem(key, "a group without a learning rate", remedy)
             except Exception as error:  # whatever torch says about an argument
-                yield Problem(
-                    f"{key}.optimizer_kwargs",
-                    f"{name} does not take them: {error}",
-                    f"Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}.",
-                )
+                problem = f"{name} does not take them: {error}"
+                remedy = f"Write what torch.optim.{name} takes, such as {{ lr = 1e-3 }}."
+                yield Problem(f"{key}.optimizer_kwargs", problem, remedy)
 
 
 def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
@@ -445,11 +424,9 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         experts = {moe.num_experts for moe in mixtures_of(spec.model).values()}
         if len(experts) != 1:
             counted = "layers with different numbers of experts" if experts else "no experts"
-            yield Problem(
-                SAVE_ROUTING,
-                f"{spec.name} {spec.flavor} has {counted}, whose tokens it could not count",
-                "Leave it out, or train another mixture of experts.",
-            )
+            problem = f"{spec.name} {spec.flavor} has {counted}, whose tokens it could not count"
+            remedy = "Leave it out, or train another mixture of experts."
+            yield Problem(SAVE_ROUTING, problem, remedy)
         elif (
             "\0" in routing
             or Path(routing).suffix != ".json"  # no other file of the run has its name

@@ -14,7 +14,6 @@ _DEGREE = "parallelism.context_parallel_degree"
 _METHOD = "parallelism.context_parallel_method"
 _DOCUMENTS = "parallelism.document_mask"
 _TENSOR = "parallelism.tensor_parallel_degree"
-_EXPERTS = "parallelism.expert_parallel_degree"
 
 
 def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterator[Problem]:
@@ -61,12 +60,9 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     if degree == 1:
         return
     if parallelism.context_parallel_load_balancer != "headtail":
-        yield Problem(
-            "parallelism.context_parallel_load_balancer",
-            "not how graph_trainer splits a sequence",
-            'Set "headtail", or leave it out.',
-            (_DEGREE,),
-        )
+        problem = "not how graph_trainer splits a sequence"
+        remedy = 'Set "headtail", or leave it out.'
+        yield Problem("parallelism.context_parallel_load_balancer", problem, remedy, (_DEGREE,))
     each = tensor if parallelism.enable_sequence_parallel else 1
     parts = 2 * degree * each
     if seq_len % parts:
@@ -80,17 +76,11 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
             (_DEGREE, _TENSOR),
         )
     if getattr(model, "mtp_layers", None):
-        yield Problem(
-            _DEGREE,
-            "the model predicts several tokens, for which a whole sequence is shifted",
-            f"Set {_DEGREE} = 1, or train a model without mtp_layers.",
-        )
+        problem = "the model predicts several tokens, for which a whole sequence is shifted"
+        yield Problem(_DEGREE, problem, f"Set {_DEGREE} = 1, or train a model without mtp_layers.")
     elif sum(1 for _ in model.traverse(ScaledDotProductAttention.Config)) > len(layers):
-        yield Problem(
-            _DEGREE,
-            "the model has attention beside its layers, as that of images, which is not split",
-            f"Set {_DEGREE} = 1.",
-        )
+        problem = "the model has attention beside its layers, as that of images, which is not split"
+        yield Problem(_DEGREE, problem, f"Set {_DEGREE} = 1.")
 
 
 def expert_parallel_problems(
@@ -101,7 +91,8 @@ def expert_parallel_problems(
     Args:
         world_size: the number of ranks; None if unknown.
     """
-    key, parallelism, spec = _EXPERTS, config.parallelism, config.model_spec
+    key = "parallelism.expert_parallel_degree"
+    parallelism, spec = config.parallelism, config.model_spec
     degree, tensor = parallelism.expert_parallel_degree, parallelism.tensor_parallel_degree
     if spec is None:
         return
@@ -121,19 +112,13 @@ def expert_parallel_problems(
     if degree == 1:
         return
     if not mixtures:
-        yield Problem(
-            key,
-            f"{model} has no experts that it could divide",
-            f"Set {key} to 1, or train a mixture of experts.",
-        )
+        remedy = f"Set {key} to 1, or train a mixture of experts."
+        yield Problem(key, f"{model} has no experts that it could divide", remedy)
         return
     for moe in mixtures.values():
         if moe.num_experts % degree:
-            yield Problem(
-                key,
-                f"does not divide the {moe.num_experts} experts of {model}",
-                f"Set it to a divisor of {moe.num_experts}.",
-            )
+            problem = f"does not divide the {moe.num_experts} experts of {model}"
+            yield Problem(key, problem, f"Set it to a divisor of {moe.num_experts}.")
             return
     replicate = parallelism.data_parallel_replicate_degree
     context, shards = parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree

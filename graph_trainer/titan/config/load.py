@@ -47,13 +47,13 @@ def load_config(
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
-        source = read_source(flags.module, flags.config)
-        origins = Origins(source.where)
-        table = merge(table_of(source.entry), source.table, source.where, origins)
+        where, entry, in_file = read_source(flags.module, flags.config)
+        origins = Origins(where)
+        table = merge(table_of(entry), in_file, where, origins)
         table = merge(table, flags.table, COMMAND_LINE, origins)
-        config, problems = build_config(source.entry, table, origins)
+        config, problems = build_config(entry, table, origins)
         if flags.shown is not None:
-            print(help_text(config or source.entry, flags.shown, prog))
+            print(help_text(config or entry, flags.shown, prog))
             raise SystemExit(0)
         if config is None:
             raise refusal(problems, origins)

@@ -24,11 +24,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import (
-    load_pass,
-    registered_passes,
-    resolve_passes,
-)
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
 from graph_trainer.core.passes.context import ReshardAfterForward
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
@@ -267,8 +263,7 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
         "tokenizer": ByteBPETokenizer.Config(),
         "dataloader": TextDataLoader.Config(),
         "validator": replace(
-            config.validator,
-            dataloader=TextDataLoader.Config(split="validation", infinite=False),
+            config.validator, dataloader=TextDataLoader.Config(split="validation", infinite=False)
         ),
         "loss": copy.copy(loss),
         "replaces_chunked_loss": loss is not config.loss,

@@ -69,12 +69,20 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
         },
         **top["properties"],
     }
+    bases: list[_Schema] = []
     for module in known_modules():
-        for entry in registry_functions(registry_module(module)).values():
+        entries = registry_functions(registry_module(module))
+        for entry in entries.values():
             # sections that the entries of one module alone have
             known = settable_fields(get_type_hints(entry)["return"])
             for name in known.keys() - settable_fields(GraphTrainerConfig).keys():
                 top["properties"][name] = writer.value(known[name])
+        # where `module` is this one, `base` is one of its entries
+        names = {"enum": [module, module.removeprefix("graph_trainer.")]}
+        named: _Schema = {"properties": {"module": names}}
+        if module != DEFAULT_MODULE:
+            named["required"] = ["module"]
+        bases.append({"if": named, "then": {"properties": {"base": {"enum": [*entries]}}}})
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "graph_trainer config",
@@ -82,20 +90,9 @@ def toml_schema(passes: Iterable[str] = ()) -> _Schema:
         "description": "A run's config. Flags override this file; what it leaves out comes from "
         "the registry entry that `base` names.",
         "required": ["base"],
-        "allOf": [_entries(module) for module in known_modules()],
+        "allOf": bases,
         "$defs": dict(sorted(writer.definitions.items())),
     }
-
-
-def _entries(module: str) -> _Schema:
-    """Restrict `base` to the entries of `module`, in configs whose key `module` is this one."""
-    named: _Schema = {
-        "properties": {"module": {"enum": [module, module.removeprefix("graph_trainer.")]}}
-    }
-    if module != DEFAULT_MODULE:
-        named["required"] = ["module"]
-    entries = list(registry_functions(registry_module(module)))
-    return {"if": named, "then": {"properties": {"base": {"enum": entries}}}}
 
 
 class _Writer:
@@ -184,18 +181,17 @@ def _documentation(cls: type) -> dict[str, str]:
     for base in reversed(cls.__mro__):
         if dataclasses.is_dataclass(base):
             params = docstring_parser.parse_from_object(base).params
-            documentation |= {p.arg_name: _joined([p.description]) for p in params if p.description}
+            documentation |= {
+                p.arg_name: " ".join(p.description.split()) for p in params if p.description
+            }
     return documentation
 
 
 def _class_documentation(cls: type) -> str:
     doc = inspect.cleandoc(cls.__doc__ or "")
     # @dataclass writes the signature where a class has no docstring.
-    return "" if doc.startswith(f"{cls.__name__}(") else _joined(doc.split("\n\n")[:1])
-
-
-def _joined(paragraphs: Iterable[str | None]) -> str:
-    return " ".join(" ".join(p.split()) for p in paragraphs if p)
+    first = " ".join(doc.partition("\n\n")[0].split())
+    return "" if doc.startswith(f"{cls.__name__}(") else first
 
 
 def help_text(config: Any, words: Sequence[str], prog: str) -> str:

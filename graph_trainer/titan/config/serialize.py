@@ -8,11 +8,7 @@ from typing import Any
 import tomli_w
 
 from graph_trainer.errors import ConfigError
-from graph_trainer.titan.config.build import (
-    NONE,
-    settable_fields,
-    type_of,
-)
+from graph_trainer.titan.config.build import NONE, settable_fields, type_of
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import UNSET
 

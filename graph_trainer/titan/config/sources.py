@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import importlib
-import importlib.resources
 import inspect
 import os
 import pkgutil
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple, get_type_hints
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.suggest import did_you_mean, show
-from graph_trainer.core.toml_file import read_toml
+from graph_trainer.core.toml_file import config_folders, read_toml
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.run_config import GraphTrainerConfig, to_graph_trainer_config
 from graph_trainer.titan.optimizer import with_shared_settings
@@ -210,22 +209,18 @@ def with_none(value: Any, where: str, path: str = "") -> Any:
     return table | dict.fromkeys(unset)
 
 
-class Source(NamedTuple):
-    """A config file and the registry entry that it changes."""
-
-    where: str
-    """What messages call it: as a rule the file's name."""
-    entry: GraphTrainerConfig
-    table: dict[str, Any]
-    """The document without `module` and `base`; None for the keys that it lists as unset."""
-
-
-def read_source(module: str | None, name: str | None) -> Source:
+def read_source(
+    module: str | None, name: str | None
+) -> tuple[str, GraphTrainerConfig, dict[str, Any]]:
     """Find and read the config that the flags name.
 
     Args:
         module: the value of --module, which overrides the file's `module`.
         name: the value of --config; None means debugmodel.
+
+    Returns:
+        What messages call the file, as a rule its name; the registry entry that it changes; the
+        document without `module` and `base`, with None for the keys that it lists as unset.
 
     Raises:
         ConfigError: there is no such module or config, or the file cannot be used.
@@ -263,7 +258,7 @@ def read_source(module: str | None, name: str | None) -> Source:
         ) from error
     entry.optimizer = with_shared_settings(entry.optimizer)  # a function may have set another
     entry.module, entry.base = registry.__name__.removesuffix(".config_registry"), base
-    return Source(where, entry, table)
+    return where, entry, table
 
 
 def registry_module(name: str, where: str | None = None) -> ModuleType:
@@ -283,11 +278,7 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
     if inside and str(here.parent) not in sys.path:
         sys.path.append(str(here.parent))
     if all(part.isidentifier() for part in name.split(".")):
-        for candidate in (
-            f"{name}.config_registry",
-            f"graph_trainer.{name}.config_registry",
-            name,
-        ):
+        for candidate in (f"{name}.config_registry", f"graph_trainer.{name}.config_registry", name):
             try:
                 module = importlib.import_module(candidate)
             except ModuleNotFoundError as e:
@@ -338,14 +329,6 @@ def registry_functions(module: ModuleType) -> dict[str, Callable[[], Any]]:
     return entries
 
 
-def config_folders(module: str) -> list[Path]:
-    """Return the folders of a module's named configs: the installed copy, then a checkout's."""
-    name = module.removesuffix(".config_registry").rpartition(".")[2]
-    installed = Path(str(importlib.resources.files("graph_trainer"))) / "configs" / name
-    checkout = Path(__file__).resolve().parents[3] / "configs" / name
-    return [folder for folder in (installed, checkout) if folder.is_dir()]
-
-
 def find_config(module: str, name: str) -> Path | None:
     """Find the file that `--module module --config name` means.
 
@@ -360,9 +343,9 @@ def find_config(module: str, name: str) -> Path | None:
     """
     if name.endswith(".toml") or os.sep in name or "/" in name:
         return Path(name)
-    folders = config_folders(module)
     module = module.removesuffix(".config_registry")
     model = module.rpartition(".")[2]
+    folders = config_folders(model)
     plain = name.removeprefix("graph_trainer_")
     candidates = (name, plain, plain.removeprefix(f"{model}_"))
     for folder in folders:

@@ -205,6 +205,21 @@ def test_tensor_parallel_ranks_without_expert_parallelism_count_the_same_tokens(
     assert kept.tokens == [[4, 0, 1, 0]] and kept.received == [[10, 0]]
 
 
+def test_a_resumed_run_compares_with_what_the_file_has(tmp_path, monkeypatch):
+    """Both are divided by the ranks that count the same tokens."""
+    fake_world(2)
+    monkeypatch.setattr(routing, "_MOST_MICROBATCHES", 1)
+    path, dims = tmp_path / "routing.json", SimpleNamespace(ep_enabled=False, ep=1, tp=2)
+    for step, most in ((1, 8.0), (2, 6.0)):  # the run that ends, and the one that resumes it
+        model = Mixture()
+        recorder = RoutingRecorder(model, dims, path)
+        with recorder.microbatch(step):
+            model.layers["1"].tokens_per_expert_E += torch.tensor([most, 10 - most, 0, 0])
+        recorder.write()
+    (kept,) = json.loads(path.read_text())["microbatches"]
+    assert kept["step"] == 1 and kept["tokens"] == [[4, 1, 0, 0]]
+
+
 def test_a_file_that_cannot_be_written_is_refused_at_once(tmp_path):
     fake_world(1)
     (tmp_path / "file").write_text("")

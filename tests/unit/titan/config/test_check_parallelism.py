@@ -87,3 +87,10 @@ def test_a_config_of_python_meets_what_sharding_supports_too(key):
     setattr(getattr(config, section), name, True if "offload" in name else "full_dtensor")
     with pytest.raises(gt.ConfigError, match=f"{key} is .*does not support: set it to"):
         FakeRank(config, 2)
+
+
+def test_a_config_of_python_without_experts_is_not_divided_by_them():
+    config = load_config(LLAMA3, world_size=4)
+    config.parallelism.expert_parallel_degree = 2
+    with pytest.raises(gt.ConfigError, match=f"{DEGREE} is 2, and Llama3Model has no experts"):
+        FakeRank(config, 4)

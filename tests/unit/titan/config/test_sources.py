@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from graph_trainer.core import toml_file
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.build import merge
 from graph_trainer.titan.config.check import check_config
@@ -24,7 +25,6 @@ from graph_trainer.titan.config.serialize import config_to_toml, save_resolved_c
 from graph_trainer.titan.config.sources import (
     COMMAND_LINE,
     Origins,
-    config_folders,
     find_config,
 )
 from tests.examples import examples
@@ -94,13 +94,13 @@ def test_all_names_of_a_config_are_the_same_config(module, name):
 
 
 def test_installed_configs_come_before_a_checkouts(tmp_path, monkeypatch):
-    import graph_trainer.titan.config.sources as source
-
     installed = tmp_path / "graph_trainer"
-    shutil.copytree(ROOT / "configs", installed / "configs")
-    monkeypatch.setattr(source.importlib.resources, "files", lambda package: installed)
+    monkeypatch.setattr(toml_file, "_PACKAGE", installed)
+    for place in (installed, tmp_path):
+        shutil.copytree(ROOT / "configs", place / "configs")
     assert find_config("graph_trainer.llama3", "8b") == installed / "configs/llama3/8b.toml"
-    assert config_folders("graph_trainer.llama3")[-1] == ROOT / "configs/llama3"
+    folders = [place / "configs/llama3" for place in (installed, tmp_path)]
+    assert toml_file.config_folders("llama3") == folders
 
 
 def test_flags_beat_file_beats_base_beats_defaults(tmp_path):
