@@ -40,6 +40,9 @@ class RunObserver:
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Receive the parameters after a microbatch has added its gradients to `.grad`."""
 
+    def memory_grew(self, num_bytes: int) -> None:
+        """Receive what CPU memory the run's second step took at its peak: `resident_growth`."""
+
     def finished(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:

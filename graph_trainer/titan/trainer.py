@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,7 +44,7 @@ from graph_trainer.titan.config.run_config import (
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
-from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
+from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts, resident_growth
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
@@ -57,6 +57,7 @@ StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
 
 
+MEASURED_PEAK = "graph_trainer/measured_peak_gib"
 MEMORY_TABLE = "memory_table.toml"
 """The file of the dump folder with what backward keeps, where a budget or a file decides it."""
 
@@ -235,8 +236,15 @@ class GraphTrainer(Trainer):
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not take part.
         """
-        with self._naming_who_is_missing(), self.observer.step():
+        growth: contextlib.AbstractContextManager[Iterable[int]] = contextlib.nullcontext(())
+        # in the second step, because the first makes the optimizer's state
+        if self._microbatches == self.gradient_accumulation_steps and self.device.type == "cpu":
+            growth = resident_growth()
+        with self._naming_who_is_missing(), growth as grown, self.observer.step():
             super().train_step(data_iterator)
+        for num in grown:
+            self.metrics_processor.logger.log({MEASURED_PEAK: num / GIB}, self.step)
+            self.observer.memory_grew(num)
         if self._routing and self.metrics_processor.should_log(self.step):
             self._routing.write()
 
