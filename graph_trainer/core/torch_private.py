@@ -29,6 +29,9 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# Whether a profiler records what this thread runs. torch 2.11 to 2.15.
+from torch.autograd import _profiler_enabled as profiler_enabled  # noqa: F401
 from torch.distributed.tensor import Shard
 
 # A graph module that generates its code when it is called, as most copies of a graph never are.

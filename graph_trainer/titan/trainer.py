@@ -239,6 +239,7 @@ class GraphTrainer(Trainer):
         growth: contextlib.AbstractContextManager[Iterable[int]] = contextlib.nullcontext(())
         # in the second step, because the first makes the optimizer's state
         if self._microbatches == self.gradient_accumulation_steps and self.device.type == "cpu":
+            self.optimizers.zero_grad()  # as the step begins: else these bytes are no growth
             growth = resident_growth()
         with self._naming_who_is_missing(), growth as grown, self.observer.step():
             super().train_step(data_iterator)

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torchtitan.trainer import Trainer
 
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
@@ -54,20 +53,24 @@ def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, devic
 
     @contextlib.contextmanager
     def resident_growth():
+        assert weight.grad is None, "freed by the step, it would hide as many bytes"
         growth = []
         yield growth
         entered.append(trainer._microbatches)
         growth += grew
 
     def step(self, data):
+        weight.grad = torch.ones(4)
         self._microbatches += self.gradient_accumulation_steps
 
-    monkeypatch.setattr(Trainer, "train_step", step)
+    monkeypatch.setattr(trainer_module.Trainer, "train_step", step)
     monkeypatch.setattr(trainer_module, "resident_growth", resident_growth)
     trainer = GraphTrainer.__new__(GraphTrainer)
     trainer.device, trainer._microbatches = torch.device(device), 0
     trainer.gradient_accumulation_steps = 2
     trainer.observer, trainer._routing = RunObserver(), None
+    weight = nn.Parameter(torch.ones(4))
+    trainer.optimizers = torch.optim.SGD([weight])
     trainer.observer.memory_grew = received.append
     trainer.metrics_processor = SimpleNamespace(
         logger=SimpleNamespace(log=lambda *args: logged.append(args))
