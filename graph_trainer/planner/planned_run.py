@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections import Counter, deque
@@ -24,7 +25,7 @@ from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import plain_table, print_table, report_table
+from graph_trainer.planner.console import PHASE, plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_check import PlanCheck, load_config_and_plan
@@ -59,6 +60,11 @@ def load_run(words: Sequence[str]) -> tuple[GraphTrainerConfig, RunObserver]:
 
 class ReportedRun(RunObserver):
     """Prints what the passes did to each captured graph, on rank 0."""
+
+    def phase(self, what: str) -> None:
+        """Print it as a line that the launcher shows as a spinner, where it does."""
+        if PHASE in os.environ and dist.get_rank() == 0:
+            print(PHASE, what, flush=True)
 
     def graph_reported(self, report: Report) -> None:
         """Print the table of the passes."""

@@ -20,6 +20,9 @@ class RunObserver:
     raises ends the run.
     """
 
+    def phase(self, what: str) -> None:
+        """Receive what the capture of a graph does next, "" when it is done."""
+
     def graph_reported(self, report: Report) -> None:
         """Receive what the passes did to a new graph, of training or validation."""
 

@@ -141,6 +141,7 @@ class GraphTrainer(Trainer):
             full_capture=compile_config.full_capture or None,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
+            on_phase=lambda phase: self.observer.phase(phase),  # it is set later
             on_report=self._reported,
             **options,
         )

@@ -13,7 +13,7 @@ from torch import nn
 from graph_trainer.core.passes.report import PassReport, Report
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import WIDTH, print_table
+from graph_trainer.planner.console import PHASE, WIDTH, print_table
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.planned_run import (
     WARM_UP,
@@ -45,6 +45,16 @@ def test_rank_0_prints_the_largest_graphs_in_a_hundred_columns(capsys) -> None:
     for part in ("functionalize_writes", "60,000", "55,555", "-4,445", "12,345", "-12,345"):
         assert part in text
     assert "…" not in text
+
+
+def test_rank_0_announces_phases_to_a_launcher_that_shows_them(capsys, monkeypatch) -> None:
+    become(0, 2)
+    ReportedRun().phase("Capturing")
+    monkeypatch.setenv(PHASE, "1")
+    ReportedRun().phase("Running")
+    become(1, 2)
+    ReportedRun().phase("Compiling")
+    assert capsys.readouterr() == (f"{PHASE} Running\n", "")
 
 
 def compared(plan, issued=None, steps=0, **measured):
