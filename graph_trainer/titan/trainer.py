@@ -57,7 +57,6 @@ StepFunction = Callable[..., tuple[torch.Tensor, Gradients]]
 """`loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)`."""
 
 
-MEASURED_PEAK = "graph_trainer/measured_peak_gib"
 MEMORY_TABLE = "memory_table.toml"
 """The file of the dump folder with what backward keeps, where a budget or a file decides it."""
 
@@ -245,7 +244,8 @@ class GraphTrainer(Trainer):
         with self._naming_who_is_missing(), growth as grown, self.observer.step():
             super().train_step(data_iterator)
         for num in grown:
-            self.metrics_processor.logger.log({MEASURED_PEAK: num / GIB}, self.step)
+            measured = {"graph_trainer/measured_peak_gib": num / GIB}
+            self.metrics_processor.logger.log(measured, self.step)
             self.observer.memory_grew(num)
         if self._routing and self.metrics_processor.should_log(self.step):
             self._routing.write()
