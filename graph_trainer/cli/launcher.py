@@ -11,15 +11,17 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import torch
 
 from graph_trainer.cli.keys import variable, with_names_of_environment
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import PHASE
 from graph_trainer.train import SHOWN_BY_LAUNCHER
 
 if TYPE_CHECKING:
@@ -136,13 +138,51 @@ def start(launch: Launch) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     try:
-        torchrun(launch.arguments)
+        on_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        with _phases_shown() if on_terminal else contextlib.nullcontext():
+            torchrun(launch.arguments)
     except SignalException as error:  # a traceback of torchrun explains nothing
         print(error, file=sys.stderr, flush=True)
         return 1
     except ChildFailedError as error:
         return _explain(error.failures, launch.tracebacks)
     return 0
+
+
+@contextlib.contextmanager
+def _phases_shown() -> Iterator[None]:
+    """While entered: show on the terminal what rank 0 announces, and how long, until a line."""
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    console, lock, shown = Console(file=sys.stderr), threading.Lock(), list[Progress]()
+
+    class Terminal:
+        def __init__(self, stream: TextIO) -> None:
+            self._stream = stream
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._stream, name)
+
+        def write(self, line: str) -> int:  # as torchrun's threads do
+            _, announced, phase = line.partition(PHASE)
+            with lock:
+                while shown:
+                    shown.pop().stop()
+                if text := phase.strip():
+                    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
+                    shown.append(Progress(*columns, console=console, transient=True))
+                    shown[0].add_task(text, total=None)
+                    shown[0].start()
+                return len(line) if announced else self._stream.write(line)
+
+    os.environ[PHASE] = "1"
+    out, err = Terminal(sys.stdout), Terminal(sys.stderr)
+    with contextlib.redirect_stdout(cast(Any, out)), contextlib.redirect_stderr(cast(Any, err)):
+        try:
+            yield
+        finally:
+            out.write(PHASE)
 
 
 def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:

@@ -20,6 +20,9 @@ WIDTH = 100
 _NAME = 20
 """The letters of a name that stand on one line, however narrow the console."""
 
+PHASE = "GRAPH_TRAINER_PHASE"
+"""Begins a line that names what a rank does now, and is set in its environment to ask for these."""
+
 OnProgress = Callable[[str], None]
 """Prints one line."""
 

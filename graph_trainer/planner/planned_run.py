@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import time
 from collections import Counter, deque
@@ -24,7 +25,7 @@ from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.live_storages import LiveStorages
 from graph_trainer.core.torch_private import TorchDispatchMode
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import plain_table, print_table, report_table
+from graph_trainer.planner.console import PHASE, plain_table, print_table, report_table
 from graph_trainer.planner.fingerprint import fingerprint_of
 from graph_trainer.planner.measures import measure
 from graph_trainer.planner.plan_check import PlanCheck, load_config_and_plan
@@ -60,6 +61,11 @@ def load_run(words: Sequence[str]) -> tuple[GraphTrainerConfig, RunObserver]:
 class ReportedRun(RunObserver):
     """Prints what the passes did to each captured graph, on rank 0."""
 
+    def phase(self, what: str) -> None:
+        """Print it as a line that the launcher shows as a spinner, where it does."""
+        if PHASE in os.environ and dist.get_rank() == 0:
+            print(PHASE, what, flush=True)
+
     def graph_reported(self, report: Report) -> None:
         """Print the table of the passes."""
         if dist.get_rank() == 0:
@@ -74,8 +80,9 @@ class PlannedRun(ReportedRun):
         self._config = config
         self._on_cuda = utils.device_type == "cuda"
         self._steps = 0
-        # start and end of the latest steps after warm-up
+        # start and end of the latest steps after warm-up, or of the latest one
         self._spans: deque[tuple[Any, Any]] = deque(maxlen=_STEPS_KEPT)
+        self._growth: int | None = None
         self._measured: dict[str, float] = {}  # by field of `Predicted`
         self._issued: dict[str, int] | None = None  # collectives of one microbatch by kind
 
@@ -97,8 +104,9 @@ class PlannedRun(ReportedRun):
         self._steps += 1
         start = self._now()
         yield
-        if self._steps > WARM_UP:
-            self._spans.append((start, self._now()))
+        if self._steps <= WARM_UP + 1:
+            self._spans.clear()
+        self._spans.append((start, self._now()))
 
     def _now(self) -> Any:
         if not self._on_cuda:
@@ -140,6 +148,10 @@ class PlannedRun(ReportedRun):
             ):
                 now[name] = max(num, now.get(name, 0))
 
+    def memory_grew(self, num_bytes: int) -> None:
+        """Keep what `finished` adds parameters and optimizer state to."""
+        self._growth = num_bytes
+
     def finished(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
@@ -153,6 +165,8 @@ class PlannedRun(ReportedRun):
         now = self._measured
         now["parameter_bytes"] = local_bytes(parameters)
         now["optimizer_bytes"] = optimizer_state_bytes(optimizers)
+        if self._growth is not None:
+            now["peak_bytes"] = self._growth + now["parameter_bytes"] + now["optimizer_bytes"]
         if self._on_cuda:
             torch.cuda.synchronize()
         seconds = [
@@ -162,7 +176,7 @@ class PlannedRun(ReportedRun):
         if seconds:
             now["step_seconds"] = statistics.median(seconds)
         plan = self._check.plan
-        rows = comparison(plan.of_rank(0).predicted, now, self._issued, len(seconds))
+        rows = comparison(plan.of_rank(0).predicted, now, self._issued, self._steps)
         title = f"Predicted for {plan.hardware} and measured, rank 0 of {plan.world_size:,}"
         print_table(comparison_table(title, rows))
         path = Path(self._config.dump_folder) / FILE
@@ -218,7 +232,7 @@ def comparison(
     predicted: Predicted,
     measured: Mapping[str, float],
     issued: Mapping[str, int] | None,
-    steps_timed: int,
+    steps: int,
 ) -> list[Quantity]:
     """Compare what a plan predicts for a rank with what the rank measured.
 
@@ -226,7 +240,7 @@ def comparison(
         predicted: for this rank.
         measured: by field of `Predicted`; what is missing was not measured.
         issued: the number of collectives of one microbatch by kind; None before WATCHED_STEP.
-        steps_timed: the number of steps that `measured["step_seconds"]` is the median of.
+        steps: how many were run.
     """
     rows: list[Quantity] = []
 
@@ -239,24 +253,29 @@ def comparison(
             Quantity(what, unit, before, now, how, now / before if now and before else None)
         )
 
-    maximum, no_maximum = "CUDA allocator's maximum", ": a CPU's allocator keeps no maximum"
+    on_cuda = "reserved_bytes" in measured
+    maximum = "CUDA allocator's maximum"
+    resident = f"resident: growth in step {WATCHED_STEP} + parameters + optimizer state"
     no_watch = f": that is done in step {WATCHED_STEP}"
     # A collective under way keeps its input alive in the backend, which cannot be seen from here;
     # the prediction counts that input until the wait.
     made = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
     not_made = no_watch if issued is None else ": compiled code allocates unseen"
     for what, name, how, why_not in (
-        ("peak memory", "peak_bytes", maximum, no_maximum),
-        ("reserved memory", "reserved_bytes", maximum, no_maximum),
-        ("needed of the device", "needed_bytes", "taken of the GPU, by all programs", no_maximum),
+        ("peak memory", "peak_bytes", maximum if on_cuda else resident, f"{no_watch}, on Linux"),
+        ("reserved memory", "reserved_bytes", maximum, None),
+        ("needed of the device", "needed_bytes", "taken of the GPU, by all programs", None),
         ("parameters", "parameter_bytes", "summed", ""),
         ("optimizer state", "optimizer_bytes", "summed", ""),
         ("gradients", "gradient_bytes", "summed after backward", ": no step was run"),
         ("made by the graph", "made_bytes", made, not_made),
     ):
-        add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not)
-    how = f"median of {steps_timed} steps after {WARM_UP} of warm-up"
-    why_not = f": the first {WARM_UP} steps are warm-up"
+        if why_not is not None or on_cuda:  # a CPU's allocator tells neither of the two
+            add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not or "")
+    how = f"step {steps} alone, itself of warm-up"
+    if steps > WARM_UP:
+        how = f"median of {min(steps - WARM_UP, _STEPS_KEPT)} steps after {WARM_UP} of warm-up"
+    why_not = ": no step was run"
     add("step", "seconds", predicted.step_seconds, measured.get("step_seconds"), how, why_not)
     for kind in predicted.collectives | dict(issued or {}):
         number = None if issued is None else issued.get(kind, 0)

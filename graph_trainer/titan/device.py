@@ -7,11 +7,14 @@ it finds no accelerator. `setup` has to run before any other torchtitan import.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import platform
+import re
 import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -86,7 +89,7 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     """Return the process's resident memory under the names of CUDA's allocator, in bytes.
 
     The CPU allocator keeps no statistics; resident memory is what a machine has too little of.
-    Its peak counts from the start of the process and cannot be reset.
+    Its peak counts from the start of the process, or from the latest `resident_growth` on.
     """
     import resource
 
@@ -99,6 +102,32 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
         "num_alloc_retries": 0,
         "num_ooms": 0,
     }
+
+
+@contextlib.contextmanager
+def resident_growth() -> Iterator[list[int]]:
+    """While entered: measure how many bytes of resident memory the process takes at its peak.
+
+    Everything counts, of any thread: tensors, the allocator's gaps, Python's objects. Memory that
+    was freed before does not hide it, because the allocator gives that back first.
+
+    Yields:
+        a list that gets the bytes at the end; none but on Linux with glibc.
+    """
+    growth: list[int] = []
+    before = 0
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is resident
+        before = _peak_resident()
+    yield growth
+    if before:
+        growth.append(_peak_resident() - before)
+
+
+def _peak_resident() -> int:
+    line = re.search(r"^VmHWM:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.M)
+    return int(line[1]) * 1024 if line else 0
 
 
 @contextlib.contextmanager

@@ -20,6 +20,9 @@ class RunObserver:
     raises ends the run.
     """
 
+    def phase(self, what: str) -> None:
+        """Receive what the capture of a graph does next, "" when it is done."""
+
     def graph_reported(self, report: Report) -> None:
         """Receive what the passes did to a new graph, of training or validation."""
 
@@ -39,6 +42,9 @@ class RunObserver:
 
     def gradients_ready(self, parameters: Iterable[nn.Parameter]) -> None:
         """Receive the parameters after a microbatch has added its gradients to `.grad`."""
+
+    def memory_grew(self, num_bytes: int) -> None:
+        """Receive what CPU memory the run's second step took at its peak: `resident_growth`."""
 
     def finished(
         self, parameters: Iterable[nn.Parameter], optimizers: Iterable[torch.optim.Optimizer]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -44,7 +44,7 @@ from graph_trainer.titan.config.run_config import (
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.loader import TextDataLoader
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
-from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts
+from graph_trainer.titan.device import own_cpu_backend, process_group_timeouts, resident_growth
 from graph_trainer.titan.device_memory import MemoryOfRun
 from graph_trainer.titan.export import described, write_beside_weights
 from graph_trainer.titan.nonfinite_guard import LossGuard, local_tensor
@@ -140,6 +140,7 @@ class GraphTrainer(Trainer):
             full_capture=compile_config.full_capture or None,
             max_graphs=compile_config.max_graphs,
             on_event=logger.info,
+            on_phase=lambda phase: self.observer.phase(phase),  # it is set later
             on_report=self._reported,
             **options,
         )
@@ -235,8 +236,17 @@ class GraphTrainer(Trainer):
             TrainingError: a collective failed (gloo), with the step, the collective and the
                 ranks that did not take part.
         """
-        with self._naming_who_is_missing(), self.observer.step():
+        growth: contextlib.AbstractContextManager[Iterable[int]] = contextlib.nullcontext(())
+        # in the second step, because the first makes the optimizer's state
+        if self._microbatches == self.gradient_accumulation_steps and self.device.type == "cpu":
+            self.optimizers.zero_grad()  # as the step begins: else these bytes are no growth
+            growth = resident_growth()
+        with self._naming_who_is_missing(), growth as grown, self.observer.step():
             super().train_step(data_iterator)
+        for num in grown:
+            measured = {"graph_trainer/measured_peak_gib": num / GIB}
+            self.metrics_processor.logger.log(measured, self.step)
+            self.observer.memory_grew(num)
         if self._routing and self.metrics_processor.should_log(self.step):
             self._routing.write()
 

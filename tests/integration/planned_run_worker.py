@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graph_trainer.planner.console import PHASE
 from graph_trainer.train import leave, run
 from tests.integration.launch import report
 
@@ -42,7 +43,8 @@ def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> di
 
 
 def trained(folder: Path) -> dict[str, Any]:
-    """The planned run, as a user starts it."""
+    """The planned run, as a user starts it on a terminal."""
+    os.environ[PHASE] = "1"
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown):
         status = run(words(folder, "plan.json", "trained", "--training.steps", str(STEPS)))

@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from graph_trainer.core.units import GIB
+from graph_trainer.planner.console import PHASE
 from tests.integration.launch import ROOT, run_ranks
 from tests.integration.planned_run_worker import PLANNED
 
@@ -66,7 +69,7 @@ def test_a_rank_that_differs_ends_the_others_too(ranks: list[dict[str, Any]]) ->
     assert "Config and versions are the plan's" in first["error"]
 
 
-def test_the_planned_run_trains_and_measures(ranks: list[dict[str, Any]]) -> None:
+def test_the_planned_run_trains_and_measures(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert [said["trained"]["status"] for said in ranks] == [0, 0]
     rows = {row["what"]: row for row in ranks[0]["trained"]["rows"]}
     for name in ("parameters", "gradients", "made by the graph"):
@@ -74,10 +77,20 @@ def test_the_planned_run_trains_and_measures(ranks: list[dict[str, Any]]) -> Non
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
         assert rows[name]["measured"] == rows[name]["predicted"] > 0
     # AdamW counts steps in a tensor of its own for each parameter
+    state = rows["parameters"]["measured"] + rows["optimizer state"]["measured"]
     assert 1 <= rows["optimizer state"]["ratio"] < 1.001
     assert rows["step"]["measured"] > 0
     assert rows["step"]["how"] == "median of 3 steps after 2 of warm-up"
-    assert rows["peak memory"]["measured"] is None
+    # resident memory has the allocator's gaps and Python's objects too
+    assert 0.7 < rows["peak memory"]["ratio"] < 1.5, rows["peak memory"]
+    (events,) = (folder / "out/trained/tb").iterdir()
+    logged = EventAccumulator(str(events)).Reload()
+    for name, num_bytes in (
+        ("predicted_peak_gib", rows["made by the graph"]["predicted"]),
+        ("measured_peak_gib", rows["peak memory"]["measured"] - state),
+    ):
+        (point,) = logged.Scalars(f"graph_trainer/{name}")
+        assert point.value == pytest.approx(num_bytes / GIB)
 
 
 def test_rank_0_shows_the_table(ranks: list[dict[str, Any]]) -> None:
@@ -85,5 +98,7 @@ def test_rank_0_shows_the_table(ranks: list[dict[str, Any]]) -> None:
     (title,) = [number for number, line in enumerate(shown) if "Predicted for cpu" in line]
     assert max(len(line) for line in shown[title:]) <= 100
     table = "\n".join(shown[title:])
-    assert "made by the graph" in table and "1.000" in table and "not measured" in table
-    assert "Predicted for" not in ranks[1]["trained"]["shown"]
+    assert "made by the graph" in table and "1.000" in table and "not measured" not in table
+    announced = [line.partition(PHASE)[2] for line in shown if PHASE in line]
+    assert announced[0] == " Capturing the train step" and announced[-1] == " "
+    assert not any(text in ranks[1]["trained"]["shown"] for text in ("Predicted for", PHASE))

@@ -89,6 +89,8 @@ class TrainStep:
     """How many captured graphs are kept."""
     on_event: Callable[[str], None] = lambda line: None
     """Called with a line before the first capture and after every capture."""
+    on_phase: OnEvent = lambda phase: None
+    """Called with what the step does next whenever it captures, and with "" when that is done."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
     """Called with every new graph and its report; the first row has the seconds of the capture."""
     check: Callable[[JointGraph], None] = lambda joint: None
@@ -156,9 +158,10 @@ class TrainStep:
     def _prepared(self, program: object, model: nn.Module, args: Any, kwargs: Any) -> _CompiledStep:
         """Capture, run the passes, check the order and compile; on all ranks for a new program."""
         first, together = not self._firsts, program not in self._firsts
+        phase = f"Capturing the {'train step' if self.backward else 'step without backward'}"
         if first:
-            what = "train step" if self.backward else "step without backward"
-            self.on_event(f"Capturing the {what}")
+            self.on_event(phase)
+        self.on_phase(phase)
         agreement = Agreement() if together else OneRank(is_apart=True)
         start = time.perf_counter()
         with _errors_sent("capture", agreement):
@@ -168,6 +171,7 @@ class TrainStep:
                 full_capture=self.full_capture,
             )
             captured = time.perf_counter()
+            self.on_phase("Running the passes")
             earlier = None if together else self._firsts[program]
             report = run_passes(joint, self.passes, first=earlier, agreement=agreement)
             passed = time.perf_counter()
@@ -178,6 +182,7 @@ class TrainStep:
                 check_same_collectives(earlier, joint)
         if together:
             check_order_across_ranks(joint, agreement)
+        self.on_phase(f"Compiling for the backend '{self.backend}'")
         checked = time.perf_counter()
         with _errors_sent("compile", agreement):
             step: _CompiledStep
@@ -187,6 +192,7 @@ class TrainStep:
                 step = compile(joint, self.backend, compare_ranks=False)
         compiled = time.perf_counter()
         agreement.gather(None, "compile the step")
+        self.on_phase("")
         what = "" if first else f"Captured again for batch {_shapes(args, kwargs)}: "
         self.on_event(
             f"{what}{report.last.nodes:,} nodes: captured in {captured - start:.1f} s, passes "

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
 import re
+import select
 import signal
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +17,11 @@ import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from graph_trainer.cli import launcher
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner.console import PHASE
 from graph_trainer.titan.checkpoint_reader import METADATA
 from graph_trainer.train import SHOWN_BY_LAUNCHER, run
 
@@ -177,10 +183,12 @@ def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     error: Exception | None,
     code: int,
 ) -> None:
-    started = []
+    started, streams = [], (sys.stdout, sys.stderr)
 
     def torchrun(arguments: list[str]) -> None:
         started.append((arguments, launcher.os.environ["OMP_NUM_THREADS"]))
+        # no terminal: what ranks print passes as it is, and they announce nothing
+        assert (sys.stdout, sys.stderr) == streams and PHASE not in os.environ
         if error:
             raise error
 
@@ -189,6 +197,54 @@ def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     assert launcher.start(launcher.Launch(["-m", "x"], {"OMP_NUM_THREADS": "5"})) == code
     assert started == [(["-m", "x"], "5")]
     assert capsys.readouterr().err == (f"{error}\n" if error else "")
+
+
+@pytest.mark.parametrize("ends", ["line", "phase", "error"])
+def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: str
+) -> None:
+    ours, its = pty.openpty()
+    shown = b""
+
+    def read_until(part: bytes) -> None:
+        nonlocal shown
+        until = time.monotonic() + 20
+        while part not in shown and time.monotonic() < until:
+            if select.select([ours], [], [], 0.1)[0]:
+                shown += os.read(ours, 4096)
+        assert part in shown, shown
+
+    def torchrun(arguments: list[str]) -> None:
+        """Write what a rank prints as torchrun does, from the rank's file in a thread."""
+        assert os.environ[PHASE]
+        file = tmp_path / "stdout.log"
+        tail = TailLog("rank", {0: str(file)}, sys.stdout, interval_sec=0.01).start()
+        with file.open("w", buffering=1) as rank:
+            print("first", file=rank)
+            print(PHASE, "Capturing", file=rank)
+            read_until(b"0:00:01")
+            if ends == "error":
+                tail.stop()
+                raise ChildFailedError("rank", {0: ProcessFailure(0, 1, 3, "none")})
+            print(*(["second"] if ends == "line" else [PHASE, ""]), file=rank)
+            print("third", file=rank)
+        tail.stop()
+
+    monkeypatch.setenv(PHASE, "")  # `start` sets it
+    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
+    with open(its, "w", buffering=1) as stdout, open(os.dup(its), "w", buffering=1) as stderr:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        monkeypatch.setattr(sys, "stderr", stderr)
+        launcher.start(launcher.Launch(["-m", "x"], {}))
+        assert (sys.stdout, sys.stderr) == (stdout, stderr)
+        read_until(b"error: rank 0" if ends == "error" else b"third\r\n")
+    os.close(ours)
+    text = shown.decode()
+    assert PHASE not in text and text.startswith("[rank0]:first\r\n")
+    head, erased, tail = text.rpartition("\x1b[2K")
+    assert "Capturing" in head and "\x1b[?25h" in head.rpartition("\x1b[?25l")[2]
+    lines = [line for line in tail.split("\r\n") if line]
+    assert lines[0].startswith({"line": "[rank0]:second", "phase": "[rank0]:third"}.get(ends, "er"))
 
 
 class Failing:

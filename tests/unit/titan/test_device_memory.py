@@ -1,5 +1,7 @@
-"""What a step of a rank may need, as its device tells: free memory, containers, ranks, reserves."""
+"""What a step of a rank may need, as its device tells: free memory, containers, ranks, reserves;
+and what it takes of a CPU's."""
 
+import sys
 from types import SimpleNamespace
 
 import psutil
@@ -9,7 +11,7 @@ from torch import nn
 
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import Builder
-from graph_trainer.titan import device_memory
+from graph_trainer.titan import device, device_memory
 from graph_trainer.titan.device_memory import MemoryOfRun, available_on_cpu, logger
 
 aten = torch.ops.aten
@@ -148,3 +150,24 @@ def test_host_memory_may_be_unknown(machine, joint):
 
     machine.setattr(psutil, "virtual_memory", fails)
     assert MemoryOfRun(CPU, [], []).on_host(joint) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a peak of resident memory")
+def test_memory_that_was_freed_before_does_not_hide_what_is_taken():
+    def take():
+        """Take 48 MiB in pieces, and free all but the last: the allocator keeps the others."""
+        return [torch.ones(2**14) for _ in range(768)][-1]
+
+    kept = [take()]
+    for _ in range(2):
+        with device.resident_growth() as growth:
+            kept.append(take())
+        (num_bytes,) = growth
+        assert 46 * 2**20 < num_bytes < 60 * 2**20
+
+
+def test_a_system_that_tells_no_peak(monkeypatch):
+    monkeypatch.setattr(device.ctypes, "CDLL", lambda name: SimpleNamespace())
+    with device.resident_growth() as growth:
+        pass
+    assert growth == []

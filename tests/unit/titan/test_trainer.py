@@ -1,5 +1,6 @@
-"""What the trainer logs as metrics of a captured graph."""
+"""What the trainer logs as metrics of a captured graph and of the memory of a step."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from torch import nn
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB
 from graph_trainer.testing import mean_square
+from graph_trainer.titan import trainer as trainer_module
 from graph_trainer.titan.observer import RunObserver
 from graph_trainer.titan.trainer import GraphTrainer
 
@@ -42,3 +44,38 @@ def test_each_captured_graph_is_logged_once(backward):
             f"graph_trainer/{kind}collectives": 0,
             f"graph_trainer/{kind}collective_gib": 0,
         }
+
+
+@pytest.mark.parametrize(("device", "grew"), [("cpu", [2**29]), ("cuda", []), ("cpu", [])])
+def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, device, grew):
+    """`grew` is empty where the system tells nothing."""
+    logged, received, entered = [], [], []
+
+    @contextlib.contextmanager
+    def resident_growth():
+        assert weight.grad is None, "freed by the step, it would hide as many bytes"
+        growth = []
+        yield growth
+        entered.append(trainer._microbatches)
+        growth += grew
+
+    def step(self, data):
+        weight.grad = torch.ones(4)
+        self._microbatches += self.gradient_accumulation_steps
+
+    monkeypatch.setattr(trainer_module.Trainer, "train_step", step)
+    monkeypatch.setattr(trainer_module, "resident_growth", resident_growth)
+    trainer = GraphTrainer.__new__(GraphTrainer)
+    trainer.device, trainer._microbatches = torch.device(device), 0
+    trainer.gradient_accumulation_steps = 2
+    trainer.observer, trainer._routing = RunObserver(), None
+    weight = nn.Parameter(torch.ones(4))
+    trainer.optimizers = torch.optim.SGD([weight])
+    trainer.observer.memory_grew = received.append
+    trainer.metrics_processor = SimpleNamespace(
+        logger=SimpleNamespace(log=lambda *args: logged.append(args))
+    )
+    for trainer.step in (7, 8, 9):
+        trainer.train_step(iter(()))
+    assert received == grew and entered == [4] * (device == "cpu")
+    assert logged == [({"graph_trainer/measured_peak_gib": 0.5}, 8)] * len(grew)

@@ -55,6 +55,15 @@ class Recorded:
         assert self.captures == captures
 
 
+def test_what_a_capture_does_is_announced_until_it_is_done():
+    phases, model = [], Net()
+    recorded = Recorded(on_phase=phases.append)
+    each = ["Running the passes", "Compiling for the backend 'eager'", ""]
+    for rows in (2, 2, 3):
+        recorded.step(model, torch.ones(rows, 4))
+    assert phases == ["Capturing the train step", *each] * 2
+
+
 def test_one_capture_serves_all_calls_alike():
     recorded, model = Recorded(), Net()
     for _ in range(3):
