@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    parameter_of,
-    phase_of,
-    tensors_of,
-)
+from graph_trainer.core.graph.annotations import module_of, parameter_of, phase_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_wait, schema_of
 

@@ -8,13 +8,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.parameter_flow import computed_from_one_parameter
-from graph_trainer.core.graph.annotations import (
-    Role,
-    block_of,
-    is_backward,
-    module_of,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, block_of, is_backward, module_of, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,

@@ -7,11 +7,7 @@ from collections import defaultdict
 
 import torch.distributed as dist
 
-from graph_trainer.core.analysis.collective_purpose import (
-    Traffic,
-    data_parallel_groups,
-    traffic_of,
-)
+from graph_trainer.core.analysis.collective_purpose import Traffic, data_parallel_groups, traffic_of
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph

@@ -8,12 +8,7 @@ from dataclasses import dataclass
 
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    annotations_of,
-    is_analysed_alike,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import Phase, annotations_of, is_analysed_alike, phase_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
 from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of

@@ -99,10 +99,7 @@ def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node
 
 
 def _finish_late(
-    joint: JointGraph,
-    in_flight: int,
-    movable: Callable[[fx.Node], bool],
-    at: dict[fx.Node, int],
+    joint: JointGraph, in_flight: int, movable: Callable[[fx.Node], bool], at: dict[fx.Node, int]
 ) -> None:
     """Split the nodes after each reduction at its further collectives, and move each part down."""
     first: dict[fx.Node, fx.Node] = {}

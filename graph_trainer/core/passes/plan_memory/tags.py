@@ -8,11 +8,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.unshard_chains import UnshardChain
-from graph_trainer.core.graph.annotations import (
-    recompute_policy,
-    set_offload,
-    set_recompute_policy,
-)
+from graph_trainer.core.graph.annotations import recompute_policy, set_offload, set_recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.passes.plan_memory.block import Block
