@@ -20,7 +20,6 @@ Ranks along all other groups compute on tensors of the same shapes, each on a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import accumulate
@@ -43,6 +42,7 @@ from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
+    ancestors,
     has_effect,
     is_collective,
     is_getitem,
@@ -148,14 +148,14 @@ class ScheduleGraph:
         chains = self._chains_of_gathers()
         self._prepares = {n for chain in chains for n in chain[:-1]}
         for *_, start in chains:
-            self._prepares.update(self._ancestors(start, _is_fsdp)[:-1])
+            self._prepares.update(ancestors(start, _is_fsdp))
         # ranks with fewer rows have other FSDP nodes, which must not change what fuses
         whole = fuse(joint, looks_through=_is_fsdp) if fused else NO_FUSION
 
         self.kind = [self._kind(node) for node in self.nodes]
         self.gathers = [self._launch_group(chain) for chain in chains]
         self.reductions = [
-            self._launch_group(self._ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD))
+            self._launch_group([*ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD), node])
             for node, kind in zip(self.nodes, self.kind, strict=True)
             if kind is Kind.REDUCTION
         ]
@@ -273,7 +273,7 @@ class ScheduleGraph:
         chains = []
         for c in self.issued:
             if c.role is Role.UNSHARD and c.ranks in self._fsdp_groups and not has_effect(c.node):
-                chain = self._ancestors(c.node, lambda n: n.op == "call_function")
+                chain = [*ancestors(c.node, lambda n: n.op == "call_function"), c.node]
                 fixed = any(
                     is_wait(n) or n is not c.node and n in self._collective
                     or is_backward(n) is not is_backward(c.node)
@@ -282,17 +282,6 @@ class ScheduleGraph:
                 )  # fmt: skip
                 chains.append([c.node] if fixed else chain)
         return chains
-
-    def _ancestors(self, node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
-        """Return a node and the nodes that lead to it and belong to it, in order."""
-        ancestors = {node}
-        stack = [node]
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                if source not in ancestors and belongs(source):
-                    ancestors.add(source)
-                    stack.append(source)
-        return sorted(ancestors, key=self._at.__getitem__)
 
     def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
         collective = self._collective[chain[-1]]
@@ -323,13 +312,9 @@ class ScheduleGraph:
         return elements
 
     def _seconds(self, node: fx.Node) -> float:
-        if node in self._collective:
-            return collective_seconds(self._as_on_every_rank(node), self.hardware)
-        if node in self._elements or node in self._prepares:
-            return 0.0
-        return self.cost[node].seconds
-
-    def _as_on_every_rank(self, node: fx.Node) -> Collective:
+        if node not in self._collective:
+            alike = node not in self._elements and node not in self._prepares
+            return self.cost[node].seconds if alike else 0.0
         c = self._collective[node]
         first = min(c.ranks)
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
@@ -337,7 +322,7 @@ class ScheduleGraph:
             received = _itemsize(node) * self._elements[node]
             sent = received * (len(c.ranks) if _scatters(c) else 1)
             c = replace(c, input_bytes=sent, output_bytes=received)
-        return c
+        return collective_seconds(c, self.hardware)
 
     def _memory(
         self, kept_inside: set[Storage]
@@ -387,10 +372,7 @@ class ScheduleGraph:
         A wait also keeps the inputs of its collective, and the scratch memory, storage -1, that
         the collective takes until then.
         """
-        sources = [*node.all_input_nodes]
-        if node in self._issuer:
-            sources += self._issuer[node].all_input_nodes
-        read = {s for n in sources for s in storages_in(self._storages[n])}
+        read = {s for n in self._uses(node)[1:] for s in storages_in(self._storages[n])}
         if node in self._issuer:
             read |= {(self._issuer[node], -1)}
         return [stored[s] for s in read if s in stored]
