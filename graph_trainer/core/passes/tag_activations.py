@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import fx
@@ -35,8 +35,7 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext, acts_with
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
 from graph_trainer.errors import PassError
 
 aten = torch.ops.aten
@@ -77,13 +76,7 @@ class TagActivationsOptions:
 
     def __post_init__(self) -> None:
         for name, kind in (("matmuls", Matmuls), ("regather", Regather)):
-            value, known = getattr(self, name), get_args(kind)
-            if value not in known:
-                hint = did_you_mean(str(value), known, " (did you mean '{}'?)")
-                raise PassError(
-                    f"compile.tag_activations.{name} is {value!r}{hint}; it must be one of "
-                    f"{', '.join(known)}"
-                )
+            check_choice(f"compile.tag_activations.{name}", getattr(self, name), kind)
 
 
 @graph_pass(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -41,39 +41,34 @@ def best_caps(
         collective = collective_of(node, group_ranks, None)
         start[group] = max(start.get(group, 0), saturating_mib(collective, hardware))
     start = {group: context.agreement.all_reduce_max(cap) for group, cap in start.items()}
+    limit = context.settings.memory_limit_gib
     tried = []
     for factor in _NEIGHBOURS:
         caps = {group: factor * cap for group, cap in start.items()}
         trial = copy_graph(joint)
         merge(trial, without_cycles(by_size(members_of(trial), caps, max_span)))
-        tried.append(_Tried(caps, *context.simulate_on_all_ranks(trial)))
-    best = min(tried, key=lambda each: (not each.fits, each.seconds if each.fits else each.needed))
-    joint.remarks.append(f"the best of {len(tried)}: {best}" if best.caps else "nothing to merge")
-    joint.remarks += [str(each) for each in tried if each is not best and each.caps]
-    return best.caps
-
-
-@dataclass(frozen=True, slots=True)
-class _Tried:
-    caps: dict[str, float]
-    seconds: float
-    needed: int
-    fits: bool
-
-    def __str__(self) -> str:
+        context.run_later_passes(trial)
+        step = context.simulate_on_all_ranks(trial)
         sizes: dict[str, list[int]] = {}
-        for group, cap in self.caps.items():
+        for group, cap in caps.items():
             size = f"up to {cap:g} MiB" if cap else "each alone"
             sizes.setdefault(size, []).append(len(group_ranks(group)))
         parts: list[str] = []
         for size, ranks in sizes.items():
             distinct = " and ".join(map(str, dict.fromkeys(ranks)))
             parts.append(f"{size} over {distinct} ranks")
-        fits = "" if self.fits else ", more than memory_limit_gib"
-        return (
-            f"{', '.join(parts)}: {self.seconds * 1e3:.1f} ms a step, "
-            f"needs {self.needed / GIB:.2f} GiB{fits}"
+        is_beyond = bool(limit) and step.needed > (limit or 0) * GIB
+        remark = (
+            f"{', '.join(parts)}: {step.nanoseconds / 1e6:.1f} ms a step, needs "
+            f"{step.needed / GIB:.2f} GiB{', more than memory_limit_gib' if is_beyond else ''}"
         )
+        worth = (is_beyond, step.needed if is_beyond else step.nanoseconds)
+        tried.append((worth, caps, remark))
+    best = min(tried, key=lambda each: each[0])
+    _, caps, remark = best
+    joint.remarks.append(f"the best of {len(tried)}: {remark}" if caps else "nothing to merge")
+    joint.remarks += [text for *_, text in tried if text is not remark and caps]
+    return caps
 
 
 def saturating_mib(collective: Collective, hardware: Hardware) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 from graph_trainer.core.graph.annotations import clear_bucket_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -19,9 +19,8 @@ from graph_trainer.core.passes.bucketing.assign import (
 from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext, acts_with
+from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
-from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import PassError
 
@@ -51,13 +50,7 @@ class BucketCollectivesOptions:
     """
 
     def __post_init__(self) -> None:
-        known = get_args(Strategy)
-        if self.strategy not in known:
-            hint = did_you_mean(str(self.strategy), known, " (did you mean '{}'?)")
-            raise PassError(
-                f"compile.bucketing.strategy is {self.strategy!r}{hint}; it must be one of "
-                f"{', '.join(known)}"
-            )
+        check_choice("compile.bucketing.strategy", self.strategy, Strategy)
         if not 0 < self.cap_mib < math.inf:
             raise PassError(
                 f"compile.bucketing.cap_mib is {self.cap_mib:g}; it must be more than 0 MiB"

@@ -19,8 +19,7 @@ from graph_trainer.core.passes.plan_memory.block import Block, Op
 from graph_trainer.core.simulation.collective_costs import collective_seconds
 from graph_trainer.core.simulation.op_costs import costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
-
-NANOSECONDS = 10**9
+from graph_trainer.core.units import NANOSECONDS
 
 
 def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:

@@ -20,10 +20,9 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import storages_in, value_storages
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.plan_memory.block import Block, Op
-from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS
 from graph_trainer.core.passes.plan_memory.solver import Choice
 from graph_trainer.core.simulation.collective_costs import collective_seconds
-from graph_trainer.core.units import GIB
+from graph_trainer.core.units import GIB, NANOSECONDS
 from graph_trainer.errors import PassError
 
 

@@ -6,7 +6,6 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import fx
 
@@ -15,10 +14,10 @@ from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_cha
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, SlowestStep
 from graph_trainer.core.passes.memory_limit import COLUMNS, KEY, what_is_needed, what_would_help
 from graph_trainer.core.passes.plan_memory.block import Block
-from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
+from graph_trainer.core.passes.plan_memory.choices import blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
@@ -106,16 +105,6 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     joint.decisions[plan_memory.name] = table
 
 
-class _Step(NamedTuple):
-    """A simulated step of the slowest rank."""
-
-    needed: int
-    """Bytes that a device must have."""
-    nanoseconds: int
-    waits: int
-    """Nanoseconds that compute waits for communication."""
-
-
 class _Planner:
     """Finds the longest prefix of the steps with which a step needs no more than the limit."""
 
@@ -166,7 +155,7 @@ class _Planner:
         self._hardware = context.hardware_for(joint)
         context.simulate(joint)  # what is known of its nodes then is known in every copy
         self._leasts: dict[int, int] = {}
-        self._steps_simulated: dict[int, _Step] = {}
+        self._steps_simulated: dict[int, SlowestStep] = {}
         least, kept = self._least(0), self._bytes
         self._places = [0]
         """The numbers of steps that may be tried, the same for every limit."""
@@ -244,18 +233,11 @@ class _Planner:
             self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
         return self._leasts[number]
 
-    def _simulated(self, number: int) -> _Step:
-        """Simulate the step with all passes, on the rank that needs most of each."""
+    def _simulated(self, number: int) -> SlowestStep:
+        """Simulate the step with all passes."""
         if number not in self._steps_simulated:
-            context, trial = self._context, self._trial(number, None)
-            simulation = context.simulate(trial)
-            waits = sum(wait.seconds for wait in simulation.timeline.exposed)
-            largest = context.agreement.all_reduce_max
-            self._steps_simulated[number] = _Step(
-                largest(simulation.need().total),
-                largest(round(simulation.timeline.step_seconds * NANOSECONDS)),
-                largest(round(waits * NANOSECONDS)),
-            )
+            trial = self._trial(number, None)
+            self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
         return self._steps_simulated[number]
 
     def _fastest(self, number: int, limit: int) -> int:

@@ -137,7 +137,7 @@ def test_the_slowest_rank_decides():
     by_cap = tried(joint, SLOW)
     assert cap == list(by_cap)[FACTORS.index(1.0)]
     assert by_cap[cap][0] > min(seconds for seconds, _ in by_cap.values())
-    assert len(said) == 1 + 2 * len(FACTORS)
+    assert len(said) == 1 + 3 * len(FACTORS)
 
 
 def test_later_passes_are_simulated_too():
