@@ -188,7 +188,6 @@ class _Reads:
 
 
 def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _Reads:
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
     gradients = [node for _, nodes in _outputs(joint, gradients=True) for node in nodes]
@@ -205,7 +204,7 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
         for value in gradients if node.op == "output" else node.all_input_nodes:
             writer = by_backward.get(roots[value])
             if node in forward:
-                if writer is not None and order[writer] < order[node]:
+                if writer is not None and writer < node:
                     raise PassError(
                         f"forward's node '{node.name}' ({node.target}) reads '{value.name}', which "
                         f"backward's '{writer.name}' has written in place before: move one of the "
@@ -230,7 +229,7 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 )
             # which write of forward comes next after the reader, if any
             writers = by_forward[roots[value]]
-            place = bisect.bisect(writers, order[node], key=order.__getitem__)
+            place = bisect.bisect(writers, node)
             if place == len(writers):
                 reads.saved.add(value)
             elif writer is None:

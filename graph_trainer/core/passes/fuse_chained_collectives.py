@@ -8,10 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of, partition_of
-from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
+from graph_trainer.core.analysis.mesh_groups import (
+    Partition,
+    dtensors_of,
+    joined,
+    meshes_of,
+    partition_of,
+)
+from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -24,7 +30,6 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.graph.signature import InputKind
-from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -200,15 +205,12 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
     is known of a parameter that is not a DTensor.
     """
     even = set()
-    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
-        if spec.layout.subclass is not DTensor:
-            continue
-        tensor = wrap([value_of(n) for n in nodes], spec.layout)
-        assert isinstance(tensor, DTensor)
+    for spec, tensor in dtensors_of(joint):
         parts = [1] * tensor.ndim
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             if isinstance(placement, (Shard, StridedShard)):
                 parts[placement.dim] *= size
-        if all(size % count == 0 for size, count in zip(tensor.shape, parts, strict=True)):
+        even_here = all(n % count == 0 for n, count in zip(tensor.shape, parts, strict=True))
+        if spec.kind is InputKind.PARAMETER and even_here:
             even.add(spec.name)
     return even

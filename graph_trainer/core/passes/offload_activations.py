@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,14 +71,9 @@ class OffloadActivationsOptions:
                 raise PassError(f"{KEY}.{name} is {value}; it must be 0 or more")
 
 
-@dataclass(slots=True)
-class _Value:
-    """A storage to offload."""
-
-    base: fx.Node
-    """The first node whose value is the whole storage, complete."""
-    shown_by: list[fx.Node] = field(default_factory=list)
-    """The other nodes of forward and loss with that storage, views, in order."""
+_Value = list[fx.Node]
+"""A storage to offload: the first node whose value is the whole storage, complete, and after it the
+other nodes of forward and loss with that storage, views, in order."""
 
 
 @graph_pass(
@@ -113,10 +108,10 @@ def offload_activations(
     staying: Counter[str] = Counter()
     values = _values(joint, tagged, options.min_bytes, staying)
     copied = _insert_copies(joint, values, options, staying)
-    recompute(joint, {view for value, _ in copied for view in value.shown_by})
-    for value, read in copied:
-        for reader in [n for n in value.base.users if is_backward(n)]:
-            reader.replace_input_with(value.base, read)
+    recompute(joint, {view for value, _ in copied for view in value[1:]})
+    for (base, *_), read in copied:
+        for reader in [n for n in base.users if is_backward(n)]:
+            reader.replace_input_with(base, read)
     size = sum(tensor_of(read).nbytes for _, read in copied)
     joint.remarks.append(
         f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
@@ -176,7 +171,7 @@ def _values(
         if why := why_not(storage, nodes, whole):
             staying[why] += 1
             continue
-        values.append(_Value(whole[0], forward[forward.index(whole[0]) + 1 :]))
+        values.append(forward[forward.index(whole[0]) :])
     return values
 
 
@@ -241,11 +236,9 @@ def _insert_copies(
     """Insert the copies of the values, each with the node that backward is to read."""
     places = _Places(joint.graph, options)
     copied: list[tuple[_Value, fx.Node]] = []
-    for value in sorted(values, key=lambda v: v.base):
-        base = value.base
-        nodes = {base, *value.shown_by}
-        for view in (base, *value.shown_by):
-            nodes.update(view.users)
+    for value in sorted(values, key=lambda nodes: nodes[0]):
+        base = value[0]
+        nodes = set(value).union(*(view.users for view in value))
         last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
         reader = min(n for n in nodes if is_backward(n))
         first = places.at[reader]

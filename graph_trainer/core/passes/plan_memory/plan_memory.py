@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
+from graph_trainer.core.graph.annotations import recompute_policy, set_offload, set_recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, SlowestStep
 from graph_trainer.core.passes.memory_limit import COLUMNS, KEY, what_is_needed, what_would_help
-from graph_trainer.core.passes.plan_memory.block import Block
-from graph_trainer.core.passes.plan_memory.choices import blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
+    blocks_of,
     items_of_inputs,
     items_of_parameters,
 )
-from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier
+from graph_trainer.core.passes.plan_memory.solver import Block, Choice, between, frontier
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
-from graph_trainer.core.passes.plan_memory.tags import tag_blocks, tag_inputs, tag_parameters
+from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.text import wrapped
 from graph_trainer.core.units import GIB, gib
@@ -98,10 +101,10 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
             )
         planner = _Planner(joint, context, blocks, chains if auto else [])
         table = planner.plan(settings.memory_limit_gib)
-    tag_blocks(blocks, table.saved(blocks))
-    tag_inputs(joint, table.offloaded)
+    _tag_blocks(blocks, table.saved(blocks))
+    _tag_inputs(joint, table.offloaded)
     if table.parameters is not None:
-        tag_parameters(chains, table.parameters)
+        _tag_parameters(chains, table.parameters)
     joint.decisions[plan_memory.name] = table
 
 
@@ -274,10 +277,10 @@ class _Planner:
                 nodes.append([named[node.name] for node in group])
             blocks.append(replace(block, nodes=nodes))
         table = self._table(number)
-        tag_blocks(blocks, table.saved(blocks))
-        tag_inputs(trial, table.offloaded)
+        _tag_blocks(blocks, table.saved(blocks))
+        _tag_inputs(trial, table.offloaded)
         if table.parameters is not None:
-            tag_parameters(unshard_chains(trial), table.parameters)
+            _tag_parameters(unshard_chains(trial), table.parameters)
         context.run_later_passes(trial, before)
         return trial
 
@@ -295,3 +298,45 @@ class _Planner:
         kept = [name for item, choice in chosen if choice.saved for name in item.parameters]
         parameters = kept if self._decides_parameters else None
         return MemoryTable.of(self._blocks, saved, parameters, away)
+
+
+def _tag_blocks(blocks: Sequence[Block], saved: Mapping[str, Iterable[int]]) -> None:
+    """Tag the nodes of every block: MUST_SAVE what is saved or may not run again, MUST_RECOMPUTE
+    the rest. Tags that are there already stay."""
+    for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
+        chosen = set(saved[block.name])
+        for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
+            kept = number in chosen or not op.may_recompute
+            policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            for node in nodes:
+                if recompute_policy(node) is None and not is_getitem(node):
+                    set_recompute_policy(node, policy, ac_graph_id=graph_id)
+
+
+def _tag_inputs(joint: JointGraph, offloaded: Iterable[str]) -> None:
+    """Tag the inputs of blocks to wait in host memory. Recompute tags that are there stay."""
+    for name, nodes in block_inputs(joint).items() if (away := set(offloaded)) else ():
+        for node in nodes:
+            if name in away and recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
+                set_offload(node)
+
+
+def _tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
+    """Tag whole unshard chains by whether their parameter is kept unsharded.
+
+    Raises:
+        PassError: a parameter that the graph does not gather.
+    """
+    unsharded = set(kept)
+    unknown = unsharded - {chain.parameter for chain in chains}
+    if unknown:
+        raise PassError(
+            f"activation_checkpoint.path: keep_unsharded names {', '.join(sorted(unknown)[:3])}, "
+            "which this model does not gather: take it out of the table"
+        )
+    for chain in chains:
+        keep = chain.parameter in unsharded
+        policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+        for node in chain.nodes:
+            if recompute_policy(node) is None:
+                set_recompute_policy(node, policy)
