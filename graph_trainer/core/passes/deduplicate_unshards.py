@@ -44,7 +44,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     numbers = ValueNumbers()
     first: dict[object, fx.Node] = {}
     for node in list(joint.graph.nodes):
-        if any(writes.is_written(n) for n in (node, *node.all_input_nodes)):
+        if writes.touched_by(node):
             numbers.number_alone(node)
             continue
         unshards = role_of(node) is Role.UNSHARD

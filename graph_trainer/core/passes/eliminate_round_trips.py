@@ -56,15 +56,13 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
     Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
     in which their graphs differ. Linear in nodes for each mesh dimension.
     """
-    changed = True
-    while changed:
-        changed = False
-        cuts = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
-        trips = _RoundTrips(joint) if cuts else None
-        for cut in reversed(cuts):  # what precedes a node is then as it was
-            changed |= trips is not None and trips.shorten(cut)
-        if changed:
-            erase_unused(joint.graph)
+    while cuts := [node for node in joint.graph.nodes if local_slice_group(node) is not None]:
+        trips = _RoundTrips(joint)
+        # from the end, as what precedes a node is then as it was
+        shortened = [trips.shorten(cut) for cut in reversed(cuts)]
+        if not any(shortened):
+            return
+        erase_unused(joint.graph)
 
 
 @dataclass(frozen=True, slots=True)

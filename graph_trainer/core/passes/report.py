@@ -14,6 +14,7 @@ from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
+from graph_trainer.core.text import aligned
 from graph_trainer.core.units import MIB
 
 HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
@@ -140,10 +141,5 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        table = [list(HEADINGS), *self.cells()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS))]
-        lines = []
-        for name, *numbers in table:
-            right = [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]))
+        lines = aligned([HEADINGS, *self.cells()], right=range(1, len(HEADINGS)))
         return "\n".join([*lines, *self.notes()])

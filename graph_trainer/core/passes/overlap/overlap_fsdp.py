@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,7 +9,7 @@ from torch import fx
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.graph.writes import writes_of
+from graph_trainer.core.graph.writes import Writes, writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -50,18 +49,12 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
     """
     writes = writes_of(joint.graph)
     at = {node: position for position, node in enumerate(joint.graph.nodes)}
-
-    def movable(node: fx.Node) -> bool:
-        return not any(writes.is_written(n) for n in (node, *node.all_input_nodes))
-
     for half in (False, True):
-        _start_early(_launches(joint, half, movable), options.in_flight, at)
-    _finish_late(joint, options.in_flight, movable, at)
+        _start_early(_launches(joint, half, writes), options.in_flight, at)
+    _finish_late(joint, options.in_flight, writes, at)
 
 
-def _launches(
-    joint: JointGraph, backward: bool, movable: Callable[[fx.Node], bool]
-) -> list[list[fx.Node]]:
+def _launches(joint: JointGraph, backward: bool, writes: Writes) -> list[list[fx.Node]]:
     """Return the nodes to the first collective of every unshard in backward, or else in forward."""
     chains: list[list[fx.Node]] = []
     of: dict[fx.Node, list[fx.Node]] = {}
@@ -69,7 +62,7 @@ def _launches(
         if role_of(node) is not Role.UNSHARD or is_backward(node) is not backward:
             continue
         inside = [n for n in node.all_input_nodes if n.op != "placeholder"]
-        if any(n not in of or is_collective(of[n][-1]) for n in inside) or not movable(node):
+        if any(n not in of or is_collective(of[n][-1]) for n in inside) or writes.touched_by(node):
             continue
         chain, *others = list({id(of[n]): of[n] for n in inside}.values()) or [[]]
         if not chain:
@@ -98,9 +91,7 @@ def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node
                 nodes[anchor].prepend(node)
 
 
-def _finish_late(
-    joint: JointGraph, in_flight: int, movable: Callable[[fx.Node], bool], at: dict[fx.Node, int]
-) -> None:
+def _finish_late(joint: JointGraph, in_flight: int, writes: Writes, at: dict[fx.Node, int]) -> None:
     """Split the nodes after each reduction at its further collectives, and move each part down."""
     first: dict[fx.Node, fx.Node] = {}
     distance: dict[fx.Node, int] = {}
@@ -124,7 +115,8 @@ def _finish_late(
     for start, parts in pieces.items():
         inside = {node for part in parts for node in part}
         free = all(user in inside or user is last for node in inside for user in node.users)
-        if inside and free and start not in joined and all(map(movable, (start, *inside))):
+        touched = any(map(writes.touched_by, (start, *inside)))
+        if inside and free and start not in joined and not touched:
             reductions.append((start, parts))
     reductions.sort(key=lambda entry: at[entry[0]])
     starts = [start for start, _ in reductions]

@@ -125,7 +125,7 @@ class ScheduleGraph:
         self.issued = collectives(joint)
         self._joint = joint
         self.hardware = hardware
-        self._at = {node: place for place, node in enumerate(self.nodes)}
+        self.at = {node: place for place, node in enumerate(self.nodes)}
         self._storages = value_storages(joint.graph)
         self._writes, self._runs_once = written_by_node(joint.graph), once_nodes(joint.graph)
         self._collective = {c.node: c for c in self.issued}
@@ -171,9 +171,9 @@ class ScheduleGraph:
         ]
         """Whether the node is a matrix product or attention."""
         self.backward = [is_backward(n) for n in self.nodes]
-        self.group = {self._at[c.node]: c.ranks for c in self.issued if c.node in self._at}
+        self.group = {self.at[c.node]: c.ranks for c in self.issued if c.node in self.at}
         """By collective, the ranks of its group."""
-        self.issuer = {self._at[wait]: self._at[start] for wait, start in self._issuer.items()}
+        self.issuer = {self.at[wait]: self.at[start] for wait, start in self._issuer.items()}
         """By wait, the collective that it waits for."""
         stored, self.makes, self.headroom = self._memory(whole.kept_inside)
         self.local = [
@@ -253,7 +253,7 @@ class ScheduleGraph:
         touched: dict[Storage, int] = {}
         effect: int | None = None
         for place, node in enumerate(self.nodes):
-            reads = {self._at[n] for n in node.all_input_nodes}
+            reads = {self.at[n] for n in node.all_input_nodes}
             for source in self._uses(node):
                 for storage in storages_in(self._storages[source]):
                     if storage in self._written:
@@ -287,7 +287,7 @@ class ScheduleGraph:
         collective = self._collective[chain[-1]]
         scratch = collective.input_bytes if collective.role is Role.UNSHARD else 0
         both = collective.input_bytes + collective.output_bytes
-        return LaunchGroup([self._at[n] for n in chain], is_backward(chain[-1]), both, scratch)
+        return LaunchGroup([self.at[n] for n in chain], is_backward(chain[-1]), both, scratch)
 
     # --- what it takes ---------------------------------------------------------------------
 
@@ -346,11 +346,11 @@ class ScheduleGraph:
                 series[entry.born] += size
                 series[entry.last + 1] -= size
         highest = [max(accumulate(series)) for series in change]
-        waits = {start: self._at[wait] for wait, start in self._issuer.items()}
+        waits = {start: self.at[wait] for wait, start in self._issuer.items()}
         for start in [self.nodes[group.start] for group in self.gathers]:
             # alive until the wait as a prepared copy or as the shard itself: counted for both
             last = waits.get(start, len(self.nodes) - 1)
-            entry = Stored(self._collective[start].input_bytes, self._at[start], last)
+            entry = Stored(self._collective[start].input_bytes, self.at[start], last)
             makes[entry.born].append(entry)
             for series in change:
                 series[entry.born] += 2 * entry.bytes  # once more while it is prepared

@@ -71,10 +71,9 @@ def schedule_overlap(
     """
     hardware = context.hardware_for(joint)
     graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
-    place_of = {node: place for place, node in enumerate(joint.graph.nodes)}
     program: list[object] = []
-    for node in place_of:
-        program.append((str(node.target), *(place_of[n] for n in node.all_input_nodes)))
+    for node in graph.nodes:
+        program.append((str(node.target), *(graph.at[n] for n in node.all_input_nodes)))
     decided: Decided | None = context.decided
     follows = decided is not None and decided.program == program
     if decided is not None and follows:
@@ -83,7 +82,7 @@ def schedule_overlap(
         order = Scheduler(graph, options).run()
         # what the ranks must agree on: the order of collectives and waits, by their old order
         nodes = [n for n in graph.nodes if is_collective(n) or is_wait(n)]
-        ordinal = {place_of[node]: number for number, node in enumerate(nodes)}
+        ordinal = {graph.at[node]: number for number, node in enumerate(nodes)}
         if not context.agreement.same([ordinal[place] for place in order if place in ordinal]):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "

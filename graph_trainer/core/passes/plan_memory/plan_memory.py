@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -91,7 +91,6 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     if not joint.signature.backward or not (budget or auto) and table is None:
         return
     blocks = blocks_of(joint, context) if settings.activation_policy in ("budget", "file") else []
-    chains = [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
     if table is None:
         if not settings.memory_limit_gib:
             raise PassError(
@@ -99,12 +98,9 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
                 "GiB that a step may need on a device, or an activation_checkpoint.type such as "
                 '"full"'
             )
-        planner = _Planner(joint, context, blocks, chains if auto else [])
+        planner = _Planner(joint, context, blocks, _read_chains(joint) if auto else [])
         table = planner.plan(settings.memory_limit_gib)
-    _tag_blocks(blocks, table.saved(blocks))
-    _tag_inputs(joint, table.offloaded)
-    if table.parameters is not None:
-        _tag_parameters(chains, table.parameters)
+    _tag(joint, blocks, table)
     joint.decisions[plan_memory.name] = table
 
 
@@ -276,11 +272,7 @@ class _Planner:
             for group in block.nodes:
                 nodes.append([named[node.name] for node in group])
             blocks.append(replace(block, nodes=nodes))
-        table = self._table(number)
-        _tag_blocks(blocks, table.saved(blocks))
-        _tag_inputs(trial, table.offloaded)
-        if table.parameters is not None:
-            _tag_parameters(unshard_chains(trial), table.parameters)
+        _tag(trial, blocks, self._table(number))
         context.run_later_passes(trial, before)
         return trial
 
@@ -300,43 +292,39 @@ class _Planner:
         return MemoryTable.of(self._blocks, saved, parameters, away)
 
 
-def _tag_blocks(blocks: Sequence[Block], saved: Mapping[str, Iterable[int]]) -> None:
-    """Tag the nodes of every block: MUST_SAVE what is saved or may not run again, MUST_RECOMPUTE
-    the rest. Tags that are there already stay."""
+def _read_chains(joint: JointGraph) -> list[UnshardChain]:
+    return [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
+
+
+def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None:
+    """Tag what a table keeps and what it does not; tags that are there already stay.
+
+    Raises:
+        PassError: the table has an op, a block or a parameter that the graph does not have.
+    """
+    saved = table.saved(blocks)
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
-        chosen = set(saved[block.name])
         for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
-            kept = number in chosen or not op.may_recompute
+            kept = number in saved[block.name] or not op.may_recompute
             policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             for node in nodes:
                 if recompute_policy(node) is None and not is_getitem(node):
                     set_recompute_policy(node, policy, ac_graph_id=graph_id)
-
-
-def _tag_inputs(joint: JointGraph, offloaded: Iterable[str]) -> None:
-    """Tag the inputs of blocks to wait in host memory. Recompute tags that are there stay."""
-    for name, nodes in block_inputs(joint).items() if (away := set(offloaded)) else ():
-        for node in nodes:
-            if name in away and recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
-                set_offload(node)
-
-
-def _tag_parameters(chains: Sequence[UnshardChain], kept: Iterable[str]) -> None:
-    """Tag whole unshard chains by whether their parameter is kept unsharded.
-
-    Raises:
-        PassError: a parameter that the graph does not gather.
-    """
-    unsharded = set(kept)
-    unknown = unsharded - {chain.parameter for chain in chains}
-    if unknown:
+    inputs = block_inputs(joint) if table.offloaded else {}
+    for node in (node for name in table.offloaded for node in inputs.get(name, ())):
+        if recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
+            set_offload(node)
+    if table.parameters is None:
+        return
+    chains, unsharded = _read_chains(joint), set(table.parameters)
+    if unknown := sorted(unsharded - {chain.parameter for chain in chains}):
         raise PassError(
-            f"activation_checkpoint.path: keep_unsharded names {', '.join(sorted(unknown)[:3])}, "
+            f"activation_checkpoint.path: keep_unsharded names {', '.join(unknown[:3])}, "
             "which this model does not gather: take it out of the table"
         )
     for chain in chains:
-        keep = chain.parameter in unsharded
-        policy = CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.MUST_RECOMPUTE
+        kept = chain.parameter in unsharded
+        policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
         for node in chain.nodes:
             if recompute_policy(node) is None:
                 set_recompute_policy(node, policy)
