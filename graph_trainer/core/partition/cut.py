@@ -10,16 +10,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import operator
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
+from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
@@ -40,8 +38,6 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
     storage_roots,
-    storages_in,
-    value_storages,
     written_arguments,
 )
 from graph_trainer.core.graph.signature import (
@@ -80,38 +76,6 @@ class Halves:
         A storage counts once, however many of its views are saved. Linear in nodes.
         """
         return bytes_kept(self.forward.graph, self.saved())
-
-    def peak_bytes(self) -> tuple[int, int]:
-        """Return the most bytes alive at once in forward and in backward. Linear in nodes.
-
-        Inputs of forward and scratch memory are not counted. A saved value is alive until its
-        last reader.
-        """
-        taken = self.backward.placeholders()[len(self.inputs_read) :]
-        saved = dict(zip(taken, self.saved(), strict=False))
-        return peak_bytes(self.forward, self.backward, saved)
-
-
-def peak_bytes(
-    forward: JointGraph, backward: JointGraph, saved: Mapping[fx.Node, fx.Node]
-) -> tuple[int, int]:
-    """Return the peaks of two graphs as `Halves.peak_bytes` does.
-
-    Args:
-        saved: by placeholder of backward, the node of forward whose result it takes.
-    """
-    first, made = lifetimes(forward), lifetimes(backward).live_bytes
-    results = value_storages(forward.graph)
-    roots = storage_roots(backward.graph)
-    last: dict[Storage, int] = {}
-    for place, node in enumerate(backward.graph.nodes):
-        for source in node.all_input_nodes:
-            taken = saved.get(roots[source][0])
-            if taken is not None:
-                last |= dict.fromkeys(storages_in(results[taken]), place)
-    lifespans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
-    kept = live_bytes(len(made), lifespans)
-    return first.peak_bytes, max(map(operator.add, kept, made))
 
 
 def cut(joint: JointGraph) -> Halves:

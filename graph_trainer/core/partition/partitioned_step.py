@@ -251,10 +251,7 @@ class _Function(torch.autograd.Function):
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
 
 
-_PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
-
-
-def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
+def _plain_batch(joint: JointGraph) -> tuple[int, list[str], list[tuple[Any, ...]]] | None:
     """Return number, names and layouts of the arguments of a call, None if one is not a tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
     args, kwargs = joint.captured_batch.rebuild(specs)

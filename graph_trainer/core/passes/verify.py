@@ -24,22 +24,18 @@ def verify_values(joint: JointGraph) -> None:
     # constants in the subgraph of a higher-order op are real tensors
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
-        _Checker(joint.graph_module, mode).run(*[value_of(n) for n in joint.placeholders()])
+        with mode, torch.no_grad():
+            _Checker(joint.graph_module).run(*[value_of(n) for n in joint.placeholders()])
     finally:
         mode.allow_non_fake_inputs = allowed
 
 
 class _Checker(fx.Interpreter):
-    def __init__(self, module: fx.GraphModule, mode: FakeTensorMode) -> None:
-        super().__init__(module, garbage_collect_values=True)
-        self.mode = mode
-
     def run_node(self, n: fx.Node) -> object:
         if isinstance(value_of(n), torch.SymInt):
             return value_of(n)  # another reading would give another symbol
         try:
-            with self.mode, torch.no_grad():
-                result = super().run_node(n)
+            result = super().run_node(n)
         except Exception as error:
             raise VerificationError(
                 f"node '{n.name}' ({n.target}) cannot run on what it reads: "

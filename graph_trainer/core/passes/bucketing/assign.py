@@ -28,9 +28,6 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
-_EXPERTS = "experts"
-_HEAD = "head"
-
 
 class Route(NamedTuple):
     """What collectives of one bucket have in common."""
@@ -158,9 +155,9 @@ def _places(joint: JointGraph) -> dict[str, str]:
     for name in names:
         block = block_of(name)
         if block is not None:
-            places[name] = f"{block}.{_EXPERTS}" if name in experts else block
+            places[name] = f"{block}.experts" if name in experts else block
         elif 0 <= end < read.get(name, -1):
-            places[name] = _HEAD
+            places[name] = "head"
         else:
             places[name] = name.rpartition(".")[0]
     return places

@@ -82,6 +82,7 @@ class _Bucket:
         self.members = members
         self.first = members[0].node
         self.known = known
+        self._ranks: Any = argument(self.first, "group_size")
         self.made: list[fx.Node] = []
         modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
         self._as_bucket = annotation(
@@ -110,7 +111,7 @@ class _Bucket:
         """Make [ranks * rows, ...] of [rows, ...] for each member.
 
         The bucket is flat, [n]; gathered [ranks, n]; n in bytes if dtypes differ."""
-        ranks = _number(self.first, "group_size")
+        ranks = self._ranks
         dtypes = [tensor_of(m.node).dtype for m in self.members]
         mixed = len(set(dtypes)) > 1
         flat = [self._flat(m, _input(m.node)) for m in self.members]
@@ -135,7 +136,7 @@ class _Bucket:
         """Make [rows, ...] of the sum of [ranks * rows, ...] for each member.
 
         The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
-        ranks = _number(self.first, "group_size")
+        ranks = self._ranks
         sources, cast = self._before_casts()
         parts = []
         for m, source in self._with(sources):
@@ -260,12 +261,6 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 def _input(collective: fx.Node) -> fx.Node:
     return collective.all_input_nodes[0]  # the splits of an all-to-all may be nodes too
-
-
-def _number(node: fx.Node, name: str) -> int:
-    number = argument(node, name)
-    assert isinstance(number, int)
-    return number
 
 
 def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:

@@ -26,7 +26,7 @@ from itertools import accumulate
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective, collectives
+from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import (
     Purpose,
@@ -306,8 +306,9 @@ class ScheduleGraph:
                 continue  # the wait for the first reduction, whose result is padded
             if sources:
                 most = max(elements.get(n, _elements(n)) for n in sources)
-                if node in self._collective and _scatters(self._collective[node]):
-                    most = -(-most // len(self._collective[node].ranks))
+                c = self._collective.get(node)
+                if c is not None and c.row.result is Result.SCATTERED:
+                    most = -(-most // len(c.ranks))
                 elements[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
         return elements
 
@@ -320,7 +321,7 @@ class ScheduleGraph:
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
         if node in self._elements:
             received = _itemsize(node) * self._elements[node]
-            sent = received * (len(c.ranks) if _scatters(c) else 1)
+            sent = received * (len(c.ranks) if c.row.result is Result.SCATTERED else 1)
             c = replace(c, input_bytes=sent, output_bytes=received)
         return collective_seconds(c, self.hardware)
 
@@ -380,10 +381,6 @@ class ScheduleGraph:
 
 def _is_fsdp(node: fx.Node) -> bool:
     return role_of(node) is not None
-
-
-def _scatters(collective: Collective) -> bool:
-    return collective.row.result is Result.SCATTERED
 
 
 def _elements(node: fx.Node) -> int:

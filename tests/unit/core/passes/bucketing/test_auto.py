@@ -11,10 +11,11 @@ from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.assign import members_of
-from graph_trainer.core.passes.bucketing.auto import best_caps, saturating_mib
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
+    best_caps,
     bucket_collectives,
+    saturating_mib,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.core.passes.context import PassContext, RunSettings
