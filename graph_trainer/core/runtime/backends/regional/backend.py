@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from graph_trainer.core.analysis.regions import Region, find_regions
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aliased_input, written_arguments
+from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.runtime.backends.eager import run_nodes
@@ -51,22 +51,10 @@ def compile_graph(
     return run_nodes(joint.graph_module, graph)
 
 
-@dataclass(frozen=True, slots=True)
-class _TensorSpec:
-    """What code is compiled for."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    aligned: bool
-    """Whether its first element is where Inductor assumes it."""
-
-
-def _spec_of(tensor: torch.Tensor) -> _TensorSpec:
-    """Describe a (fake) tensor of fixed shape."""
-    aligned = tensor.storage_offset() * tensor.dtype.itemsize % _ALIGNMENT == 0
-    return _TensorSpec(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device, aligned)
+def _spec_of(tensor: torch.Tensor) -> tuple[Layout, bool]:
+    """Return what code is compiled for: the layout of a (fake) tensor of fixed shape, and whether
+    its first element is where Inductor assumes it."""
+    return unwrap(tensor)[1], tensor.storage_offset() * tensor.itemsize % _ALIGNMENT == 0
 
 
 def program_key(region: Region) -> str:
@@ -99,9 +87,10 @@ def _examples_of_region(region: Region) -> list[torch.Tensor]:
     is compiled for then depends on nothing else of the step."""
     with FakeTensorMode(shape_env=ShapeEnv()):  # without one, Inductor's cache is left out
         examples = []
-        for spec in (_spec_of(tensor_of(node)) for node in region.inputs):
-            shape, stride, dtype, device = spec.shape, spec.stride, spec.dtype, spec.device
-            if spec.aligned:
+        for layout, aligned in (_spec_of(tensor_of(node)) for node in region.inputs):
+            shape, stride = layout.shape, layout.stride
+            dtype, device = layout.dtype, layout.device
+            if aligned:
                 examples.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
                 continue
             span = 2 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
