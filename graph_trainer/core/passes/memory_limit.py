@@ -80,11 +80,6 @@ class Budget:
         self._follows_plan = follows_plan
         self._latest: int | None = None
 
-    @property
-    def limits_passes(self) -> bool:
-        """Whether there is a limit for which passes are rolled back."""
-        return bool(self._limit)
-
     def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))

@@ -155,7 +155,7 @@ def pass_by_pass(
         name = step.graph_pass.name
         if on_pass is not None:
             on_pass(name)
-        may_go = first is None and budget.limits_passes and step.graph_pass.optional
+        may_go = bool(config.memory_limit_gib) and first is None and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
         seconds, verified = run_one(joint, step, numbers)
         budget.changed()

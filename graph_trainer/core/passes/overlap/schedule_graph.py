@@ -182,8 +182,14 @@ class ScheduleGraph:
         ]
         """Whether other ranks may not have the node: it prepares a shard, or is a view of the rows
         of a gradient that this rank stores."""
-        self.keeps_alive = [self._keeps_alive(n, stored) for n in self.nodes]
-        """What stays allocated while a node is deferred: what it reads, or its collective does."""
+        self.keeps_alive: list[list[Stored]] = []
+        """What stays allocated while a node is deferred: what it reads, or its collective does, and
+        the scratch memory, storage -1, that the collective takes until the wait for it."""
+        for node in self.nodes:
+            read = {s for n in self._uses(node)[1:] for s in storages_in(self._storages[n])}
+            if node in self._issuer:
+                read.add((self._issuer[node], -1))
+            self.keeps_alive.append([stored[s] for s in read if s in stored])
 
     def _gathers_twice(self) -> bool:
         """Tell whether a parameter is gathered along one axis after another.
@@ -366,17 +372,6 @@ class ScheduleGraph:
         for most, series in zip(highest, change, strict=True):
             headroom.append((most, [most - num for num in accumulate(series[:-1])]))
         return stored, makes, headroom
-
-    def _keeps_alive(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
-        """Return the storages that are alive while a node runs.
-
-        A wait also keeps the inputs of its collective, and the scratch memory, storage -1, that
-        the collective takes until then.
-        """
-        read = {s for n in self._uses(node)[1:] for s in storages_in(self._storages[n])}
-        if node in self._issuer:
-            read |= {(self._issuer[node], -1)}
-        return [stored[s] for s in read if s in stored]
 
 
 def _is_fsdp(node: fx.Node) -> bool:
