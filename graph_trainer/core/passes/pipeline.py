@@ -37,8 +37,7 @@ from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unkno
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import PassReport, Report, graph_state, is_same_state, measure
-from graph_trainer.core.passes.verify import verify_values
-from graph_trainer.core.passes.verify_numbers import Numbers
+from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
 from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
 
 
