@@ -56,10 +56,8 @@ class Writes:
         return {root for root, _ in self.writers if root.op == "placeholder"}
 
 
-@once_per_graph
-def writes_of(graph: fx.Graph) -> Writes:
-    """Find the nodes that write in place, by storage. Linear in nodes."""
-    return Writes(graph)
+writes_of = once_per_graph(Writes)
+"""Find the nodes that write in place, by storage. Linear in nodes."""
 
 
 @dataclass(slots=True)

@@ -22,12 +22,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate
 
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import collectives
-from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.graph.annotations import (
     Purpose,
     Role,
@@ -339,7 +338,7 @@ class ScheduleGraph:
         lives = lifetimes(self._joint, scratch=scratch_bytes(self._joint, self.hardware.device))
         stored: dict[Storage, Stored] = {}
         makes: list[list[Stored]] = [[] for _ in self.nodes]
-        change = [[0] * (len(self.nodes) + 1) for _ in range(2 if kept_inside else 1)]
+        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(2 if kept_inside else 1)]
         for storage, size in lives.size.items():
             node = storage[0]
             if node in self._prepares:
@@ -349,28 +348,27 @@ class ScheduleGraph:
             entry = Stored(size, lives.born[storage], lives.last_use[storage])
             stored[storage] = entry
             makes[entry.born].append(entry)
-            for series in change[:1] if storage in kept_inside else change:
-                series[entry.born] += size
-                series[entry.last + 1] -= size
-        highest = [max(accumulate(series)) for series in change]
+            for each in spans[:1] if storage in kept_inside else spans:
+                each.append((entry.born, entry.last, size))
+        gathering: list[tuple[int, int, int]] = []
         waits = {start: self.at[wait] for wait, start in self._issuer.items()}
         for start in [self.nodes[group.start] for group in self.gathers]:
             # alive until the wait as a prepared copy or as the shard itself: counted for both
             last = waits.get(start, len(self.nodes) - 1)
             entry = Stored(self._collective[start].input_bytes, self.at[start], last)
             makes[entry.born].append(entry)
-            for series in change:
-                series[entry.born] += 2 * entry.bytes  # once more while it is prepared
-                series[entry.born + 1] -= entry.bytes
-                series[entry.last + 1] -= entry.bytes
+            # once more while it is prepared
+            gathering += [(entry.born, end, entry.bytes) for end in (entry.born, entry.last)]
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
                 for storage in storages_in(self._storages[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
         headroom = []
-        for most, series in zip(highest, change, strict=True):
-            headroom.append((most, [most - num for num in accumulate(series[:-1])]))
+        for each in spans:
+            most = max(live_bytes(len(self.nodes), each))
+            alive = live_bytes(len(self.nodes), [*each, *gathering])
+            headroom.append((most, [most - num for num in alive]))
         return stored, makes, headroom
 
 
