@@ -146,16 +146,14 @@ class _Bucket:
         sizes = [tensor_of(part).shape[1] for part in parts]
         bucket = self._make(aten.cat.default, parts, 1)
         bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
-        bucket = self._cast(bucket, cast)
-        return self._views_of(self._communicated(bucket), sizes)
+        return self._reduced(bucket, cast, sizes)
 
     def _elementwise(self) -> list[fx.Node]:
         """Make the sum for each member, in the shape of the member."""
         sources, cast = self._before_casts()
         flat = [self._flat(m, source) for m, source in self._with(sources)]
-        bucket = self._cast(self._make(aten.cat.default, flat), cast)
         sizes = [tensor_of(f).numel() for f in flat]
-        return self._views_of(self._communicated(bucket), sizes)
+        return self._reduced(self._make(aten.cat.default, flat), cast, sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
         """Return the complete result of the members' collective on the bucket.
@@ -167,9 +165,13 @@ class _Bucket:
         result = self._make(self.first.target, bucket, *others)
         return self._make(c10d_functional.wait_tensor.default, result)
 
-    def _views_of(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
-        """Return views of a flat bucket in the members' shapes."""
-        parts = self._split(bucket, sizes, 0)
+    def _reduced(
+        self, bucket: fx.Node, cast: torch.dtype | None, sizes: list[int]
+    ) -> list[fx.Node]:
+        """Cast a flat bucket and reduce it; return views of the result in the members' shapes."""
+        if cast is not None:
+            bucket = self._make(aten._to_copy.default, bucket, dtype=cast)
+        parts = self._split(self._communicated(bucket), sizes, 0)
         return [
             self._of(m, aten.view.default, part, list(tensor_of(m.node).shape))
             for m, part in self._with(parts)
@@ -200,9 +202,6 @@ class _Bucket:
         if len({tensor_of(source).dtype for source in sources}) != 1:
             return sent, None
         return sources, tensor_of(sent[0]).dtype
-
-    def _cast(self, bucket: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        return bucket if dtype is None else self._make(aten._to_copy.default, bucket, dtype=dtype)
 
     def _flat(self, member: Member, node: fx.Node) -> fx.Node:
         node = self._contiguous(member, node)
