@@ -34,24 +34,12 @@ class PartitionedStep(nn.Module):
     `retain_graph` is autograd's error. Under `torch.no_grad()` nothing is saved, and the loss
     alone is computed.
 
-    Args:
-        joint: the graph.
-        model: whose parameters and buffers are used.
-        backend: the name of one of `backends.registry`.
-        compare_ranks: whether the first call compares the collectives of all ranks.
-
-    Attributes:
-        joint: the graph.
-        halves: the forward and the backward graph.
-        model: the model.
+    `partition` makes it of a joint graph and a model, which it has as `joint` and `model`, beside
+    the two graphs in `halves`.
     """
 
     def __init__(
-        self,
-        joint: JointGraph,
-        model: nn.Module,
-        backend: str = "eager",
-        compare_ranks: bool = True,
+        self, joint: JointGraph, model: nn.Module, backend: str, compare_ranks: bool
     ) -> None:
         super().__init__()
         self.model = model

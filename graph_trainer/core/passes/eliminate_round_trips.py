@@ -23,6 +23,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,
     argument_nodes,
+    aten,
     erase_unused,
     plain_kind,
     storage_roots,
@@ -31,8 +32,6 @@ from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private_groups import group_ranks
-
-aten = torch.ops.aten
 
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Read a local slice of a gather from what was sent")

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -28,6 +27,7 @@ from graph_trainer.core.graph.data_sizes import exact_shape
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
+    aten,
     collective_kind,
     is_collective,
     is_getitem,
@@ -37,8 +37,6 @@ from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
 from graph_trainer.errors import PassError
-
-aten = torch.ops.aten
 
 FIRST_AC_GRAPH_ID = 1 << 41
 """Of the first block. Far from the numbers of user checkpointing and from that of FSDP's tags."""

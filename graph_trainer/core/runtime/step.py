@@ -28,15 +28,8 @@ class Step:
 
     Gradients are by parameter FQN: DTensors where the parameter is one, and absent for
     parameters that the loss does not depend on. A graph without backward returns none. `.grad`
-    is not written; buffers that forward changes are changed in place.
-
-    Args:
-        joint: the graph.
-        run: the compiled graph.
-        compare_ranks: whether the first call compares the collectives of all ranks.
-
-    Attributes:
-        joint: the graph.
+    is not written; buffers that forward changes are changed in place. `compile` makes it of a joint
+    graph, which it has as `joint`.
     """
 
     def __init__(self, joint: JointGraph, run: BoxedFunction, compare_ranks: bool = False) -> None:
