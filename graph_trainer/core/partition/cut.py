@@ -98,7 +98,17 @@ def cut(joint: JointGraph) -> Halves:
             "the graph was captured without backward, so there is nothing to partition: capture "
             "with backward=True"
         )
-    forward = _forward_nodes(joint)
+    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
+    for node in reversed(joint.graph.nodes):
+        if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
+            forward |= {node, *node.all_input_nodes}
+    # from the top, so that a wait for one part of a tuple follows the part
+    for node in joint.graph.nodes:
+        if is_wait(node) or is_getitem(node):
+            source = node.all_input_nodes[0]
+            if source in forward and source.op == "call_function":
+                forward.add(node)
+    forward = {node for node in forward if node.op == "call_function"}
     # the gradients with which backward begins: inputs, or the node that makes ones
     given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
     seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
@@ -125,20 +135,6 @@ def cut(joint: JointGraph) -> Halves:
 def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
     pairs = with_parts(joint.signature.outputs, joint.output_values())
     return [(spec, n) for spec, n in pairs if (spec.kind is OutputKind.GRADIENT) == gradients]
-
-
-def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
-    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
-    for node in reversed(joint.graph.nodes):
-        if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
-            forward |= {node, *node.all_input_nodes}
-    # from the top, so that a wait for one part of a tuple follows the part
-    for node in joint.graph.nodes:
-        if is_wait(node) or is_getitem(node):
-            source = node.all_input_nodes[0]
-            if source in forward and source.op == "call_function":
-                forward.add(node)
-    return {node for node in forward if node.op == "call_function"}
 
 
 @dataclass(frozen=True, slots=True)

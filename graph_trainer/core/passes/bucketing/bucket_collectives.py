@@ -55,8 +55,7 @@ class BucketCollectivesOptions:
     """For "size": MiB of a bucket, of its input or output, whichever is larger."""
 
     max_span: int = acts_with(1000, strategy=_BY_SIZE)
-    """
-    For "size" and "auto": how many nodes of the graph lie between the first and the last
+    """For "size" and "auto": how many nodes of the graph lie between the first and the last
     collective of a bucket, at most. A longer bucket moves more compute and keeps its results alive.
     """
 
