@@ -97,15 +97,11 @@ def fuse_chained_reduce_scatters(
     )
 
 
-_Chain = tuple[fx.Node, Partition]
-"""The first of several collectives of which the last is to do what all of them do, and the world's
-ranks in groups, each over the ranks of all these collectives."""
-
-
 def _fuse_chains(
     joint: JointGraph, agreement: Agreement, result: Result, role: Role, join: Join
 ) -> None:
-    """Let the last of each chain of one op read what the first reads, over the ranks of all.
+    """Let the last of each chain of one op read what the first reads, over the ranks of all. A
+    chain of three extends one of two.
 
     Both must have `role`, for the same parameter: how other ranks store parameters is known, and so
     it is known that they have the same chains. `join` returns the partition over which one
@@ -121,23 +117,8 @@ def _fuse_chains(
         and parameter_of(before) == parameter_of(node)
         and phase_of(before) is phase_of(node)
     }
-    chains = _joined_pairs(joint, pairs, join) if pairs else {}
-    groups = groups_within([partition for _, partition in chains.values()], agreement)
-    for node, (first, partition) in chains.items():
-        schema = schema_of(node)
-        assert schema is not None
-        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
-        given["input"] = argument(first, "input")
-        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
-        node.args, node.kwargs = tuple(given.values()), {}
-    if chains:
-        erase_unused(joint.graph)
-
-
-def _joined_pairs(
-    joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join
-) -> dict[fx.Node, _Chain]:
-    """Return the chains by their last collective; a chain of three extends one of two."""
+    if not pairs:
+        return
     even = _evenly_sharded(joint)
     writes = writes_of(joint.graph)
     join = cache(join)
@@ -157,7 +138,9 @@ def _joined_pairs(
             ) from error
         return partition_on(ranks) if meshes and backend == dist.get_backend() else None
 
-    chains: dict[fx.Node, _Chain] = {}
+    # by the collective that is to do what several do, the first of these, and the world's ranks in
+    # groups, each over the ranks of all of these
+    chains: dict[fx.Node, tuple[fx.Node, Partition]] = {}
     for node, previous in pairs.items():
         if parameter_of(node) not in even:
             continue
@@ -171,7 +154,16 @@ def _joined_pairs(
         if partition is not None:
             chains.pop(previous, None)
             chains[node] = (first, partition)
-    return chains
+    groups = groups_within([partition for _, partition in chains.values()], agreement)
+    for node, (first, partition) in chains.items():
+        schema = schema_of(node)
+        assert schema is not None
+        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
+        given["input"] = argument(first, "input")
+        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
+        node.args, node.kwargs = tuple(given.values()), {}
+    if chains:
+        erase_unused(joint.graph)
 
 
 def _before(node: fx.Node) -> fx.Node | None:

@@ -64,7 +64,22 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
                 continue
             keys[node] = (anchor, -1, *keys[node])
             stack += node.all_input_nodes
-    _sort(joint.graph, keys)
+    # the order of their keys, each after its inputs
+    missing = {node: len(node.all_input_nodes) for node in joint.graph.nodes}
+    ready = [(keys[node], node) for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (keys[user], user))
+    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
+    *body, output = order
+    for node in body:
+        output.prepend(node)
 
 
 def _layout(node: fx.Node) -> Any:
@@ -260,22 +275,3 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 def _input(collective: fx.Node) -> fx.Node:
     return collective.all_input_nodes[0]  # the splits of an all-to-all may be nodes too
-
-
-def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
-    """Put the nodes in the order of their keys, each after its inputs."""
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
-    ready = [(keys[node], node) for node, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order: list[fx.Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (keys[user], user))
-    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
-    *body, output = order
-    for node in body:
-        output.prepend(node)

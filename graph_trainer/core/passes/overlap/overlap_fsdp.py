@@ -50,12 +50,15 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
     writes = writes_of(joint.graph)
     at = {node: position for position, node in enumerate(joint.graph.nodes)}
     for half in (False, True):
-        _start_early(_launches(joint, half, writes), options.in_flight, at)
+        _start_early(joint, half, options.in_flight, writes, at)
     _finish_late(joint, options.in_flight, writes, at)
 
 
-def _launches(joint: JointGraph, backward: bool, writes: Writes) -> list[list[fx.Node]]:
-    """Return the nodes to the first collective of every unshard in backward, or else in forward."""
+def _start_early(
+    joint: JointGraph, backward: bool, in_flight: int, writes: Writes, at: dict[fx.Node, int]
+) -> None:
+    """Move each launch, the nodes to the first collective of an unshard, up to the wait that ends
+    an earlier gather: those of backward, or else of forward. `at` has the old places."""
     chains: list[list[fx.Node]] = []
     of: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.graph.nodes:
@@ -73,11 +76,7 @@ def _launches(joint: JointGraph, backward: bool, writes: Writes) -> list[list[fx
             other.clear()
         chain.append(node)
         of[node] = chain
-    return [chain for chain in chains if chain and is_collective(chain[-1])]
-
-
-def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node, int]) -> None:
-    """Move each launch up to the wait that ends an earlier gather; `at` has the old places."""
+    launches = [chain for chain in chains if chain and is_collective(chain[-1])]
     launches.sort(key=lambda chain: at[chain[-1]])
     # the wait for a gather does not move
     readers = [min(at[user] for user in chain[-1].users) for chain in launches]
