@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import functools
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -124,12 +124,12 @@ def cut(joint: JointGraph) -> Halves:
                     f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
                     "gradient with which backward begins: correct its phase, or that of its readers"
                 )
-    reads = _reads(joint, forward, seeds)
+    read, cloned = _reads(joint, forward, seeds)
     inputs = [node for node in joint.placeholders() if node not in seeds]
-    read = [place for place, node in enumerate(inputs) if node in reads.saved]
-    forward_half, saved = _forward_half(joint, forward, inputs, reads)
-    taken = [inputs[place] for place in read]
-    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(read))
+    places = [place for place, node in enumerate(inputs) if node in read]
+    forward_half, saved = _forward_half(joint, forward, inputs, read, cloned)
+    taken = [inputs[place] for place in places]
+    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(places))
 
 
 def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
@@ -137,17 +137,14 @@ def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[
     return [(spec, n) for spec, n in pairs if (spec.kind is OutputKind.GRADIENT) == gradients]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """What backward reads of forward and of its inputs."""
-
-    saved: set[fx.Node] = field(default_factory=set)
-    """What is read as forward leaves it."""
-    cloned: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
-    """By value and reader, the node of forward that overwrites the value after the reader."""
+_Cloned = dict[tuple[fx.Node, fx.Node], fx.Node]
+"""By value and backward reader, the node of forward that overwrites the value after the reader."""
 
 
-def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _Reads:
+def _reads(
+    joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]
+) -> tuple[set[fx.Node], _Cloned]:
+    """Return what backward reads of forward and of its inputs: as forward leaves it, or cloned."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
     gradients = [node for _, nodes in _outputs(joint, gradients=True) for node in nodes]
@@ -159,7 +156,8 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 by_forward[roots[target]].append(node)
             else:
                 by_backward.setdefault(roots[target], node)
-    reads = _Reads()
+    saved: set[fx.Node] = set()
+    cloned: _Cloned = {}
     for node in joint.graph.nodes:
         for value in gradients if node.op == "output" else node.all_input_nodes:
             writer = by_backward.get(roots[value])
@@ -191,16 +189,16 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
             writers = by_forward[roots[value]]
             place = bisect.bisect(writers, node)
             if place == len(writers):
-                reads.saved.add(value)
+                saved.add(value)
             elif writer is None:
-                reads.cloned[value, node] = writers[place]
+                cloned[value, node] = writers[place]
             else:
                 raise PassError(
                     f"forward ('{writers[place].name}') and backward ('{writer.name}') write "
                     f"'{value.name}' in place in turns, which two graphs cannot do: write into a "
                     "copy in one of them"
                 )
-    return reads
+    return saved, cloned
 
 
 _Saved = dict[tuple[fx.Node, fx.Node | None], fx.Node]
@@ -209,15 +207,19 @@ that is saved."""
 
 
 def _forward_half(
-    joint: JointGraph, forward: set[fx.Node], inputs: list[fx.Node], reads: _Reads
+    joint: JointGraph,
+    forward: set[fx.Node],
+    inputs: list[fx.Node],
+    read: set[fx.Node],
+    cloned: _Cloned,
 ) -> tuple[JointGraph, _Saved]:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     saved: _Saved = {}
     # what `rematerialize` has acted on is not saved; tags that it has not are for a later partition
-    unacted = any(to_be_recomputed(node) for node in reads.saved)
+    unacted = any(to_be_recomputed(node) for node in read)
     readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for (value, reader), writer in reads.cloned.items():
+    for (value, reader), writer in cloned.items():
         readers[writer][value].append(reader)
     for node in joint.graph.nodes:
         for value, several in readers[node].items():
@@ -234,7 +236,7 @@ def _forward_half(
                     carry_recompute_policy(node, made[node])
             if phase_of(node) is Phase.BACKWARD:
                 annotate_node(made[node], annotation(phase=Phase.LOSS))
-        if node in forward and node in reads.saved:
+        if node in forward and node in read:
             saved[node, None] = made[node]
     outputs = _outputs(joint, gradients=False)
     returned = list(dict.fromkeys(saved.values()))

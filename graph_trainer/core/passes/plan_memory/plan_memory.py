@@ -186,7 +186,16 @@ class _Planner:
         within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back
         last = self._last_within(limit, self._least) if within is None else within
-        number = self._fastest(last or 0, limit)
+        number = last or 0
+        # Recomputation that runs while compute would wait for communication costs nothing. The
+        # fewer steps that are tried then are the same for every limit.
+        half = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
+        fewer = bisect.bisect_right(self._bytes, half) - 1
+        simulated = self._simulated(number)
+        if fewer < number and simulated.waits >= _WORTH_TRYING * simulated.nanoseconds:
+            tried = self._simulated(fewer)
+            if tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit:
+                number = fewer
         table = self._table(number)
         recomputed = sum(choice.nanoseconds for choice in self._chosen(number)) / 1e6
         away = len(table.offloaded)
@@ -238,21 +247,6 @@ class _Planner:
             trial = self._trial(number, None)
             self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
         return self._steps_simulated[number]
-
-    def _fastest(self, number: int, limit: int) -> int:
-        """Return a number of steps that is as fast, and fewer where compute waits.
-
-        Recomputation that runs while compute would wait for communication costs nothing. The
-        fewer steps are the same for every limit.
-        """
-        kept = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
-        fewer = bisect.bisect_right(self._bytes, kept) - 1
-        simulated = self._simulated(number)
-        if fewer >= number or simulated.waits < _WORTH_TRYING * simulated.nanoseconds:
-            return number
-        tried = self._simulated(fewer)
-        faster = tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit
-        return fewer if faster else number
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
