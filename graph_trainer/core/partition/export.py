@@ -309,15 +309,14 @@ class ExportedStep:
         """
         repeats = stage == self._stage and stage in (ExportStage.REWRITE, ExportStage.TAG)
         needed = min(stage - 1, ExportStage.REMOVE_WAITS)
+        problem = ""
         if stage <= self._stage and not repeats:
+            problem = f"after which {stage.name} may not come"
+        elif stage >= ExportStage.REMOVE_WAITS and self._stage < needed:
+            problem = f"and {stage.name} needs {ExportStage(needed).name} before it"
+        if problem:
             raise PassError(
-                f"an exported step is at {self._stage.name}, after which {stage.name} may not "
-                f"come; the order is {', '.join(s.name for s in ExportStage)}"
-            )
-        if stage >= ExportStage.REMOVE_WAITS and self._stage < needed:
-            raise PassError(
-                f"an exported step is at {self._stage.name}, and {stage.name} needs "
-                f"{ExportStage(needed).name} before it; the order is "
+                f"an exported step is at {self._stage.name}, {problem}; the order is "
                 f"{', '.join(s.name for s in ExportStage)}"
             )
         self._stage = stage
