@@ -155,9 +155,7 @@ class ExportedStep:
         """
         self._enter(ExportStage.REFRESH)
         graph = self.graph_module.graph
-        output = graph.output_node()
-        values, described = output.args[0], output.meta["desc"]
-        assert isinstance(values, (tuple, list))
+        values, described = self.joint.output_values(), graph.output_node().meta["desc"]
         for value, descriptor in zip(values, described, strict=False):
             if isinstance(value, (tuple, list, dict)):
                 raise PassError(
