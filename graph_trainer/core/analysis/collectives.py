@@ -167,7 +167,7 @@ def collective_of(
     ranks = ranks_of_group(str(group))
     agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
     splits = argument_nodes([argument(node, f"{side}_split_sizes") for side in ("input", "output")])
-    counts = counts_of(node)
+    counts = counts_of(node) if splits else None
     if splits and counts is None:
         raise VerificationError(
             f"node '{node.name}' ({node.target}) sends as many rows as data decide, and no "

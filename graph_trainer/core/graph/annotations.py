@@ -412,10 +412,6 @@ def infer_value(node: fx.Node) -> None:
 
 def tensors_of(node: fx.Node) -> list[torch.Tensor]:
     """List the fake tensors in a node's value; empty where it makes none."""
-    return tensors_in(value_of(node))
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors that a value is, or that a tuple or list has."""
+    value = value_of(node)
     values = value if isinstance(value, (tuple, list)) else (value,)
     return [v for v in values if isinstance(v, torch.Tensor)]

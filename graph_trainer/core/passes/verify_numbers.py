@@ -15,7 +15,7 @@ from torch import fx
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
-from graph_trainer.core.graph.annotations import tensor_of, tensors_in, tensors_of, value_of
+from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
 from graph_trainer.core.graph.data_sizes import Size, data_sizes_of, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
@@ -70,7 +70,8 @@ class _Checker(fx.Interpreter):
                 f"{type(error).__name__}: {error}"
             ) from error
         if n.op == "call_function":
-            real = [_describe(t) for t in tensors_in(result)]
+            results = result if isinstance(result, (tuple, list)) else [result]
+            real = [_describe(t) for t in results if isinstance(t, torch.Tensor)]
             traced = [_describe(t) for t in tensors_of(n)]
             if real != traced:
                 raise VerificationError(
@@ -251,7 +252,8 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
     def compare_with_metadata(node: fx.Node, value: Any) -> None:
         if node.op != "call_function":
             return
-        real = [(tuple(t.shape), t.dtype) for t in tensors_in(value)]
+        results = value if isinstance(value, (tuple, list)) else [value]
+        real = [(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor)]
         traced = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
         if not _matches(real, traced):
             mismatches[node.name] = f"makes {real} of real values and its metadata says {traced}"
