@@ -64,8 +64,12 @@ def eager_step(
         parameter.grad = None
     loss = loss_fn(model, *args, **kwargs)
     loss.backward()
-    parameters = model.named_parameters()
-    return loss, {clean_fqn(n): p.grad for n, p in parameters if p.grad is not None}
+    return loss, gradients_of(model)
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """Return the gradients that a model's parameters have accumulated, by FQN."""
+    return {clean_fqn(n): p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def named_results(
