@@ -1,4 +1,4 @@
-"""The backends, one line each."""
+"""The backends, by name."""
 
 from __future__ import annotations
 
