@@ -88,11 +88,10 @@ def measure(arguments: argparse.Namespace, variant: str) -> list[dict[str, Any]]
     start = time.perf_counter()
     step = gt.partition(joint, compare_ranks=False)
     halves = step.halves
-    first = describe(
-        halves.forward.graph_module, halves.backward.graph_module, halves.saved_bytes()
-    )
+    graphs = halves.forward.graph_module, halves.backward.graph_module
+    first = describe(*graphs, halves.saved_bytes())
     seconds = time.perf_counter() - start
-    rows = [{"partition": "first", **first, "peaks": halves.peak_bytes(), "seconds": seconds}]
+    rows = [{"partition": "first", **first, "peaks": peaks_of(*graphs), "seconds": seconds}]
     args, kwargs = rank.batch()
     for name in arguments.partitions:
         start = time.perf_counter()

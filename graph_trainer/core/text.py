@@ -1,8 +1,9 @@
-"""Prose that is broken into lines."""
+"""Prose that is broken into lines, and tables of text."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Container, Sequence
 
 WIDTH = 92
 """Columns of a line: 100 with torchrun's "[rank0]:" before it."""
@@ -18,3 +19,14 @@ def wrapped(line: str, width: int = WIDTH) -> str:
         kept, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
     return "\n".join(lines).replace("\0", " ")
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
+    """Write each row of a table as a line; the columns whose numbers are in `right` stand right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = enumerate(zip(row, widths, strict=True))
+        texts = [t.rjust(width) if n in right else t.ljust(width) for n, (t, width) in cells]
+        lines.append("  ".join(texts).rstrip())
+    return lines

@@ -1,10 +1,12 @@
-"""Byte units, and how sizes are written for a person."""
+"""Units, and how sizes are written for a person."""
 
 from __future__ import annotations
 
 KIB = 1024
 MIB = 1024**2
 GIB = 1024**3
+NANOSECONDS = 10**9
+"""Of a second."""
 
 
 def gib(num_bytes: float) -> str:

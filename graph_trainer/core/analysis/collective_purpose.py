@@ -36,17 +36,15 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     for c in issued:
         if c.role is not None:
             traffic[c.node] = Traffic(c.role)
-            continue
-        if (purpose := purpose_of(c.node)) is not None:
+        elif (purpose := purpose_of(c.node)) is not None:
             traffic[c.node] = Traffic(purpose)
-            continue
-        if c.kind == "all_to_all_single" and c.ranks in of_experts:
+        elif c.kind == "all_to_all_single" and c.ranks in of_experts:
             traffic[c.node] = Traffic.EXPERT_PARALLEL
-            continue
-        if c.ranks not in known:
-            apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
-            known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
-        traffic[c.node] = known[c.ranks]
+        else:
+            if c.ranks not in known:
+                apart = all(len(set(c.ranks) & set(group)) < 2 for group in data_parallel)
+                known[c.ranks] = Traffic.TENSOR_PARALLEL if apart else Traffic.OTHER
+            traffic[c.node] = known[c.ranks]
     return traffic
 
 

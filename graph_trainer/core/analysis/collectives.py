@@ -104,8 +104,12 @@ class Collective:
         return (self.kind, self.ranks, self.inputs, self.reduction or "")
 
     def describe(self) -> str:
-        """Format the collective in one line."""
-        return f"{entry_text(self.entry(), ranks_text(self.ranks))} {self.where}"
+        """Format the collective in one line, of more than 16 ranks the first ones and the last."""
+        ranks, number = list(self.ranks), len(self.ranks)
+        text = f"ranks {ranks}"
+        if number > _RANKS_SHOWN:
+            text = f"{number} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
+        return f"{entry_text(self.entry(), text)} {self.where}"
 
     @property
     def where(self) -> str:
@@ -119,13 +123,6 @@ def entry_text(entry: Entry, ranks: str) -> str:
     sizes = " + ".join(f"{numel} x {dtype}" for dtype, numel in inputs) or "unknown"
     rows = "rows of " if kind == "all_to_all_single" else ""
     return f"{kind}{f'({reduction})' if reduction else ''} of {rows}{sizes} over {ranks}"
-
-
-def ranks_text(ranks: tuple[int, ...]) -> str:
-    """Format the ranks of a group, of more than 16 the first ones and the last."""
-    if len(ranks) <= _RANKS_SHOWN:
-        return f"ranks {list(ranks)}"
-    return f"{len(ranks)} ranks [{', '.join(map(str, ranks[:4]))}, ..., {ranks[-1]}]"
 
 
 def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
@@ -149,7 +146,8 @@ def collectives(
 
     Raises:
         VerificationError: a collective names no group or sends no tensor, or is in a subgraph
-            that runs or not depending on data.
+            that runs or not depending on data; or data decide its splits, and nothing shows that
+            members expect what the others send.
     """
     asked = cache(ranks_of_group)
     return [collective_of(node, asked, waited) for node, waited in issued(joint.graph)]
@@ -168,7 +166,16 @@ def collective_of(
         )
     ranks = ranks_of_group(str(group))
     agreed = (argument(node, name) for name in kind_named(collective_name(node)).agreed)
-    reduction = next((value for value in agreed if value is not None), splits_of(node))
+    splits = argument_nodes([argument(node, f"{side}_split_sizes") for side in ("input", "output")])
+    counts = counts_of(node) if splits else None
+    if splits and counts is None:
+        raise VerificationError(
+            f"node '{node.name}' ({node.target}) sends as many rows as data decide, and no "
+            "exchange of counts is known that other ranks have their own from: a pass that makes "
+            "such a node copies the annotations of the one that it replaces"
+        )
+    by_counts = f"splits by counts {counts}" if splits else None
+    reduction = next((value for value in agreed if value is not None), by_counts)
     if argument(node, "input_split_sizes") is None:
         inputs = tuple((str(t.dtype), numel_of(t)) for t in sources)
     else:
@@ -188,25 +195,6 @@ def collective_of(
         parameter=parameter_of(node),
         waited_after=waited_after,
     )
-
-
-def splits_of(node: fx.Node) -> str | None:
-    """Return what members of a group must agree on about splits that data decide; else None.
-
-    Raises:
-        VerificationError: nothing shows that members expect what the others send.
-    """
-    splits = argument_nodes([argument(node, f"{side}_split_sizes") for side in ("input", "output")])
-    if not splits:
-        return None
-    counts = counts_of(node)
-    if counts is None:
-        raise VerificationError(
-            f"node '{node.name}' ({node.target}) sends as many rows as data decide, and no "
-            "exchange of counts is known that other ranks have their own from: a pass that makes "
-            "such a node copies the annotations of the one that it replaces"
-        )
-    return f"splits by counts {counts}"
 
 
 def issued(

@@ -22,36 +22,17 @@ from graph_trainer.core.graph.ops import (
 # Ops that fuse without torch's pointwise tag.
 _FUSIBLE = {
     # reductions
-    "aten::sum",
-    "aten::mean",
-    "aten::amax",
-    "aten::amin",
-    "aten::var_mean",
-    "aten::var",
-    "aten::_softmax",
-    "aten::_log_softmax",
-    "aten::_softmax_backward_data",
-    "aten::_log_softmax_backward_data",
-    "aten::nll_loss_forward",
-    "aten::nll_loss_backward",
-    "aten::gather",
-    # copies
-    "aten::_to_copy",
-    "aten::clone",
-    "aten::cat",
-    "aten::arange",
-    "aten::full",
-    "aten::zeros",
-    "aten::zeros_like",
-    "aten::ones",
-    "aten::ones_like",
-    "aten::scalar_tensor",
-    "aten::silu_backward",
-    "aten::gelu_backward",
-    "aten::embedding",
-    "aten::native_dropout_backward",
-    "aten::view_as_complex",
-    "aten::constant_pad_nd",
+    *("aten::sum", "aten::mean", "aten::amax", "aten::amin", "aten::var_mean", "aten::var"),
+    *("aten::_softmax", "aten::_softmax_backward_data"),
+    *("aten::_log_softmax", "aten::_log_softmax_backward_data"),
+    *("aten::nll_loss_forward", "aten::nll_loss_backward", "aten::gather"),
+    # copies and constants
+    *("aten::_to_copy", "aten::clone", "aten::cat", "aten::constant_pad_nd"),
+    *("aten::arange", "aten::full", "aten::scalar_tensor"),
+    *("aten::zeros", "aten::zeros_like", "aten::ones", "aten::ones_like"),
+    # element by element
+    *("aten::silu_backward", "aten::gelu_backward", "aten::native_dropout_backward"),
+    *("aten::embedding", "aten::view_as_complex"),
 }
 
 _MOST_INLINED = 8  # torch._inductor.config.max_pointwise_cat_inputs

@@ -57,10 +57,7 @@ class Lifetimes:
 
 
 def lifetimes(
-    joint: JointGraph,
-    *,
-    scratch: Mapping[fx.Node, int] | None = None,
-    host_is_device: bool = False,
+    joint: JointGraph, *, scratch: Mapping[fx.Node, int] | None = None, host_is_device: bool = False
 ) -> Lifetimes:
     """Follow every storage through views, in-place ops, waits and multi-output ops.
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import (
-    module_of,
-    parameter_of,
-    phase_of,
-    tensors_of,
-)
+from graph_trainer.core.graph.annotations import module_of, parameter_of, phase_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import aliased_input, is_getitem, is_wait, schema_of
+from graph_trainer.core.text import aligned
 
 HEADINGS = ("phase", "module", "op", "shape", "alive", "for parameter")
 
@@ -53,9 +49,4 @@ def listing(joint: JointGraph, *, views: bool = False) -> str:
                 parameter_of(node) or "",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = []
-    for *texts, bytes_alive, parameter in rows:
-        cells = [text.ljust(width) for text, width in zip(texts, widths, strict=False)]
-        lines.append("  ".join([*cells, bytes_alive.rjust(widths[4]), parameter]).rstrip())
-    return "\n".join(lines)
+    return "\n".join(aligned(rows, right=[HEADINGS.index("alive")]))

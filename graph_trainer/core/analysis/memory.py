@@ -9,13 +9,7 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import SCRATCH, lifetimes, live_bytes
-from graph_trainer.core.graph.annotations import (
-    Role,
-    is_backward,
-    owner_of,
-    role_of,
-    tensors_of,
-)
+from graph_trainer.core.graph.annotations import Role, is_backward, owner_of, role_of, tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, is_collective, storage_roots

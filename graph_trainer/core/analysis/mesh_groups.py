@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.signature import InputKind
+from graph_trainer.core.graph.signature import Input, InputKind
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.torch_private_groups import mesh_slices
 
@@ -71,14 +71,18 @@ def meshes_of(joint: JointGraph, world_size: int) -> list[torch.Tensor]:
 
     An action that needs all ranks cannot rely on another mesh.
     """
-    meshes: dict[DeviceMesh, None] = {}
+    meshes = dict.fromkeys(tensor.device_mesh for _, tensor in dtensors_of(joint))
+    return [ranks for ranks in map(mesh_slices, meshes) if ranks.numel() == world_size]
+
+
+def dtensors_of(joint: JointGraph) -> Iterator[tuple[Input, DTensor]]:
+    """Yield the inputs of a graph that are DTensors, kind by kind."""
     for kind in InputKind:
         for spec, nodes in joint.inputs_of(kind):
             if spec.layout.subclass is DTensor:
                 tensor = wrap([value_of(n) for n in nodes], spec.layout)
                 assert isinstance(tensor, DTensor)
-                meshes[tensor.device_mesh] = None
-    return [ranks for ranks in map(mesh_slices, meshes) if ranks.numel() == world_size]
+                yield spec, tensor
 
 
 def joined(inner: Partition, outer: Partition) -> Partition | None:

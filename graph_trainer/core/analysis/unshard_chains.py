@@ -8,24 +8,17 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.parameter_flow import computed_from_one_parameter
-from graph_trainer.core.graph.annotations import (
-    Role,
-    block_of,
-    is_backward,
-    module_of,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, block_of, is_backward, module_of, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
+    aten,
     is_collective,
     is_getitem,
     is_wait,
     written_arguments,
 )
 from graph_trainer.core.graph.signature import InputKind
-
-aten = torch.ops.aten
 
 # Ops that only cast, copy or rearrange their input: in a chain from a parameter they make another
 # form of the parameter, not a result computed from it.

@@ -18,7 +18,7 @@ from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.step import Gradients
-from graph_trainer.core.tensor_diff import Difference, Results, compare, digest
+from graph_trainer.core.tensor_diff import Results, compare, digest
 from graph_trainer.core.torch_private import FakeTensor, TorchDispatchMode, pytree
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.errors import VerificationError
@@ -99,9 +99,23 @@ def check_capture(
                 eager(model, *batch)
         op = of_model.first_other
     for rank, (differences, where) in enumerate(ranks.gather((steps[first], op))):
-        if differences:
-            rounding = [why for joint in captured.joint_graphs() for why in joint.rounding]
-            raise VerificationError(_message(rank, first, differences, where, rounding))
+        if not differences:
+            continue
+        shown = []
+        for each in differences[:_SHOWN]:
+            apart = "" if math.isnan(each.max_abs) else f"by at most {each.max_abs:.3g}"
+            shown.append(f"{each.name} {apart} {each.note}".strip())
+        more = len(differences) - len(shown)
+        hint = f"The first op whose result the graph has nowhere: {where}. " if where else ""
+        if all(each.name.startswith("attribute") for each in differences):
+            hint = "A captured step sets no attributes: attributes=False leaves them out. "
+        if rounding := [why for joint in captured.joint_graphs() for why in joint.rounding]:
+            hint += f"The graph says that it is equal up to rounding: {'; '.join(rounding)}. "
+        raise VerificationError(
+            f"rank {rank}, step {first + 1}: the captured step differs from the model itself: "
+            f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}. {hint}"
+            "docs/what_capture_sees.md says what a step may do, and what to write instead"
+        )
 
 
 def _results(
@@ -188,23 +202,3 @@ def _is_complete(func: Any) -> bool:
     is_view = any(returned.alias_info for returned in func._schema.returns)
     is_started = kind is not None and kind.effect is Effect.STARTS
     return not is_view and not is_started and "empty" not in str(func)
-
-
-def _message(
-    rank: int, step: int, differences: list[Difference], op: str, rounding: list[str]
-) -> str:
-    shown = []
-    for each in differences[:_SHOWN]:
-        apart = "" if math.isnan(each.max_abs) else f"by at most {each.max_abs:.3g}"
-        shown.append(f"{each.name} {apart} {each.note}".strip())
-    more = len(differences) - len(shown)
-    first = f"The first op whose result the graph has nowhere: {op}. " if op else ""
-    if all(each.name.startswith("attribute") for each in differences):
-        first = "A captured step sets no attributes: attributes=False leaves them out. "
-    if rounding:
-        first += f"The graph says that it is equal up to rounding: {'; '.join(rounding)}. "
-    return (
-        f"rank {rank}, step {step + 1}: the captured step differs from the model itself: "
-        f"{'; '.join(shown)}{f'; and {more} more' if more > 0 else ''}. {first}"
-        "docs/what_capture_sees.md says what a step may do, and what to write instead"
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -91,6 +91,18 @@ def argument_nodes(value: Any) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(value, nodes.append)
     return nodes
+
+
+def ancestors(node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """List, in the order of the graph, the nodes that belong and lead to a node through others that
+    do. Linear in their inputs, but for the sort."""
+    found: set[fx.Node] = set()
+    stack = [node]
+    while stack:
+        new = {n for n in stack.pop().all_input_nodes if n not in found and belongs(n)}
+        found |= new
+        stack += new
+    return sorted(found)
 
 
 def subgraphs(node: fx.Node) -> Iterator[fx.GraphModule]:

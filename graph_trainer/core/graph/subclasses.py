@@ -131,6 +131,13 @@ def wrap(tensors: Sequence[torch.Tensor], layout: Layout) -> torch.Tensor:
     return unflatten(inner, layout.context, layout.shape, layout.stride)
 
 
+def with_stride(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """Return a tensor with these strides: itself where it has them, else a copy."""
+    if tensor.stride() == stride:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, stride).copy_(tensor)
+
+
 def _flattened(tensor: Any) -> tuple[list[str], Any]:
     """Return the attribute names of the inner tensors, and what else rebuilding needs."""
     return tensor.__tensor_flatten__()

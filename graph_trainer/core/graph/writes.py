@@ -47,15 +47,17 @@ class Writes:
         """Tell whether a node of the graph writes the storage of `node` in place."""
         return self._roots[node] in self.writers
 
+    def touched_by(self, node: fx.Node) -> bool:
+        """Tell whether the storage of a node or of one of its inputs is written in place."""
+        return any(map(self.is_written, (node, *node.all_input_nodes)))
+
     def written_inputs(self) -> set[fx.Node]:
         """Return the placeholders whose storage the graph writes."""
         return {root for root, _ in self.writers if root.op == "placeholder"}
 
 
-@once_per_graph
-def writes_of(graph: fx.Graph) -> Writes:
-    """Find the nodes that write in place, by storage. Linear in nodes."""
-    return Writes(graph)
+writes_of = once_per_graph(Writes)
+"""Find the nodes that write in place, by storage. Linear in nodes."""
 
 
 @dataclass(slots=True)

@@ -7,11 +7,7 @@ from collections import defaultdict
 
 import torch.distributed as dist
 
-from graph_trainer.core.analysis.collective_purpose import (
-    Traffic,
-    data_parallel_groups,
-    traffic_of,
-)
+from graph_trainer.core.analysis.collective_purpose import Traffic, data_parallel_groups, traffic_of
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -67,7 +63,7 @@ def check_order_across_ranks(joint: JointGraph, agreement: Agreement | None = No
     except Exception as error:  # of any kind: the other ranks wait for this rank's summary
         summary = error
     summaries = agreement.gather(summary)
-    if not disagreeing_groups(summaries):
+    if do_agree(summaries):
         return
     local = {_short(each.entry[1]): each.entry[1] for each in mine}
     members = {group: ranks for each in agreement.gather(local) for group, ranks in each.items()}
@@ -139,24 +135,16 @@ def summary_of(sequence: Sequence) -> Summary:
     return {_short(ranks): (len(ranks), _sha256(each)) for ranks, each in by_group.items()}
 
 
-def disagreeing_groups(summaries: list[Summary]) -> list[str]:
-    """Return the groups whose members do not agree. The list is the same on all ranks.
+def do_agree(summaries: list[Summary]) -> bool:
+    """Tell, alike on all ranks, whether the members of each group agree, from all ranks' summaries.
 
-    Members agree if the summary of each of them contains the group, with equal digests.
-
-    Args:
-        summaries: one for each rank that may be a member.
+    They do if the summary of each of them contains the group, with equal digests.
     """
     by_group: dict[str, list[tuple[int, str]]] = defaultdict(list)
     for groups in summaries:
         for group, summary in groups.items():
             by_group[group].append(summary)
-    differing = []
-    for group, members in by_group.items():
-        size, _ = members[0]
-        if len(members) != size or len(set(members)) > 1:
-            differing.append(group)
-    return differing
+    return all(len(of) == of[0][0] and len(set(of)) == 1 for of in by_group.values())
 
 
 def _sha256(value: object) -> str:

@@ -102,7 +102,18 @@ def prove_order(
     programs = {rank: _program(rank, sequences, classes) for rank in sequences}
     groups = list(dict.fromkeys(g for program in programs.values() for g in program.on_group))
     _check_groups(programs, groups)
-    _check_cycles(programs)
+    if cycle := _cycle(programs, blocking=True):
+        if sure := _cycle(programs, blocking=False):
+            raise VerificationError(
+                "the ranks would wait for each other in a cycle; running them would hang: "
+                f"{'; '.join(sure)}. Let every rank issue them in the same order. {REMEDY}"
+            )
+        raise VerificationError(
+            "the ranks' collectives on several groups cannot be put in one order; running them "
+            "would hang wherever a collective holds up the next one until all its ranks have come, "
+            f"as NCCL may: {'; '.join(cycle)}. Let every rank issue them in the same order. "
+            f"{REMEDY}"
+        )
     lengths = [len(program.steps) for program in programs.values()]
     unknown = {s.entry[0] for sequence in sequences.values() for s in sequence if not s.entry[2]}
     return OrderProof(
@@ -202,24 +213,6 @@ def _check_groups(programs: _Programs, groups: list[_Group]) -> None:
         _, one, two, group, place = min(differences)
         where = f"{place} of ranks {one} and {two} on a group of both"
         refuse_order(where, one, line(one, group, place), two, line(two, group, place))
-
-
-def _check_cycles(programs: _Programs) -> None:
-    """Refuse ranks that do not all come to the end."""
-    cycle = _cycle(programs, blocking=True)
-    if not cycle:
-        return
-    sure = _cycle(programs, blocking=False)
-    if sure:
-        raise VerificationError(
-            "the ranks would wait for each other in a cycle; running them would hang: "
-            f"{'; '.join(sure)}. Let every rank issue them in the same order. {REMEDY}"
-        )
-    raise VerificationError(
-        "the ranks' collectives on several groups cannot be put in one order; running them would "
-        "hang wherever a collective holds up the next one until all its ranks have come, as NCCL "
-        f"may: {'; '.join(cycle)}. Let every rank issue them in the same order. {REMEDY}"
-    )
 
 
 def _cycle(programs: _Programs, *, blocking: bool) -> list[str]:

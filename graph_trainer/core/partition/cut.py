@@ -10,16 +10,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-import operator
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from graph_trainer.core.analysis.lifetimes import bytes_kept, lifetimes, live_bytes
+from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import (
     Phase,
     annotate_node,
@@ -40,8 +38,6 @@ from graph_trainer.core.graph.ops import (
     is_getitem,
     is_wait,
     storage_roots,
-    storages_in,
-    value_storages,
     written_arguments,
 )
 from graph_trainer.core.graph.signature import (
@@ -81,38 +77,6 @@ class Halves:
         """
         return bytes_kept(self.forward.graph, self.saved())
 
-    def peak_bytes(self) -> tuple[int, int]:
-        """Return the most bytes alive at once in forward and in backward. Linear in nodes.
-
-        Inputs of forward and scratch memory are not counted. A saved value is alive until its
-        last reader.
-        """
-        taken = self.backward.placeholders()[len(self.inputs_read) :]
-        saved = dict(zip(taken, self.saved(), strict=False))
-        return peak_bytes(self.forward, self.backward, saved)
-
-
-def peak_bytes(
-    forward: JointGraph, backward: JointGraph, saved: Mapping[fx.Node, fx.Node]
-) -> tuple[int, int]:
-    """Return the peaks of two graphs as `Halves.peak_bytes` does.
-
-    Args:
-        saved: by placeholder of backward, the node of forward whose result it takes.
-    """
-    first, made = lifetimes(forward), lifetimes(backward).live_bytes
-    results = value_storages(forward.graph)
-    roots = storage_roots(backward.graph)
-    last: dict[Storage, int] = {}
-    for place, node in enumerate(backward.graph.nodes):
-        for source in node.all_input_nodes:
-            taken = saved.get(roots[source][0])
-            if taken is not None:
-                last |= dict.fromkeys(storages_in(results[taken]), place)
-    lifespans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
-    kept = live_bytes(len(made), lifespans)
-    return first.peak_bytes, max(map(operator.add, kept, made))
-
 
 def cut(joint: JointGraph) -> Halves:
     """Cut a joint graph in two; it stays as it was.
@@ -134,7 +98,17 @@ def cut(joint: JointGraph) -> Halves:
             "the graph was captured without backward, so there is nothing to partition: capture "
             "with backward=True"
         )
-    forward = _forward_nodes(joint)
+    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
+    for node in reversed(joint.graph.nodes):
+        if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
+            forward |= {node, *node.all_input_nodes}
+    # from the top, so that a wait for one part of a tuple follows the part
+    for node in joint.graph.nodes:
+        if is_wait(node) or is_getitem(node):
+            source = node.all_input_nodes[0]
+            if source in forward and source.op == "call_function":
+                forward.add(node)
+    forward = {node for node in forward if node.op == "call_function"}
     # the gradients with which backward begins: inputs, or the node that makes ones
     given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
     seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
@@ -150,12 +124,12 @@ def cut(joint: JointGraph) -> Halves:
                     f"forward's node '{node.name}' ({node.target}) depends on '{seed.name}', the "
                     "gradient with which backward begins: correct its phase, or that of its readers"
                 )
-    reads = _reads(joint, forward, seeds)
+    read, cloned = _reads(joint, forward, seeds)
     inputs = [node for node in joint.placeholders() if node not in seeds]
-    read = [place for place, node in enumerate(inputs) if node in reads.saved]
-    forward_half, saved = _forward_half(joint, forward, inputs, reads)
-    taken = [inputs[place] for place in read]
-    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(read))
+    places = [place for place, node in enumerate(inputs) if node in read]
+    forward_half, saved = _forward_half(joint, forward, inputs, read, cloned)
+    taken = [inputs[place] for place in places]
+    return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(places))
 
 
 def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
@@ -163,32 +137,14 @@ def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[
     return [(spec, n) for spec, n in pairs if (spec.kind is OutputKind.GRADIENT) == gradients]
 
 
-def _forward_nodes(joint: JointGraph) -> set[fx.Node]:
-    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
-    for node in reversed(joint.graph.nodes):
-        if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
-            forward |= {node, *node.all_input_nodes}
-    # from the top, so that a wait for one part of a tuple follows the part
-    for node in joint.graph.nodes:
-        if is_wait(node) or is_getitem(node):
-            source = node.all_input_nodes[0]
-            if source in forward and source.op == "call_function":
-                forward.add(node)
-    return {node for node in forward if node.op == "call_function"}
+_Cloned = dict[tuple[fx.Node, fx.Node], fx.Node]
+"""By value and backward reader, the node of forward that overwrites the value after the reader."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """What backward reads of forward and of its inputs."""
-
-    saved: set[fx.Node] = field(default_factory=set)
-    """What is read as forward leaves it."""
-    cloned: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
-    """By value and reader, the node of forward that overwrites the value after the reader."""
-
-
-def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _Reads:
-    order = {node: place for place, node in enumerate(joint.graph.nodes)}
+def _reads(
+    joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]
+) -> tuple[set[fx.Node], _Cloned]:
+    """Return what backward reads of forward and of its inputs: as forward leaves it, or cloned."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
     gradients = [node for _, nodes in _outputs(joint, gradients=True) for node in nodes]
@@ -200,12 +156,13 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 by_forward[roots[target]].append(node)
             else:
                 by_backward.setdefault(roots[target], node)
-    reads = _Reads()
+    saved: set[fx.Node] = set()
+    cloned: _Cloned = {}
     for node in joint.graph.nodes:
         for value in gradients if node.op == "output" else node.all_input_nodes:
             writer = by_backward.get(roots[value])
             if node in forward:
-                if writer is not None and order[writer] < order[node]:
+                if writer is not None and writer < node:
                     raise PassError(
                         f"forward's node '{node.name}' ({node.target}) reads '{value.name}', which "
                         f"backward's '{writer.name}' has written in place before: move one of the "
@@ -230,18 +187,18 @@ def _reads(joint: JointGraph, forward: set[fx.Node], seeds: list[fx.Node]) -> _R
                 )
             # which write of forward comes next after the reader, if any
             writers = by_forward[roots[value]]
-            place = bisect.bisect(writers, order[node], key=order.__getitem__)
+            place = bisect.bisect(writers, node)
             if place == len(writers):
-                reads.saved.add(value)
+                saved.add(value)
             elif writer is None:
-                reads.cloned[value, node] = writers[place]
+                cloned[value, node] = writers[place]
             else:
                 raise PassError(
                     f"forward ('{writers[place].name}') and backward ('{writer.name}') write "
                     f"'{value.name}' in place in turns, which two graphs cannot do: write into a "
                     "copy in one of them"
                 )
-    return reads
+    return saved, cloned
 
 
 _Saved = dict[tuple[fx.Node, fx.Node | None], fx.Node]
@@ -250,15 +207,19 @@ that is saved."""
 
 
 def _forward_half(
-    joint: JointGraph, forward: set[fx.Node], inputs: list[fx.Node], reads: _Reads
+    joint: JointGraph,
+    forward: set[fx.Node],
+    inputs: list[fx.Node],
+    read: set[fx.Node],
+    cloned: _Cloned,
 ) -> tuple[JointGraph, _Saved]:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
     saved: _Saved = {}
     # what `rematerialize` has acted on is not saved; tags that it has not are for a later partition
-    unacted = any(to_be_recomputed(node) for node in reads.saved)
+    unacted = any(to_be_recomputed(node) for node in read)
     readers: dict[fx.Node, dict[fx.Node, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    for (value, reader), writer in reads.cloned.items():
+    for (value, reader), writer in cloned.items():
         readers[writer][value].append(reader)
     for node in joint.graph.nodes:
         for value, several in readers[node].items():
@@ -275,7 +236,7 @@ def _forward_half(
                     carry_recompute_policy(node, made[node])
             if phase_of(node) is Phase.BACKWARD:
                 annotate_node(made[node], annotation(phase=Phase.LOSS))
-        if node in forward and node in reads.saved:
+        if node in forward and node in read:
             saved[node, None] = made[node]
     outputs = _outputs(joint, gradients=False)
     returned = list(dict.fromkeys(saved.values()))

@@ -8,6 +8,7 @@ of its tags that `rematerialize` has not acted on: passes run on it as they are.
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.analysis.unshard_chains import is_layout_only, unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -32,12 +34,20 @@ from graph_trainer.core.graph.annotations import (
     value_of,
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import erase_unused, is_collective, is_getitem, is_wait
+from graph_trainer.core.graph.ops import (
+    Storage,
+    erase_unused,
+    is_collective,
+    is_getitem,
+    is_wait,
+    storage_roots,
+    storages_in,
+    value_storages,
+)
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
-from graph_trainer.core.partition.cut import peak_bytes
 from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
@@ -145,9 +155,7 @@ class ExportedStep:
         """
         self._enter(ExportStage.REFRESH)
         graph = self.graph_module.graph
-        output = graph.output_node()
-        values, described = output.args[0], output.meta["desc"]
-        assert isinstance(values, (tuple, list))
+        values, described = self.joint.output_values(), graph.output_node().meta["desc"]
         for value, descriptor in zip(values, described, strict=False):
             if isinstance(value, (tuple, list, dict)):
                 raise PassError(
@@ -299,15 +307,14 @@ class ExportedStep:
         """
         repeats = stage == self._stage and stage in (ExportStage.REWRITE, ExportStage.TAG)
         needed = min(stage - 1, ExportStage.REMOVE_WAITS)
+        problem = ""
         if stage <= self._stage and not repeats:
+            problem = f"after which {stage.name} may not come"
+        elif stage >= ExportStage.REMOVE_WAITS and self._stage < needed:
+            problem = f"and {stage.name} needs {ExportStage(needed).name} before it"
+        if problem:
             raise PassError(
-                f"an exported step is at {self._stage.name}, after which {stage.name} may not "
-                f"come; the order is {', '.join(s.name for s in ExportStage)}"
-            )
-        if stage >= ExportStage.REMOVE_WAITS and self._stage < needed:
-            raise PassError(
-                f"an exported step is at {self._stage.name}, and {stage.name} needs "
-                f"{ExportStage(needed).name} before it; the order is "
+                f"an exported step is at {self._stage.name}, {problem}; the order is "
                 f"{', '.join(s.name for s in ExportStage)}"
             )
         self._stage = stage
@@ -371,9 +378,20 @@ def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
 
 
 def peaks_of(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, int]:
-    """Measure the peaks of the two graphs that a partitioner made, as `Halves.peak_bytes` does."""
-    made = {n.name: n for n in forward.graph.nodes if n.op == "call_function"}
-    taken = backward.graph.find_nodes(op="placeholder")
-    saved = {n: made[n.name] for n in taken if n.name in made}
-    halves = half_of(forward, OutputKind.SAVED), half_of(backward, OutputKind.GRADIENT)
-    return peak_bytes(*halves, saved)
+    """Return the most bytes alive at once in the two graphs of a partitioned step. Linear in nodes.
+
+    Inputs of forward and scratch memory are not counted. A saved value is alive until its last
+    reader.
+    """
+    first = lifetimes(half_of(forward, OutputKind.SAVED))
+    made = lifetimes(half_of(backward, OutputKind.GRADIENT)).live_bytes
+    results, roots = value_storages(forward.graph), storage_roots(backward.graph)
+    saved = {node.name: node for node in forward.graph.nodes if node.op == "call_function"}
+    last: dict[Storage, int] = {}
+    for place, node in enumerate(backward.graph.nodes):
+        for root, _ in map(roots.__getitem__, node.all_input_nodes):
+            if root.op == "placeholder" and root.name in saved:
+                last |= dict.fromkeys(storages_in(results[saved[root.name]]), place)
+    lifespans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
+    kept = live_bytes(len(made), lifespans)
+    return first.peak_bytes, max(map(operator.add, kept, made))

@@ -15,13 +15,12 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import erase_unused
 from graph_trainer.core.graph.signature import InputKind, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.graph.subclasses import unwrap, wrap
+from graph_trainer.core.graph.subclasses import unwrap, with_stride, wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.binding import Binding, output_tensor
-from graph_trainer.core.runtime.collective_failure import failed_collective
 from graph_trainer.core.torch_private import clear_saved_tensors, tensor_hooks
 from graph_trainer.errors import CaptureError
 
@@ -35,24 +34,12 @@ class PartitionedStep(nn.Module):
     `retain_graph` is autograd's error. Under `torch.no_grad()` nothing is saved, and the loss
     alone is computed.
 
-    Args:
-        joint: the graph.
-        model: whose parameters and buffers are used.
-        backend: the name of one of `backends.registry`.
-        compare_ranks: whether the first call compares the collectives of all ranks.
-
-    Attributes:
-        joint: the graph.
-        halves: the forward and the backward graph.
-        model: the model.
+    `partition` makes it of a joint graph and a model, which it has as `joint` and `model`, beside
+    the two graphs in `halves`.
     """
 
     def __init__(
-        self,
-        joint: JointGraph,
-        model: nn.Module,
-        backend: str = "eager",
-        compare_ranks: bool = True,
+        self, joint: JointGraph, model: nn.Module, backend: str, compare_ranks: bool
     ) -> None:
         super().__init__()
         self.model = model
@@ -64,6 +51,7 @@ class PartitionedStep(nn.Module):
         self._run_loss: BoxedFunction | None = None
         self._compare_ranks = compare_ranks
         self._binding = Binding(self.halves.forward, under_autograd=True)
+        self.run = self._binding.run
         names = [spec.name for spec in self.halves.forward.signature.outputs]
         inputs = self.halves.backward.signature.inputs
         gradients = [i.name for i in inputs if i.kind is InputKind.OUTPUT_GRADIENT]
@@ -206,19 +194,6 @@ class PartitionedStep(nn.Module):
         """Return the loss, or what the model returns."""
         return outputs[0] if self.joint.outputs is None else self.joint.outputs.rebuild(outputs)
 
-    def run(
-        self, run: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
-    ) -> tuple[torch.Tensor, ...]:
-        """Run a compiled graph of this step, naming the collective that fails."""
-        try:
-            with self._binding.without_autocast():
-                return run(values)
-        except RuntimeError as error:
-            failed = failed_collective(error, graph)
-            if failed is None:
-                raise
-            raise failed from error
-
 
 class _Function(torch.autograd.Function):
     """Runs the two graphs of a `PartitionedStep`."""
@@ -249,11 +224,8 @@ class _Function(torch.autograd.Function):
         specs = step.halves.forward.signature.outputs
         values = list(ctx.saved_tensors)
         for place in step._differentiable:
-            # the gradient of an output, with the strides of the capture
-            spec, gradient = specs[place], gradients[place]
-            if gradient.stride() != spec.layout.stride:
-                strided = gradient.new_empty_strided(gradient.shape, spec.layout.stride)
-                gradient = strided.copy_(gradient)
+            spec = specs[place]
+            gradient = with_stride(gradients[place], spec.layout.stride)
             if not spec.layout.matches(gradient):
                 raise CaptureError(
                     f"the gradient of '{spec.name}' is {unwrap(gradient)[1].describe()}; backward "
@@ -267,10 +239,7 @@ class _Function(torch.autograd.Function):
         return None, None, None, *(output_tensor(spec, parts) for spec, parts in outputs)
 
 
-_PlainBatch = tuple[int, list[str], list[tuple[Any, ...]]]
-
-
-def _plain_batch(joint: JointGraph) -> _PlainBatch | None:
+def _plain_batch(joint: JointGraph) -> tuple[int, list[str], list[tuple[Any, ...]]] | None:
     """Return number, names and layouts of the arguments of a call, None if one is not a tensor."""
     specs = [spec for spec in joint.signature.inputs if spec.kind is InputKind.BATCH]
     args, kwargs = joint.captured_batch.rebuild(specs)

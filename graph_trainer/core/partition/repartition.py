@@ -29,6 +29,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.host_copies import waits_for_copy
 from graph_trainer.core.graph.ops import (
     aliased_input,
+    ancestors,
     has_effect,
     is_getitem,
     is_wait,
@@ -162,7 +163,7 @@ PARTITIONS: dict[str, Partition] = {"tags": repartition, "min_cut": repartition_
 """By the name of `gt.backend(partition=...)` and `ExportedStep.compile(partition=...)`."""
 
 
-def _ancestors(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
+def _needed_for(graph: fx.Graph, roots: Iterable[Any], stop: set[fx.Node]) -> set[fx.Node]:
     """Return `roots` and the nodes that they need, without `stop` and what only `stop` needs."""
     needed = {root for root in roots if isinstance(root, fx.Node)} - stop
     for node in reversed(graph.nodes):
@@ -184,7 +185,7 @@ def _forward(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
             or (traced_in_forward(node) and (_must_run(node) or _decision(node)))
         ):
             roots.append(node)
-    return _ancestors(joint.graph, roots, set())
+    return _needed_for(joint.graph, roots, set())
 
 
 def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int) -> set[fx.Node]:
@@ -196,7 +197,7 @@ def _backward(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: int
         and (must_be_in_backward(node) or (not traced_in_forward(node) and _must_run(node)))
     ]
     roots = [*flat_outputs(joint, num_fwd_outputs)[1], *placed]
-    return _ancestors(joint.graph, roots, forward)
+    return _needed_for(joint.graph, roots, forward)
 
 
 def _must_run(node: fx.Node) -> bool:
@@ -260,19 +261,14 @@ def _recompute(joint: fx.GraphModule, forward: set[fx.Node], num_fwd_outputs: in
     def copy_of(node: fx.Node) -> fx.Node:
         return copies.get(node, node)
 
+    def is_missing(node: fx.Node) -> bool:
+        early = node in forward or traced_in_forward(node)
+        return early and node not in copies and not _is_saved(node)
+
     for reader in sorted(_backward(joint, forward, num_fwd_outputs)):
         if traced_in_forward(reader):
             continue
-        needed: set[fx.Node] = set()
-        stack = [reader]
-        while stack:
-            for node in stack.pop().all_input_nodes:
-                known = node in needed or node in copies
-                early = node in forward or traced_in_forward(node)
-                if early and not known and not _is_saved(node):
-                    needed.add(node)
-                    stack.append(node)
-        for node in sorted(needed):
+        for node in ancestors(reader, is_missing):
             with graph.inserting_before(reader):
                 copies[node] = graph.node_copy(node, copy_of)
             copy_annotations(node, copies[node])

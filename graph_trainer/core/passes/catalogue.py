@@ -136,13 +136,11 @@ def resolve_passes(passes: Sequence[str | Pass], disable_passes: Sequence[str] =
     for name in disable_passes:
         _lookup(name, known | {p.name: p for p in selected}, "disable_passes")
     selected = [p for p in selected if p.name not in disable_passes]
-    seen: set[str] = set()
-    for each in selected:
-        if each.name in seen:
-            raise PassError(
-                f"compile.passes: '{each.name}' is listed twice; a pass runs once: remove one"
-            )
-        seen.add(each.name)
+    names = [p.name for p in selected]
+    if twice := [name for place, name in enumerate(names) if name in names[:place]]:
+        raise PassError(
+            f"compile.passes: '{twice[0]}' is listed twice; a pass runs once: remove one"
+        )
     if "default" in passes:
         # in a stage, built-in passes are in the order of the catalogue, others where they were put
         built_in = iter([p for p in known.values() if p in selected])

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import Agreement, OneRank
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.detect import HARDWARE_KEY, Detected, detect_for
@@ -19,10 +18,8 @@ from graph_trainer.core.simulation.simulate import (
     simulate,
 )
 from graph_trainer.core.suggest import did_you_mean
-from graph_trainer.core.units import GIB
+from graph_trainer.core.units import NANOSECONDS
 from graph_trainer.errors import PassError
-
-_PER_SECOND = 10**9
 
 ReshardAfterForward = Literal["default", "always", "never", "auto"]
 ActivationPolicy = Literal["none", "selective", "full", "layers", "budget", "file", "user"]
@@ -42,6 +39,18 @@ def acts_with(default: Any, **others: tuple[Any, ...]) -> Any:
             with which this one acts.
     """
     return field(default=default, metadata={"acts_with": others})
+
+
+def check_choice(name: str, value: object, literal: Any) -> None:
+    """Refuse a value that is not one of those of a Literal.
+
+    Raises:
+        PassError: with all of them, and the one that was meant.
+    """
+    known = get_args(literal)
+    if value not in known:
+        hint = did_you_mean(str(value), known, " (did you mean '{}'?)")
+        raise PassError(f"{name} is {value!r}{hint}; it must be one of {', '.join(known)}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,15 +105,9 @@ class RunSettings:
     """What counts against the limit beside the graph and its inputs, given the graph."""
 
     def __post_init__(self) -> None:
-        for name, kind in (
-            ("reshard_after_forward", ReshardAfterForward),
-            ("activation_policy", ActivationPolicy),
-        ):
-            policy, known = getattr(self, name), get_args(kind)
-            unset = policy is None and name == "reshard_after_forward"
-            if policy not in known and not unset:
-                hint = did_you_mean(str(policy), known, " (did you mean '{}'?)")
-                raise PassError(f"{name} is {policy!r}{hint}; it must be one of {', '.join(known)}")
+        if self.reshard_after_forward is not None:
+            check_choice("reshard_after_forward", self.reshard_after_forward, ReshardAfterForward)
+        check_choice("activation_policy", self.activation_policy, ActivationPolicy)
         if self.recompute_every_nth_block < 1:
             raise PassError(
                 f"recompute_every_nth_block is {self.recompute_every_nth_block}; it must be 1 or "
@@ -133,6 +136,16 @@ class RunSettings:
             )
 
 
+class SlowestStep(NamedTuple):
+    """A simulated step, each number that of the rank on which it is largest."""
+
+    needed: int
+    """Bytes that a device must have."""
+    nanoseconds: int
+    waits: int
+    """Nanoseconds that compute waits for communication."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassContext:
     """What a pass may know beside its options. The pipeline makes one for each pass."""
@@ -159,20 +172,15 @@ class PassContext:
         """Simulate this rank's step as the graph is now. Linear in nodes."""
         return simulate(joint, self.hardware_for(joint), self.settings.other_memory(joint))
 
-    def simulate_on_all_ranks(self, joint: JointGraph) -> tuple[float, int, bool]:
-        """Simulate the step with the later passes, on a copy of the graph. Two all-reduces.
-
-        Returns:
-            seconds of a step on the slowest rank, the bytes that the rank that needs most needs of
-            its device, and whether they are within the memory limit.
-        """
-        trial = copy_graph(joint)
-        self.run_later_passes(trial)
-        simulation = self.simulate(trial)
-        largest, limit = self.agreement.all_reduce_max, self.settings.memory_limit_gib
-        nanoseconds = largest(round(simulation.timeline.step_seconds * _PER_SECOND))
-        needed = largest(simulation.need().total)
-        return nanoseconds / _PER_SECOND, needed, not limit or needed <= limit * GIB
+    def simulate_on_all_ranks(self, joint: JointGraph) -> SlowestStep:
+        """Simulate every rank's step as the graph is now. Three all-reduces. Linear in nodes."""
+        simulation, largest = self.simulate(joint), self.agreement.all_reduce_max
+        waits = sum(wait.seconds for wait in simulation.timeline.exposed)
+        return SlowestStep(
+            largest(simulation.need().total),
+            largest(round(simulation.timeline.step_seconds * NANOSECONDS)),
+            largest(round(waits * NANOSECONDS)),
+        )
 
 
 def detect_on_all_ranks(joint: JointGraph, agreement: Agreement) -> Detected:

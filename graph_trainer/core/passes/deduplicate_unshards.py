@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import Role, merge_tags, role_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import runs_once
+from graph_trainer.core.graph.ops import aten, runs_once
 from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-
-aten = torch.ops.aten
 
 _FILLED = {aten.new_zeros.default, aten.zeros.default}
 _VIEWS_AND_PADS = {
@@ -44,7 +41,7 @@ def deduplicate_unshards(joint: JointGraph, options: NoOptions, context: PassCon
     numbers = ValueNumbers()
     first: dict[object, fx.Node] = {}
     for node in list(joint.graph.nodes):
-        if any(writes.is_written(n) for n in (node, *node.all_input_nodes)):
+        if writes.touched_by(node):
             numbers.number_alone(node)
             continue
         unshards = role_of(node) is Role.UNSHARD

@@ -23,6 +23,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     argument,
     argument_nodes,
+    aten,
     erase_unused,
     plain_kind,
     storage_roots,
@@ -31,8 +32,6 @@ from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.torch_private_groups import group_ranks
-
-aten = torch.ops.aten
 
 
 @graph_pass(stage=Stage.STRUCTURE, summary="Read a local slice of a gather from what was sent")
@@ -56,15 +55,13 @@ def eliminate_round_trips(joint: JointGraph, options: NoOptions, context: PassCo
     Guarantees equal bits, and the same decision on every rank of a group: it depends on nothing
     in which their graphs differ. Linear in nodes for each mesh dimension.
     """
-    changed = True
-    while changed:
-        changed = False
-        cuts = [node for node in joint.graph.nodes if local_slice_group(node) is not None]
-        trips = _RoundTrips(joint) if cuts else None
-        for cut in reversed(cuts):  # what precedes a node is then as it was
-            changed |= trips is not None and trips.shorten(cut)
-        if changed:
-            erase_unused(joint.graph)
+    while cuts := [node for node in joint.graph.nodes if local_slice_group(node) is not None]:
+        trips = _RoundTrips(joint)
+        # from the end, as what precedes a node is then as it was
+        shortened = [trips.shorten(cut) for cut in reversed(cuts)]
+        if not any(shortened):
+            return
+        erase_unused(joint.graph)
 
 
 @dataclass(frozen=True, slots=True)

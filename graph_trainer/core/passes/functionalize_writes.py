@@ -9,11 +9,9 @@ from torch import fx
 
 from graph_trainer.core.graph.annotations import Phase, phase_of, tensor_of, tensors_of
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument_nodes, is_random, schema_of, storage_roots
+from graph_trainer.core.graph.ops import argument_nodes, aten, is_random, schema_of, storage_roots
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-
-aten = torch.ops.aten
 
 
 @graph_pass(stage=Stage.CLEANUP, summary="Replace in-place writes to temporaries")

@@ -8,10 +8,16 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import fx
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
-from graph_trainer.core.analysis.mesh_groups import Partition, joined, meshes_of, partition_of
-from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of, value_of
+from graph_trainer.core.analysis.mesh_groups import (
+    Partition,
+    dtensors_of,
+    joined,
+    meshes_of,
+    partition_of,
+)
+from graph_trainer.core.graph.annotations import Role, parameter_of, phase_of, role_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
@@ -24,7 +30,6 @@ from graph_trainer.core.graph.ops import (
     written_arguments,
 )
 from graph_trainer.core.graph.signature import InputKind
-from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -92,15 +97,11 @@ def fuse_chained_reduce_scatters(
     )
 
 
-_Chain = tuple[fx.Node, Partition]
-"""The first of several collectives of which the last is to do what all of them do, and the world's
-ranks in groups, each over the ranks of all these collectives."""
-
-
 def _fuse_chains(
     joint: JointGraph, agreement: Agreement, result: Result, role: Role, join: Join
 ) -> None:
-    """Let the last of each chain of one op read what the first reads, over the ranks of all.
+    """Let the last of each chain of one op read what the first reads, over the ranks of all. A
+    chain of three extends one of two.
 
     Both must have `role`, for the same parameter: how other ranks store parameters is known, and so
     it is known that they have the same chains. `join` returns the partition over which one
@@ -116,23 +117,8 @@ def _fuse_chains(
         and parameter_of(before) == parameter_of(node)
         and phase_of(before) is phase_of(node)
     }
-    chains = _joined_pairs(joint, pairs, join) if pairs else {}
-    groups = groups_within([partition for _, partition in chains.values()], agreement)
-    for node, (first, partition) in chains.items():
-        schema = schema_of(node)
-        assert schema is not None
-        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
-        given["input"] = argument(first, "input")
-        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
-        node.args, node.kwargs = tuple(given.values()), {}
-    if chains:
-        erase_unused(joint.graph)
-
-
-def _joined_pairs(
-    joint: JointGraph, pairs: dict[fx.Node, fx.Node], join: Join
-) -> dict[fx.Node, _Chain]:
-    """Return the chains by their last collective; a chain of three extends one of two."""
+    if not pairs:
+        return
     even = _evenly_sharded(joint)
     writes = writes_of(joint.graph)
     join = cache(join)
@@ -152,7 +138,9 @@ def _joined_pairs(
             ) from error
         return partition_on(ranks) if meshes and backend == dist.get_backend() else None
 
-    chains: dict[fx.Node, _Chain] = {}
+    # by the collective that is to do what several do, the first of these, and the world's ranks in
+    # groups, each over the ranks of all of these
+    chains: dict[fx.Node, tuple[fx.Node, Partition]] = {}
     for node, previous in pairs.items():
         if parameter_of(node) not in even:
             continue
@@ -166,7 +154,16 @@ def _joined_pairs(
         if partition is not None:
             chains.pop(previous, None)
             chains[node] = (first, partition)
-    return chains
+    groups = groups_within([partition for _, partition in chains.values()], agreement)
+    for node, (first, partition) in chains.items():
+        schema = schema_of(node)
+        assert schema is not None
+        given: dict[str, Any] = {e.name: argument(node, e.name) for e in schema.arguments}
+        given["input"] = argument(first, "input")
+        given |= {"group_size": len(partition[0]), "group_name": groups[partition]}
+        node.args, node.kwargs = tuple(given.values()), {}
+    if chains:
+        erase_unused(joint.graph)
 
 
 def _before(node: fx.Node) -> fx.Node | None:
@@ -200,15 +197,12 @@ def _evenly_sharded(joint: JointGraph) -> set[str]:
     is known of a parameter that is not a DTensor.
     """
     even = set()
-    for spec, nodes in joint.inputs_of(InputKind.PARAMETER):
-        if spec.layout.subclass is not DTensor:
-            continue
-        tensor = wrap([value_of(n) for n in nodes], spec.layout)
-        assert isinstance(tensor, DTensor)
+    for spec, tensor in dtensors_of(joint):
         parts = [1] * tensor.ndim
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             if isinstance(placement, (Shard, StridedShard)):
                 parts[placement.dim] *= size
-        if all(size % count == 0 for size, count in zip(tensor.shape, parts, strict=True)):
+        even_here = all(n % count == 0 for n, count in zip(tensor.shape, parts, strict=True))
+        if spec.kind is InputKind.PARAMETER and even_here:
             even.add(spec.name)
     return even

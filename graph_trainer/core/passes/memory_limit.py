@@ -80,11 +80,6 @@ class Budget:
         self._follows_plan = follows_plan
         self._latest: int | None = None
 
-    @property
-    def limits_passes(self) -> bool:
-        """Whether there is a limit for which passes are rolled back."""
-        return bool(self._limit)
-
     def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
@@ -139,7 +134,19 @@ class Budget:
             )
             remedy = f"Raise {KEY}, or set"
             raise self._refusal(said, joint, hardware, report, raised, remedy)
-        self._check_host(joint, hardware)
+        if self._host_memory is not unknown and self._limit != 0:
+            need = self.memory(joint, hardware).host_bytes
+            room = self._host_memory(joint) if need else None
+            if (lack := self._lack(need, room)) > 0:
+                said = (
+                    f"compile.offload_activations needs {gib(lack)} GiB more of host memory than "
+                    "there is on the rank that lacks most. This rank keeps "
+                    f"{gib(need)} GiB of activations there and has {_text(room)}. Offload less: "
+                    "compile.offload_activations.block_inputs = false, a larger "
+                    "compile.offload_activations.min_bytes, fewer gt.offload(); or recompute: "
+                    f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
+                )
+                raise MemoryLimitError(wrapped(said, COLUMNS))
         if self._limit is not None or self._device_memory is unknown:
             return
         room, here = self._device_memory(joint), detect_for(joint).hardware
@@ -147,31 +154,12 @@ class Budget:
             hardware = here
         need = need_of(self.memory(joint, hardware), hardware).total
         if (lack := self._lack(need, room)) > 0:
-            has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
             said = (
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
-                f"rank that lacks most. This rank has {has}; it needs"
+                f"rank that lacks most. This rank has {_text(room)}; it needs"
             )
             remedy = f"Take the risk with {KEY} = 0, or set"
             raise self._refusal(said, joint, hardware, report, raised, remedy)
-
-    def _check_host(self, joint: JointGraph, hardware: Hardware) -> None:
-        """Refuse copies that do not fit in host memory, on all ranks."""
-        if self._host_memory is unknown or self._limit == 0:
-            return
-        need = self.memory(joint, hardware).host_bytes
-        room = self._host_memory(joint) if need else None
-        lack = self._lack(need, room)
-        if lack > 0:
-            has = "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
-            said = (
-                f"compile.offload_activations needs {gib(lack)} GiB more of host memory than there "
-                f"is on the rank that lacks most. This rank keeps {gib(need)} GiB of activations "
-                f"there and has {has}. Offload less: compile.offload_activations.block_inputs = "
-                "false, a larger compile.offload_activations.min_bytes, fewer gt.offload(); or "
-                f'recompute: activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
-            )
-            raise MemoryLimitError(wrapped(said, COLUMNS))
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
@@ -192,6 +180,10 @@ class Budget:
         helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
         said = wrapped(f"{said} {what_is_needed(memory, hardware)}.", COLUMNS)
         return MemoryLimitError(f"{said}\n{report}\n{remedy} {helps}")
+
+
+def _text(room: DeviceMemory | None) -> str:
+    return "unknown" if room is None else f"{gib(room.bytes)} GiB: {room.source}"
 
 
 def what_is_needed(memory: Memory, hardware: Hardware) -> str:

@@ -13,11 +13,7 @@ from graph_trainer.core.passes.context import PassContext
 
 aten = torch.ops.aten
 
-_ALIASES = {
-    aten.alias.default,
-    aten.detach.default,
-    aten.lift_fresh.default,
-}
+_ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _VIEWS = {
     aten.view.default,
     aten._unsafe_view.default,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,14 +71,9 @@ class OffloadActivationsOptions:
                 raise PassError(f"{KEY}.{name} is {value}; it must be 0 or more")
 
 
-@dataclass(slots=True)
-class _Value:
-    """A storage to offload."""
-
-    base: fx.Node
-    """The first node whose value is the whole storage, complete."""
-    shown_by: list[fx.Node] = field(default_factory=list)
-    """The other nodes of forward and loss with that storage, views, in order."""
+_Value = list[fx.Node]
+"""A storage to offload: the first node whose value is the whole storage, complete, and after it the
+other nodes of forward and loss with that storage, views, in order."""
 
 
 @graph_pass(
@@ -112,11 +107,29 @@ def offload_activations(
         return
     staying: Counter[str] = Counter()
     values = _values(joint, tagged, options.min_bytes, staying)
-    copied = _insert_copies(joint, values, options, staying)
-    recompute(joint, {view for value, _ in copied for view in value.shown_by})
-    for value, read in copied:
-        for reader in [n for n in value.base.users if is_backward(n)]:
-            reader.replace_input_with(value.base, read)
+    places = _Places(joint.graph, options)
+    copied: list[tuple[_Value, fx.Node]] = []
+    for value in sorted(values, key=lambda nodes: nodes[0]):
+        base = value[0]
+        nodes = set(value).union(*(view.users for view in value))
+        last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
+        reader = min(n for n in nodes if is_backward(n))
+        first = places.at[reader]
+        end, back = places.waits(last, first)
+        if max(back, end) > first or end >= back:
+            staying["backward needs them before a copy would be complete"] += 1
+            continue
+        device, phase = tensor_of(base).device, phase_of(base)
+        out = _insert(joint, places.order[last + 1], base, phase, OFFLOAD, base)
+        stored = _insert(joint, places.order[end], base, phase, WAIT_COPY, out, base)
+        start = places.order[back] if back < first else reader
+        reload = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
+        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, reload, stored)
+        copied.append((value, read))
+    recompute(joint, {view for value, _ in copied for view in value[1:]})
+    for (base, *_), read in copied:
+        for reader in [n for n in base.users if is_backward(n)]:
+            reader.replace_input_with(base, read)
     size = sum(tensor_of(read).nbytes for _, read in copied)
     joint.remarks.append(
         f"{len(copied)} values ({gib(size)} GiB) are in host memory between forward and backward"
@@ -176,7 +189,7 @@ def _values(
         if why := why_not(storage, nodes, whole):
             staying[why] += 1
             continue
-        values.append(_Value(whole[0], forward[forward.index(whole[0]) + 1 :]))
+        values.append(forward[forward.index(whole[0]) :])
     return values
 
 
@@ -230,37 +243,6 @@ class _Places:
             place = bisect.bisect_right(self._backward, first) - 1 - ahead
             back = self._backward[place] if place >= 0 else min(self._end, first)
         return end, max(back, last + 1)
-
-
-def _insert_copies(
-    joint: JointGraph,
-    values: list[_Value],
-    options: OffloadActivationsOptions,
-    staying: Counter[str],
-) -> list[tuple[_Value, fx.Node]]:
-    """Insert the copies of the values, each with the node that backward is to read."""
-    places = _Places(joint.graph, options)
-    copied: list[tuple[_Value, fx.Node]] = []
-    for value in sorted(values, key=lambda v: v.base):
-        base = value.base
-        nodes = {base, *value.shown_by}
-        for view in (base, *value.shown_by):
-            nodes.update(view.users)
-        last = max(places.last(n) for n in nodes if not is_backward(n) and n in places.at)
-        reader = min(n for n in nodes if is_backward(n))
-        first = places.at[reader]
-        end, back = places.waits(last, first)
-        if max(back, end) > first or end >= back:
-            staying["backward needs them before a copy would be complete"] += 1
-            continue
-        device, phase = tensor_of(base).device, phase_of(base)
-        out = _insert(joint, places.order[last + 1], base, phase, OFFLOAD, base)
-        stored = _insert(joint, places.order[end], base, phase, WAIT_COPY, out, base)
-        start = places.order[back] if back < first else reader
-        reload = _insert(joint, start, base, Phase.BACKWARD, RELOAD, stored, device)
-        read = _insert(joint, reader, base, Phase.BACKWARD, WAIT_COPY, reload, stored)
-        copied.append((value, read))
-    return copied
 
 
 def _insert(

@@ -37,8 +37,7 @@ from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unkno
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import PassReport, Report, graph_state, is_same_state, measure
-from graph_trainer.core.passes.verify import verify_values
-from graph_trainer.core.passes.verify_numbers import Numbers
+from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
 from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
 
 
@@ -155,7 +154,7 @@ def pass_by_pass(
         name = step.graph_pass.name
         if on_pass is not None:
             on_pass(name)
-        may_go = first is None and budget.limits_passes and step.graph_pass.optional
+        may_go = bool(config.memory_limit_gib) and first is None and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
         seconds, verified = run_one(joint, step, numbers)
         budget.changed()
@@ -176,7 +175,8 @@ def pass_by_pass(
         if start is None and step.graph_pass.optional:
             raised[name] = row.peak_bytes - rows[-1].peak_bytes
         row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
-        if simulated_on and step.needs_hardware and (changed or joint.remarks):
+        simulates = step.graph_pass.needs_hardware(step.options, config)
+        if simulated_on and simulates and (changed or joint.remarks):
             joint.remarks[:1] = ["; ".join([*joint.remarks[:1], f"simulated on {simulated_on}"])]
             simulated_on = ""  # said once
         rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
@@ -260,15 +260,6 @@ class PassStep(NamedTuple):
     graph_pass: Pass
     options: Any
     context: PassContext
-
-    @property
-    def needs_hardware(self) -> bool:
-        return self.graph_pass.needs_hardware(self.options, self.context.settings)
-
-    @property
-    def may_change_sums(self) -> bool:
-        """Whether this run of the pass may change the order of a sum."""
-        return self.graph_pass.changes_sums and not self.context.settings.bitwise
 
     def run(self, joint: JointGraph) -> None:
         self.graph_pass.function(joint, self.options, self.context)
@@ -370,7 +361,8 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
         verified = ""
         if numbers is not None:
             verify_values(joint)
-            verified = numbers.check(joint, changes_sums=step.may_change_sums)
+            may_change_sums = step.graph_pass.changes_sums and not step.context.settings.bitwise
+            verified = numbers.check(joint, changes_sums=may_change_sums)
     except VerificationError as error:
         raise VerificationError(
             f"pass '{step.graph_pass.name}' (after {', '.join(joint.history) or 'no other pass'}) "

@@ -19,6 +19,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
+    ancestors,
     is_getitem,
     runs_once,
     subgraph_of,
@@ -77,15 +78,7 @@ def recompute(joint: JointGraph, tagged: set[fx.Node]) -> None:
     for reader in list(graph.nodes):
         if not is_backward(reader):
             continue
-        # the tagged nodes that the reader needs and that have no copy yet
-        needed: set[fx.Node] = set()
-        stack = [reader]
-        while stack:
-            sources = tagged.intersection(stack.pop().all_input_nodes)
-            inputs = {n for n in sources if n not in needed and n not in copies}
-            needed |= inputs
-            stack += inputs
-        for node in sorted(needed):
+        for node in ancestors(reader, lambda n: n in tagged and n not in copies):
             _check_may_run_again(node, reader, writes)
             with graph.inserting_before(reader):
                 copies[node] = graph.node_copy(node, argument_of_copy)

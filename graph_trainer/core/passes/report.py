@@ -8,17 +8,13 @@ from dataclasses import dataclass
 
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    annotations_of,
-    is_analysed_alike,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import Phase, annotations_of, is_analysed_alike, phase_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
 from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
+from graph_trainer.core.text import aligned
 from graph_trainer.core.units import MIB
 
 HEADINGS = ("after", "nodes", "gather fwd", "gather bwd", "reduce", "comm MiB", "peak MiB", "s")
@@ -145,10 +141,5 @@ class Report:
         ]
 
     def __str__(self) -> str:
-        table = [list(HEADINGS), *self.cells()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(HEADINGS))]
-        lines = []
-        for name, *numbers in table:
-            right = [text.rjust(width) for text, width in zip(numbers, widths[1:], strict=True)]
-            lines.append("  ".join([name.ljust(widths[0]), *right]))
+        lines = aligned([HEADINGS, *self.cells()], right=range(1, len(HEADINGS)))
         return "\n".join([*lines, *self.notes()])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -28,6 +27,7 @@ from graph_trainer.core.graph.data_sizes import exact_shape
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     aliased_input,
+    aten,
     collective_kind,
     is_collective,
     is_getitem,
@@ -35,11 +35,8 @@ from graph_trainer.core.graph.ops import (
 )
 from graph_trainer.core.graph.writes import writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext, acts_with
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
 from graph_trainer.errors import PassError
-
-aten = torch.ops.aten
 
 FIRST_AC_GRAPH_ID = 1 << 41
 """Of the first block. Far from the numbers of user checkpointing and from that of FSDP's tags."""
@@ -77,13 +74,7 @@ class TagActivationsOptions:
 
     def __post_init__(self) -> None:
         for name, kind in (("matmuls", Matmuls), ("regather", Regather)):
-            value, known = getattr(self, name), get_args(kind)
-            if value not in known:
-                hint = did_you_mean(str(value), known, " (did you mean '{}'?)")
-                raise PassError(
-                    f"compile.tag_activations.{name} is {value!r}{hint}; it must be one of "
-                    f"{', '.join(known)}"
-                )
+            check_choice(f"compile.tag_activations.{name}", getattr(self, name), kind)
 
 
 @graph_pass(

@@ -13,8 +13,10 @@ from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import autocast_enabled
 from graph_trainer.core.graph.signature import Input, InputKind, Output
-from graph_trainer.core.graph.subclasses import unwrap, wrap
+from graph_trainer.core.graph.subclasses import unwrap, with_stride, wrap
 from graph_trainer.core.names import clean_fqn
+from graph_trainer.core.runtime.backends.base import BoxedFunction
+from graph_trainer.core.runtime.collective_failure import failed_collective
 from graph_trainer.errors import CaptureError
 
 _Place = tuple[tuple[str, ...], str, str]
@@ -64,13 +66,24 @@ class Binding:
             self._joint.settings.check(call, self._device_types)
         return values
 
-    def without_autocast(self) -> contextlib.AbstractContextManager[object]:
-        """Turn autocast off, because the graph already contains its casts."""
-        stack = contextlib.ExitStack()
-        for device_type in self._device_types:
-            if autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        return stack
+    def run(
+        self, compiled: BoxedFunction, graph: JointGraph, values: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        """Run a compiled graph, without autocast, because the graph already contains its casts.
+
+        Raises:
+            CollectiveError: naming the collective that failed (gloo; see `collective_failure`).
+        """
+        try:
+            with contextlib.ExitStack() as stack:
+                for device_type in filter(autocast_enabled, self._device_types):
+                    stack.enter_context(torch.autocast(device_type, enabled=False))
+                return compiled(values)
+        except RuntimeError as error:
+            failed = failed_collective(error, graph)
+            if failed is None:
+                raise
+            raise failed from error
 
     def state(self, model: nn.Module) -> list[torch.Tensor]:
         """Return the model's tensor for each parameter and buffer of the graph, in order.
@@ -158,8 +171,5 @@ def _parts(spec: Input, tensor: torch.Tensor | None) -> list[torch.Tensor]:
 
 def output_tensor(spec: Output, parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Put an output of a graph together, with the strides of the capture."""
-    tensor = wrap(parts, spec.layout)
-    if tensor.stride() == spec.layout.stride:
-        return tensor
-    # A kernel gave other strides than its fake one; a norm sums in their order.
-    return tensor.new_empty_strided(tensor.shape, spec.layout.stride).copy_(tensor)
+    # A kernel may have given other strides than its fake one; a norm sums in their order.
+    return with_stride(wrap(parts, spec.layout), spec.layout.stride)

@@ -17,7 +17,6 @@ from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.binding import Binding, output_tensor
-from graph_trainer.core.runtime.collective_failure import failed_collective
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
 from graph_trainer.errors import CaptureError
 
@@ -29,15 +28,8 @@ class Step:
 
     Gradients are by parameter FQN: DTensors where the parameter is one, and absent for
     parameters that the loss does not depend on. A graph without backward returns none. `.grad`
-    is not written; buffers that forward changes are changed in place.
-
-    Args:
-        joint: the graph.
-        run: the compiled graph.
-        compare_ranks: whether the first call compares the collectives of all ranks.
-
-    Attributes:
-        joint: the graph.
+    is not written; buffers that forward changes are changed in place. `compile` makes it of a joint
+    graph, which it has as `joint`.
     """
 
     def __init__(self, joint: JointGraph, run: BoxedFunction, compare_ranks: bool = False) -> None:
@@ -70,14 +62,7 @@ class Step:
     def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
         """Run the step on a call that has been read; see `__call__`."""
         values = self._binding.values(call)
-        try:
-            with self._binding.without_autocast():
-                results = iter(self._run(values))
-        except RuntimeError as error:
-            failed = failed_collective(error, self.joint)
-            if failed is None:
-                raise
-            raise failed from error
+        results = iter(self._binding.run(self._run, self.joint, values))
         loss: torch.Tensor | None = None
         gradients: Gradients = {}
         for spec in self.joint.signature.outputs:
@@ -117,15 +102,11 @@ def compile(joint: JointGraph, backend: str = "eager", *, compare_ranks: bool = 
             "the graph was captured without a loss, and its backward takes gradients: use "
             "gt.partition(joint), or capture with a loss"
         )
-    _warn_of_plain_gloo(joint)
-    return Step(joint, find_backend(backend).compile(joint), compare_ranks)
-
-
-def _warn_of_plain_gloo(joint: JointGraph) -> None:
     groups = {str(argument(n, "group_name")) for n in joint.graph.nodes if is_collective(n)}
     if any(group_backend(g) == "gloo" and len(group_ranks(g)) > 1 for g in groups - {"None"}):
         warnings.warn(
             "the graph communicates over plain gloo, which may crash with several all-gathers in "
             "flight, and is slow: write torch.distributed.init_process_group(gt.cpu_backend())",
-            stacklevel=3,
+            stacklevel=2,
         )
+    return Step(joint, find_backend(backend).compile(joint), compare_ranks)

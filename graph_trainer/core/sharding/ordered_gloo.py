@@ -321,10 +321,7 @@ class _Work(dist.Work):
 
 
 def _start(
-    name: str,
-    sent: list[torch.Tensor],
-    results: list[torch.Tensor],
-    collectives: Iterable[Started],
+    name: str, sent: list[torch.Tensor], results: list[torch.Tensor], collectives: Iterable[Started]
 ) -> _Work:
     """Start the collectives by consuming the iterable, inside one profiler range."""
     with torch.no_grad(), record_function(f"{BACKEND}:{name}"):

@@ -324,11 +324,7 @@ def _check_mode(mode: str, mesh: DeviceMesh) -> None:
 
 
 def _shard(
-    fqn: str,
-    parameter: nn.Parameter,
-    over: ShardOver,
-    policy: MixedPrecisionPolicy,
-    divisor: float,
+    fqn: str, parameter: nn.Parameter, over: ShardOver, policy: MixedPrecisionPolicy, divisor: float
 ) -> tuple[nn.Parameter, _Sharding]:
     """One parameter's shard on this rank, as a DTensor parameter, and how to gather it."""
     data, mesh = parameter.detach(), over.mesh

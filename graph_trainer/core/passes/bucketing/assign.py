@@ -28,9 +28,6 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
-_EXPERTS = "experts"
-_HEAD = "head"
-
 
 class Route(NamedTuple):
     """What collectives of one bucket have in common."""
@@ -130,15 +127,6 @@ def by_transformer_block(joint: JointGraph, members: Iterable[Member]) -> list[l
     """Make one bucket a repeated block and route, another for its experts; one a module for the
     rest, but one for all that forward reads after the last block (final norm and output head).
     n log n."""
-    place = _places(joint)
-    buckets: dict[tuple[Route, str], list[Member]] = {}
-    for member in members:
-        buckets.setdefault((member.route, place[member.parameter]), []).append(member)
-    return list(buckets.values())
-
-
-def _places(joint: JointGraph) -> dict[str, str]:
-    """Return the name of the bucket that each parameter belongs in."""
     # the position of the first node of forward that computes with each parameter
     shows = computed_from_one_parameter(joint, is_form_in_forward)
     read: dict[str, int] = {}
@@ -158,12 +146,15 @@ def _places(joint: JointGraph) -> dict[str, str]:
     for name in names:
         block = block_of(name)
         if block is not None:
-            places[name] = f"{block}.{_EXPERTS}" if name in experts else block
+            places[name] = f"{block}.experts" if name in experts else block
         elif 0 <= end < read.get(name, -1):
-            places[name] = _HEAD
+            places[name] = "head"
         else:
             places[name] = name.rpartition(".")[0]
-    return places
+    buckets: dict[tuple[Route, str], list[Member]] = {}
+    for member in members:
+        buckets.setdefault((member.route, places[member.parameter]), []).append(member)
+    return list(buckets.values())
 
 
 def without_cycles(buckets: Sequence[list[Member]]) -> list[list[Member]]:

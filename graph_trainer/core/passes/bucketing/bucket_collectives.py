@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from graph_trainer.core.analysis.collectives import Collective, collective_of
 from graph_trainer.core.graph.annotations import clear_bucket_tag
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.bucketing.assign import (
+    Member,
     by_size,
     by_transformer_block,
     members_of,
     without_cycles,
 )
-from graph_trainer.core.passes.bucketing.auto import best_caps
 from graph_trainer.core.passes.bucketing.rewrite import merge
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.context import PassContext, acts_with
+from graph_trainer.core.passes.context import PassContext, acts_with, check_choice
 from graph_trainer.core.sharding.ordered_gloo import BACKEND
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.simulation.collective_costs import collective_seconds
+from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.torch_private_groups import group_backend, group_ranks
+from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import PassError
 
 Strategy = Literal["none", "size", "transformer_block", "auto"]
 _BY_SIZE = ("size", "auto")
 """Strategies that depend on the sizes that this rank stores."""
+
+_SATURATED = 0.9
+_SIZES_MIB = [2**power for power in range(13)]  # 1 MiB to 4 GiB
+_ENDLESS = 2**60  # bytes of a collective whose latency is negligible
+_NEIGHBOURS = (1.0, 0.5, 0.25, 0.0, 2.0, 4.0)
+"""Sizes that are tried, relative to the saturating one; at 0 nothing is merged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,19 +55,12 @@ class BucketCollectivesOptions:
     """For "size": MiB of a bucket, of its input or output, whichever is larger."""
 
     max_span: int = acts_with(1000, strategy=_BY_SIZE)
-    """
-    For "size" and "auto": how many nodes of the graph lie between the first and the last
+    """For "size" and "auto": how many nodes of the graph lie between the first and the last
     collective of a bucket, at most. A longer bucket moves more compute and keeps its results alive.
     """
 
     def __post_init__(self) -> None:
-        known = get_args(Strategy)
-        if self.strategy not in known:
-            hint = did_you_mean(str(self.strategy), known, " (did you mean '{}'?)")
-            raise PassError(
-                f"compile.bucketing.strategy is {self.strategy!r}{hint}; it must be one of "
-                f"{', '.join(known)}"
-            )
+        check_choice("compile.bucketing.strategy", self.strategy, Strategy)
         if not 0 < self.cap_mib < math.inf:
             raise PassError(
                 f"compile.bucketing.cap_mib is {self.cap_mib:g}; it must be more than 0 MiB"
@@ -135,3 +138,66 @@ def bucket_collectives(
             "true keeps the order"
         )
     merge(joint, buckets)
+
+
+def best_caps(
+    joint: JointGraph, members: Sequence[Member], context: PassContext, max_span: int
+) -> dict[str, float]:
+    """Find the best size of a bucket in MiB, by process group.
+
+    Begins with the smallest size that saturates each group's links. Tries this size, a half and a
+    quarter of it, nothing, twice and four times it, and takes the one with which the simulated step
+    of the slowest rank is shortest within the memory limit; the first of equals. Simulates a copy
+    of the graph for each, with the passes that run later, and writes remarks on the results.
+    """
+    hardware = context.hardware_for(joint)
+    # By group, the largest saturating size of its kinds of collectives, on any rank: of the groups
+    # along one mesh axis, one may be within a machine and another not.
+    start: dict[str, int] = {}
+    for (_, group), node in {(m.route.tag, m.route.group): m.node for m in members}.items():
+        collective = collective_of(node, group_ranks, None)
+        start[group] = max(start.get(group, 0), saturating_mib(collective, hardware))
+    start = {group: context.agreement.all_reduce_max(cap) for group, cap in start.items()}
+    limit = context.settings.memory_limit_gib
+    tried = []
+    for factor in _NEIGHBOURS:
+        caps = {group: factor * cap for group, cap in start.items()}
+        trial = copy_graph(joint)
+        merge(trial, without_cycles(by_size(members_of(trial), caps, max_span)))
+        context.run_later_passes(trial)
+        step = context.simulate_on_all_ranks(trial)
+        sizes: dict[str, list[int]] = {}
+        for group, cap in caps.items():
+            size = f"up to {cap:g} MiB" if cap else "each alone"
+            sizes.setdefault(size, []).append(len(group_ranks(group)))
+        parts: list[str] = []
+        for size, ranks in sizes.items():
+            distinct = " and ".join(map(str, dict.fromkeys(ranks)))
+            parts.append(f"{size} over {distinct} ranks")
+        is_beyond = bool(limit) and step.needed > (limit or 0) * GIB
+        remark = (
+            f"{', '.join(parts)}: {step.nanoseconds / 1e6:.1f} ms a step, needs "
+            f"{step.needed / GIB:.2f} GiB{', more than memory_limit_gib' if is_beyond else ''}"
+        )
+        worth = (is_beyond, step.needed if is_beyond else step.nanoseconds)
+        tried.append((worth, caps, remark))
+    _, caps, remark = min(tried, key=lambda each: each[0])
+    joint.remarks.append(f"the best of {len(tried)}: {remark}" if caps else "nothing to merge")
+    joint.remarks += [text for *_, text in tried if text is not remark and caps]
+    return caps
+
+
+def saturating_mib(collective: Collective, hardware: Hardware) -> int:
+    """Return the least MiB at which a collective of this kind saturates the links of its group.
+
+    A power of two, up to 4 GiB, at which the collective has nine tenths of the bandwidth of an
+    endless one.
+    """
+
+    def bytes_per_second(size: int) -> float:
+        sized = replace(collective, input_bytes=size, output_bytes=size)
+        return size / collective_seconds(sized, hardware)
+
+    wanted = _SATURATED * bytes_per_second(_ENDLESS)
+    enough = (mib for mib in _SIZES_MIB if bytes_per_second(mib * MIB) >= wanted)
+    return next(enough, _SIZES_MIB[-1])

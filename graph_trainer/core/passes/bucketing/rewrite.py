@@ -64,7 +64,22 @@ def merge(joint: JointGraph, buckets: Sequence[Sequence[Member]]) -> None:
                 continue
             keys[node] = (anchor, -1, *keys[node])
             stack += node.all_input_nodes
-    _sort(joint.graph, keys)
+    # the order of their keys, each after its inputs
+    missing = {node: len(node.all_input_nodes) for node in joint.graph.nodes}
+    ready = [(keys[node], node) for node, count in missing.items() if not count]
+    heapq.heapify(ready)
+    order: list[fx.Node] = []
+    while ready:
+        _, node = heapq.heappop(ready)
+        order.append(node)
+        for user in node.users:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (keys[user], user))
+    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
+    *body, output = order
+    for node in body:
+        output.prepend(node)
 
 
 def _layout(node: fx.Node) -> Any:
@@ -82,6 +97,7 @@ class _Bucket:
         self.members = members
         self.first = members[0].node
         self.known = known
+        self._ranks: Any = argument(self.first, "group_size")
         self.made: list[fx.Node] = []
         modules = [(module_of(m.node) or m.parameter).split(".") for m in members]
         self._as_bucket = annotation(
@@ -110,7 +126,7 @@ class _Bucket:
         """Make [ranks * rows, ...] of [rows, ...] for each member.
 
         The bucket is flat, [n]; gathered [ranks, n]; n in bytes if dtypes differ."""
-        ranks = _number(self.first, "group_size")
+        ranks = self._ranks
         dtypes = [tensor_of(m.node).dtype for m in self.members]
         mixed = len(set(dtypes)) > 1
         flat = [self._flat(m, _input(m.node)) for m in self.members]
@@ -135,7 +151,7 @@ class _Bucket:
         """Make [rows, ...] of the sum of [ranks * rows, ...] for each member.
 
         The bucket is [ranks, elements of all members' rows], reduced to one of its rows."""
-        ranks = _number(self.first, "group_size")
+        ranks = self._ranks
         sources, cast = self._before_casts()
         parts = []
         for m, source in self._with(sources):
@@ -145,16 +161,14 @@ class _Bucket:
         sizes = [tensor_of(part).shape[1] for part in parts]
         bucket = self._make(aten.cat.default, parts, 1)
         bucket = self._make(aten.view.default, bucket, [ranks * sum(sizes)])
-        bucket = self._cast(bucket, cast)
-        return self._views_of(self._communicated(bucket), sizes)
+        return self._reduced(bucket, cast, sizes)
 
     def _elementwise(self) -> list[fx.Node]:
         """Make the sum for each member, in the shape of the member."""
         sources, cast = self._before_casts()
         flat = [self._flat(m, source) for m, source in self._with(sources)]
-        bucket = self._cast(self._make(aten.cat.default, flat), cast)
         sizes = [tensor_of(f).numel() for f in flat]
-        return self._views_of(self._communicated(bucket), sizes)
+        return self._reduced(self._make(aten.cat.default, flat), cast, sizes)
 
     def _communicated(self, bucket: fx.Node) -> fx.Node:
         """Return the complete result of the members' collective on the bucket.
@@ -166,9 +180,13 @@ class _Bucket:
         result = self._make(self.first.target, bucket, *others)
         return self._make(c10d_functional.wait_tensor.default, result)
 
-    def _views_of(self, bucket: fx.Node, sizes: list[int]) -> list[fx.Node]:
-        """Return views of a flat bucket in the members' shapes."""
-        parts = self._split(bucket, sizes, 0)
+    def _reduced(
+        self, bucket: fx.Node, cast: torch.dtype | None, sizes: list[int]
+    ) -> list[fx.Node]:
+        """Cast a flat bucket and reduce it; return views of the result in the members' shapes."""
+        if cast is not None:
+            bucket = self._make(aten._to_copy.default, bucket, dtype=cast)
+        parts = self._split(self._communicated(bucket), sizes, 0)
         return [
             self._of(m, aten.view.default, part, list(tensor_of(m.node).shape))
             for m, part in self._with(parts)
@@ -199,9 +217,6 @@ class _Bucket:
         if len({tensor_of(source).dtype for source in sources}) != 1:
             return sent, None
         return sources, tensor_of(sent[0]).dtype
-
-    def _cast(self, bucket: fx.Node, dtype: torch.dtype | None) -> fx.Node:
-        return bucket if dtype is None else self._make(aten._to_copy.default, bucket, dtype=dtype)
 
     def _flat(self, member: Member, node: fx.Node) -> fx.Node:
         node = self._contiguous(member, node)
@@ -260,28 +275,3 @@ def prepared_from(collective: fx.Node) -> list[fx.Node]:
 
 def _input(collective: fx.Node) -> fx.Node:
     return collective.all_input_nodes[0]  # the splits of an all-to-all may be nodes too
-
-
-def _number(node: fx.Node, name: str) -> int:
-    number = argument(node, name)
-    assert isinstance(number, int)
-    return number
-
-
-def _sort(graph: fx.Graph, keys: dict[fx.Node, _Key]) -> None:
-    """Put the nodes in the order of their keys, each after its inputs."""
-    missing = {node: len(node.all_input_nodes) for node in graph.nodes}
-    ready = [(keys[node], node) for node, count in missing.items() if not count]
-    heapq.heapify(ready)
-    order: list[fx.Node] = []
-    while ready:
-        _, node = heapq.heappop(ready)
-        order.append(node)
-        for user in node.users:
-            missing[user] -= 1
-            if not missing[user]:
-                heapq.heappush(ready, (keys[user], user))
-    assert len(order) == len(missing), "buckets in a cycle, which without_cycles drops"
-    *body, output = order
-    for node in body:
-        output.prepend(node)

@@ -92,8 +92,5 @@ def _moves(node: fx.Node, writes: Writes) -> bool:
 
     It has no effect, its tensors are never written, and it uses no storage offset.
     """
-    return not (
-        has_effect(node)
-        or "as_strided" in str(node.target)
-        or any(writes.is_written(n) for n in (node, *node.all_input_nodes))
-    )
+    uses_offset = "as_strided" in str(node.target)
+    return not (has_effect(node) or uses_offset or writes.touched_by(node))

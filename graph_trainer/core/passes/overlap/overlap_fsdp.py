@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import fx
@@ -10,7 +9,7 @@ from torch import fx
 from graph_trainer.core.graph.annotations import Role, is_backward, role_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective
-from graph_trainer.core.graph.writes import writes_of
+from graph_trainer.core.graph.writes import Writes, writes_of
 from graph_trainer.core.passes.base import Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.errors import PassError
@@ -50,26 +49,23 @@ def overlap_fsdp(joint: JointGraph, options: OverlapFsdpOptions, context: PassCo
     """
     writes = writes_of(joint.graph)
     at = {node: position for position, node in enumerate(joint.graph.nodes)}
-
-    def movable(node: fx.Node) -> bool:
-        return not any(writes.is_written(n) for n in (node, *node.all_input_nodes))
-
     for half in (False, True):
-        _start_early(_launches(joint, half, movable), options.in_flight, at)
-    _finish_late(joint, options.in_flight, movable, at)
+        _start_early(joint, half, options.in_flight, writes, at)
+    _finish_late(joint, options.in_flight, writes, at)
 
 
-def _launches(
-    joint: JointGraph, backward: bool, movable: Callable[[fx.Node], bool]
-) -> list[list[fx.Node]]:
-    """Return the nodes to the first collective of every unshard in backward, or else in forward."""
+def _start_early(
+    joint: JointGraph, backward: bool, in_flight: int, writes: Writes, at: dict[fx.Node, int]
+) -> None:
+    """Move each launch, the nodes to the first collective of an unshard, up to the wait that ends
+    an earlier gather: those of backward, or else of forward. `at` has the old places."""
     chains: list[list[fx.Node]] = []
     of: dict[fx.Node, list[fx.Node]] = {}
     for node in joint.graph.nodes:
         if role_of(node) is not Role.UNSHARD or is_backward(node) is not backward:
             continue
         inside = [n for n in node.all_input_nodes if n.op != "placeholder"]
-        if any(n not in of or is_collective(of[n][-1]) for n in inside) or not movable(node):
+        if any(n not in of or is_collective(of[n][-1]) for n in inside) or writes.touched_by(node):
             continue
         chain, *others = list({id(of[n]): of[n] for n in inside}.values()) or [[]]
         if not chain:
@@ -80,11 +76,7 @@ def _launches(
             other.clear()
         chain.append(node)
         of[node] = chain
-    return [chain for chain in chains if chain and is_collective(chain[-1])]
-
-
-def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node, int]) -> None:
-    """Move each launch up to the wait that ends an earlier gather; `at` has the old places."""
+    launches = [chain for chain in chains if chain and is_collective(chain[-1])]
     launches.sort(key=lambda chain: at[chain[-1]])
     # the wait for a gather does not move
     readers = [min(at[user] for user in chain[-1].users) for chain in launches]
@@ -98,12 +90,7 @@ def _start_early(launches: list[list[fx.Node]], in_flight: int, at: dict[fx.Node
                 nodes[anchor].prepend(node)
 
 
-def _finish_late(
-    joint: JointGraph,
-    in_flight: int,
-    movable: Callable[[fx.Node], bool],
-    at: dict[fx.Node, int],
-) -> None:
+def _finish_late(joint: JointGraph, in_flight: int, writes: Writes, at: dict[fx.Node, int]) -> None:
     """Split the nodes after each reduction at its further collectives, and move each part down."""
     first: dict[fx.Node, fx.Node] = {}
     distance: dict[fx.Node, int] = {}
@@ -127,7 +114,8 @@ def _finish_late(
     for start, parts in pieces.items():
         inside = {node for part in parts for node in part}
         free = all(user in inside or user is last for node in inside for user in node.users)
-        if inside and free and start not in joined and all(map(movable, (start, *inside))):
+        touched = any(map(writes.touched_by, (start, *inside)))
+        if inside and free and start not in joined and not touched:
             reductions.append((start, parts))
     reductions.sort(key=lambda entry: at[entry[0]])
     starts = [start for start, _ in reductions]

@@ -20,15 +20,13 @@ Ranks along all other groups compute on tensors of the same shapes, each on a ba
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from itertools import accumulate
 
 from torch import fx
 
-from graph_trainer.core.analysis.collectives import Collective, collectives
-from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.analysis.collectives import collectives
+from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.graph.annotations import (
     Purpose,
     Role,
@@ -43,6 +41,7 @@ from graph_trainer.core.graph.host_copies import is_host_copy
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     Storage,
+    ancestors,
     has_effect,
     is_collective,
     is_getitem,
@@ -125,7 +124,7 @@ class ScheduleGraph:
         self.issued = collectives(joint)
         self._joint = joint
         self.hardware = hardware
-        self._at = {node: place for place, node in enumerate(self.nodes)}
+        self.at = {node: place for place, node in enumerate(self.nodes)}
         self._storages = value_storages(joint.graph)
         self._writes, self._runs_once = written_by_node(joint.graph), once_nodes(joint.graph)
         self._collective = {c.node: c for c in self.issued}
@@ -148,14 +147,14 @@ class ScheduleGraph:
         chains = self._chains_of_gathers()
         self._prepares = {n for chain in chains for n in chain[:-1]}
         for *_, start in chains:
-            self._prepares.update(self._ancestors(start, _is_fsdp)[:-1])
+            self._prepares.update(ancestors(start, _is_fsdp))
         # ranks with fewer rows have other FSDP nodes, which must not change what fuses
         whole = fuse(joint, looks_through=_is_fsdp) if fused else NO_FUSION
 
         self.kind = [self._kind(node) for node in self.nodes]
         self.gathers = [self._launch_group(chain) for chain in chains]
         self.reductions = [
-            self._launch_group(self._ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD))
+            self._launch_group([*ancestors(node, lambda n: role_of(n) is Role.REDUCE_GRAD), node])
             for node, kind in zip(self.nodes, self.kind, strict=True)
             if kind is Kind.REDUCTION
         ]
@@ -171,9 +170,9 @@ class ScheduleGraph:
         ]
         """Whether the node is a matrix product or attention."""
         self.backward = [is_backward(n) for n in self.nodes]
-        self.group = {self._at[c.node]: c.ranks for c in self.issued if c.node in self._at}
+        self.group = {self.at[c.node]: c.ranks for c in self.issued if c.node in self.at}
         """By collective, the ranks of its group."""
-        self.issuer = {self._at[wait]: self._at[start] for wait, start in self._issuer.items()}
+        self.issuer = {self.at[wait]: self.at[start] for wait, start in self._issuer.items()}
         """By wait, the collective that it waits for."""
         stored, self.makes, self.headroom = self._memory(whole.kept_inside)
         self.local = [
@@ -182,8 +181,14 @@ class ScheduleGraph:
         ]
         """Whether other ranks may not have the node: it prepares a shard, or is a view of the rows
         of a gradient that this rank stores."""
-        self.keeps_alive = [self._keeps_alive(n, stored) for n in self.nodes]
-        """What stays allocated while a node is deferred: what it reads, or its collective does."""
+        self.keeps_alive: list[list[Stored]] = []
+        """What stays allocated while a node is deferred: what it reads, or its collective does, and
+        the scratch memory, storage -1, that the collective takes until the wait for it."""
+        for node in self.nodes:
+            read = {s for n in self._uses(node)[1:] for s in storages_in(self._storages[n])}
+            if node in self._issuer:
+                read.add((self._issuer[node], -1))
+            self.keeps_alive.append([stored[s] for s in read if s in stored])
 
     def _gathers_twice(self) -> bool:
         """Tell whether a parameter is gathered along one axis after another.
@@ -253,7 +258,7 @@ class ScheduleGraph:
         touched: dict[Storage, int] = {}
         effect: int | None = None
         for place, node in enumerate(self.nodes):
-            reads = {self._at[n] for n in node.all_input_nodes}
+            reads = {self.at[n] for n in node.all_input_nodes}
             for source in self._uses(node):
                 for storage in storages_in(self._storages[source]):
                     if storage in self._written:
@@ -273,7 +278,7 @@ class ScheduleGraph:
         chains = []
         for c in self.issued:
             if c.role is Role.UNSHARD and c.ranks in self._fsdp_groups and not has_effect(c.node):
-                chain = self._ancestors(c.node, lambda n: n.op == "call_function")
+                chain = [*ancestors(c.node, lambda n: n.op == "call_function"), c.node]
                 fixed = any(
                     is_wait(n) or n is not c.node and n in self._collective
                     or is_backward(n) is not is_backward(c.node)
@@ -283,22 +288,11 @@ class ScheduleGraph:
                 chains.append([c.node] if fixed else chain)
         return chains
 
-    def _ancestors(self, node: fx.Node, belongs: Callable[[fx.Node], bool]) -> list[fx.Node]:
-        """Return a node and the nodes that lead to it and belong to it, in order."""
-        ancestors = {node}
-        stack = [node]
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                if source not in ancestors and belongs(source):
-                    ancestors.add(source)
-                    stack.append(source)
-        return sorted(ancestors, key=self._at.__getitem__)
-
     def _launch_group(self, chain: list[fx.Node]) -> LaunchGroup:
         collective = self._collective[chain[-1]]
         scratch = collective.input_bytes if collective.role is Role.UNSHARD else 0
         both = collective.input_bytes + collective.output_bytes
-        return LaunchGroup([self._at[n] for n in chain], is_backward(chain[-1]), both, scratch)
+        return LaunchGroup([self.at[n] for n in chain], is_backward(chain[-1]), both, scratch)
 
     # --- what it takes ---------------------------------------------------------------------
 
@@ -317,27 +311,24 @@ class ScheduleGraph:
                 continue  # the wait for the first reduction, whose result is padded
             if sources:
                 most = max(elements.get(n, _elements(n)) for n in sources)
-                if node in self._collective and _scatters(self._collective[node]):
-                    most = -(-most // len(self._collective[node].ranks))
+                c = self._collective.get(node)
+                if c is not None and c.row.result is Result.SCATTERED:
+                    most = -(-most // len(c.ranks))
                 elements[node] = _elements(node) if is_getitem(node) else max(_elements(node), most)
         return elements
 
     def _seconds(self, node: fx.Node) -> float:
-        if node in self._collective:
-            return collective_seconds(self._as_on_every_rank(node), self.hardware)
-        if node in self._elements or node in self._prepares:
-            return 0.0
-        return self.cost[node].seconds
-
-    def _as_on_every_rank(self, node: fx.Node) -> Collective:
+        if node not in self._collective:
+            alike = node not in self._elements and node not in self._prepares
+            return self.cost[node].seconds if alike else 0.0
         c = self._collective[node]
         first = min(c.ranks)
         c = replace(c, ranks=tuple(rank - first for rank in c.ranks))
         if node in self._elements:
             received = _itemsize(node) * self._elements[node]
-            sent = received * (len(c.ranks) if _scatters(c) else 1)
+            sent = received * (len(c.ranks) if c.row.result is Result.SCATTERED else 1)
             c = replace(c, input_bytes=sent, output_bytes=received)
-        return c
+        return collective_seconds(c, self.hardware)
 
     def _memory(
         self, kept_inside: set[Storage]
@@ -347,7 +338,7 @@ class ScheduleGraph:
         lives = lifetimes(self._joint, scratch=scratch_bytes(self._joint, self.hardware.device))
         stored: dict[Storage, Stored] = {}
         makes: list[list[Stored]] = [[] for _ in self.nodes]
-        change = [[0] * (len(self.nodes) + 1) for _ in range(2 if kept_inside else 1)]
+        spans: list[list[tuple[int, int, int]]] = [[] for _ in range(2 if kept_inside else 1)]
         for storage, size in lives.size.items():
             node = storage[0]
             if node in self._prepares:
@@ -357,51 +348,32 @@ class ScheduleGraph:
             entry = Stored(size, lives.born[storage], lives.last_use[storage])
             stored[storage] = entry
             makes[entry.born].append(entry)
-            for series in change[:1] if storage in kept_inside else change:
-                series[entry.born] += size
-                series[entry.last + 1] -= size
-        highest = [max(accumulate(series)) for series in change]
-        waits = {start: self._at[wait] for wait, start in self._issuer.items()}
+            for each in spans[:1] if storage in kept_inside else spans:
+                each.append((entry.born, entry.last, size))
+        gathering: list[tuple[int, int, int]] = []
+        waits = {start: self.at[wait] for wait, start in self._issuer.items()}
         for start in [self.nodes[group.start] for group in self.gathers]:
             # alive until the wait as a prepared copy or as the shard itself: counted for both
             last = waits.get(start, len(self.nodes) - 1)
-            entry = Stored(self._collective[start].input_bytes, self._at[start], last)
+            entry = Stored(self._collective[start].input_bytes, self.at[start], last)
             makes[entry.born].append(entry)
-            for series in change:
-                series[entry.born] += 2 * entry.bytes  # once more while it is prepared
-                series[entry.born + 1] -= entry.bytes
-                series[entry.last + 1] -= entry.bytes
+            # once more while it is prepared
+            gathering += [(entry.born, end, entry.bytes) for end in (entry.born, entry.last)]
         for place, node in enumerate(self.nodes):
             for source in node.all_input_nodes:
                 for storage in storages_in(self._storages[source]):
                     if storage in stored:
                         stored[storage].readers.add(place)
         headroom = []
-        for most, series in zip(highest, change, strict=True):
-            headroom.append((most, [most - num for num in accumulate(series[:-1])]))
+        for each in spans:
+            most = max(live_bytes(len(self.nodes), each))
+            alive = live_bytes(len(self.nodes), [*each, *gathering])
+            headroom.append((most, [most - num for num in alive]))
         return stored, makes, headroom
-
-    def _keeps_alive(self, node: fx.Node, stored: dict[Storage, Stored]) -> list[Stored]:
-        """Return the storages that are alive while a node runs.
-
-        A wait also keeps the inputs of its collective, and the scratch memory, storage -1, that
-        the collective takes until then.
-        """
-        sources = [*node.all_input_nodes]
-        if node in self._issuer:
-            sources += self._issuer[node].all_input_nodes
-        read = {s for n in sources for s in storages_in(self._storages[n])}
-        if node in self._issuer:
-            read |= {(self._issuer[node], -1)}
-        return [stored[s] for s in read if s in stored]
 
 
 def _is_fsdp(node: fx.Node) -> bool:
     return role_of(node) is not None
-
-
-def _scatters(collective: Collective) -> bool:
-    return collective.row.result is Result.SCATTERED
 
 
 def _elements(node: fx.Node) -> int:

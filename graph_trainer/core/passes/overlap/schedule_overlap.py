@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import fx
 
@@ -22,16 +21,6 @@ from graph_trainer.core.units import GIB
 
 _LEAST = 5e-6
 """Seconds by which exposed time must change for a line of its own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """An order, and the graphs that it is for."""
-
-    program: list[object]
-    """By node, its op and the places of its inputs: equal for batches of other shapes."""
-    order: list[int]
-    """The places of the old order, in the new one."""
 
 
 @graph_pass(
@@ -71,26 +60,25 @@ def schedule_overlap(
     """
     hardware = context.hardware_for(joint)
     graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
-    place_of = {node: place for place, node in enumerate(joint.graph.nodes)}
+    # by node, its op and the places of its inputs: equal for batches of other shapes
     program: list[object] = []
-    for node in place_of:
-        program.append((str(node.target), *(place_of[n] for n in node.all_input_nodes)))
-    decided: Decided | None = context.decided
-    follows = decided is not None and decided.program == program
-    if decided is not None and follows:
-        order = decided.order
-    else:
+    for node in graph.nodes:
+        program.append((str(node.target), *(graph.at[n] for n in node.all_input_nodes)))
+    # the places of the old order, in the new one
+    earlier, order = context.decided or (None, [])
+    follows = earlier == program
+    if not follows:
         order = Scheduler(graph, options).run()
         # what the ranks must agree on: the order of collectives and waits, by their old order
         nodes = [n for n in graph.nodes if is_collective(n) or is_wait(n)]
-        ordinal = {place_of[node]: number for number, node in enumerate(nodes)}
+        ordinal = {graph.at[node]: number for number, node in enumerate(nodes)}
         if not context.agreement.same([ordinal[place] for place in order if place in ordinal]):
             joint.remarks.append(
                 "nothing moved: the ranks would order their collectives otherwise, their batches "
                 "or their tensor-parallel parts having different sizes"
             )
             order = sorted(order)
-    joint.decisions[schedule_overlap.name] = Decided(program, order)
+    joint.decisions[schedule_overlap.name] = (program, order)
     if order == sorted(order):
         return
 

@@ -47,11 +47,9 @@ class ScheduleOverlapOptions:
     """By what part the predicted peak of what the graph allocates may grow."""
 
     max_consecutive_compute: int = 8
-    """
-    How many matrix products or attentions may run between the moment when a reduction could
+    """How many matrix products or attentions may run between the moment when a reduction could
     start and its start, if memory allows that start, and how many a node that is run early may
-    overtake.
-    """
+    overtake."""
 
     def __post_init__(self) -> None:
         ahead = "0 (no gather ahead of its place) or more"
@@ -158,20 +156,17 @@ class Scheduler:
             self._prefetch(place)
             self._advance_collective(place)
             if not self.done[place]:
-                self._wait_for_inputs(place)
+                # fill the time until what the node reads is there
+                for source in sorted(self.graph.reads[place]):
+                    while source in self.deferred:
+                        self._fill(place, self.deferred[source].ends)
+                        self.run_deferred(self.deferred[source])
+                self.run_inputs(place)
+                if place in self.graph.issuer:
+                    self._fill(place, self.ends[self.graph.issuer[place]])
                 self.emit(place)
             self._reduce(place)
         return self.order
-
-    def _wait_for_inputs(self, place: int) -> None:
-        """Run what a node reads, and fill the time until it is there."""
-        for source in sorted(self.graph.reads[place]):
-            while source in self.deferred:
-                self._fill(place, self.deferred[source].ends)
-                self.run_deferred(self.deferred[source])
-        self.run_inputs(place)
-        if place in self.graph.issuer:
-            self._fill(place, self.ends[self.graph.issuer[place]])
 
     # --- one node --------------------------------------------------------------------------
 

@@ -6,28 +6,30 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
+from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
+from graph_trainer.core.graph.annotations import recompute_policy, set_offload, set_recompute_policy
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
-from graph_trainer.core.passes.context import PassContext
+from graph_trainer.core.passes.context import PassContext, SlowestStep
 from graph_trainer.core.passes.memory_limit import COLUMNS, KEY, what_is_needed, what_would_help
-from graph_trainer.core.passes.plan_memory.block import Block
-from graph_trainer.core.passes.plan_memory.choices import NANOSECONDS, blocks_of
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
+    blocks_of,
     items_of_inputs,
     items_of_parameters,
 )
-from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier
+from graph_trainer.core.passes.plan_memory.solver import Block, Choice, between, frontier
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
-from graph_trainer.core.passes.plan_memory.tags import tag_blocks, tag_inputs, tag_parameters
+from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
 from graph_trainer.core.text import wrapped
 from graph_trainer.core.units import GIB, gib
@@ -89,7 +91,6 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     if not joint.signature.backward or not (budget or auto) and table is None:
         return
     blocks = blocks_of(joint, context) if settings.activation_policy in ("budget", "file") else []
-    chains = [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
     if table is None:
         if not settings.memory_limit_gib:
             raise PassError(
@@ -97,23 +98,10 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
                 "GiB that a step may need on a device, or an activation_checkpoint.type such as "
                 '"full"'
             )
-        planner = _Planner(joint, context, blocks, chains if auto else [])
+        planner = _Planner(joint, context, blocks, _read_chains(joint) if auto else [])
         table = planner.plan(settings.memory_limit_gib)
-    tag_blocks(blocks, table.saved(blocks))
-    tag_inputs(joint, table.offloaded)
-    if table.parameters is not None:
-        tag_parameters(chains, table.parameters)
+    _tag(joint, blocks, table)
     joint.decisions[plan_memory.name] = table
-
-
-class _Step(NamedTuple):
-    """A simulated step of the slowest rank."""
-
-    needed: int
-    """Bytes that a device must have."""
-    nanoseconds: int
-    waits: int
-    """Nanoseconds that compute waits for communication."""
 
 
 class _Planner:
@@ -166,7 +154,7 @@ class _Planner:
         self._hardware = context.hardware_for(joint)
         context.simulate(joint)  # what is known of its nodes then is known in every copy
         self._leasts: dict[int, int] = {}
-        self._steps_simulated: dict[int, _Step] = {}
+        self._steps_simulated: dict[int, SlowestStep] = {}
         least, kept = self._least(0), self._bytes
         self._places = [0]
         """The numbers of steps that may be tried, the same for every limit."""
@@ -198,7 +186,16 @@ class _Planner:
         within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back
         last = self._last_within(limit, self._least) if within is None else within
-        number = self._fastest(last or 0, limit)
+        number = last or 0
+        # Recomputation that runs while compute would wait for communication costs nothing. The
+        # fewer steps that are tried then are the same for every limit.
+        half = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
+        fewer = bisect.bisect_right(self._bytes, half) - 1
+        simulated = self._simulated(number)
+        if fewer < number and simulated.waits >= _WORTH_TRYING * simulated.nanoseconds:
+            tried = self._simulated(fewer)
+            if tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit:
+                number = fewer
         table = self._table(number)
         recomputed = sum(choice.nanoseconds for choice in self._chosen(number)) / 1e6
         away = len(table.offloaded)
@@ -244,34 +241,12 @@ class _Planner:
             self._leasts[number] = self._context.agreement.all_reduce_max(need.total)
         return self._leasts[number]
 
-    def _simulated(self, number: int) -> _Step:
-        """Simulate the step with all passes, on the rank that needs most of each."""
+    def _simulated(self, number: int) -> SlowestStep:
+        """Simulate the step with all passes."""
         if number not in self._steps_simulated:
-            context, trial = self._context, self._trial(number, None)
-            simulation = context.simulate(trial)
-            waits = sum(wait.seconds for wait in simulation.timeline.exposed)
-            largest = context.agreement.all_reduce_max
-            self._steps_simulated[number] = _Step(
-                largest(simulation.need().total),
-                largest(round(simulation.timeline.step_seconds * NANOSECONDS)),
-                largest(round(waits * NANOSECONDS)),
-            )
+            trial = self._trial(number, None)
+            self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
         return self._steps_simulated[number]
-
-    def _fastest(self, number: int, limit: int) -> int:
-        """Return a number of steps that is as fast, and fewer where compute waits.
-
-        Recomputation that runs while compute would wait for communication costs nothing. The
-        fewer steps are the same for every limit.
-        """
-        kept = self._bytes[0] + _FEWER * (self._bytes[-1] - self._bytes[0])
-        fewer = bisect.bisect_right(self._bytes, kept) - 1
-        simulated = self._simulated(number)
-        if fewer >= number or simulated.waits < _WORTH_TRYING * simulated.nanoseconds:
-            return number
-        tried = self._simulated(fewer)
-        faster = tried.nanoseconds <= simulated.nanoseconds and tried.needed <= limit
-        return fewer if faster else number
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
@@ -291,11 +266,7 @@ class _Planner:
             for group in block.nodes:
                 nodes.append([named[node.name] for node in group])
             blocks.append(replace(block, nodes=nodes))
-        table = self._table(number)
-        tag_blocks(blocks, table.saved(blocks))
-        tag_inputs(trial, table.offloaded)
-        if table.parameters is not None:
-            tag_parameters(unshard_chains(trial), table.parameters)
+        _tag(trial, blocks, self._table(number))
         context.run_later_passes(trial, before)
         return trial
 
@@ -313,3 +284,41 @@ class _Planner:
         kept = [name for item, choice in chosen if choice.saved for name in item.parameters]
         parameters = kept if self._decides_parameters else None
         return MemoryTable.of(self._blocks, saved, parameters, away)
+
+
+def _read_chains(joint: JointGraph) -> list[UnshardChain]:
+    return [c for c in unshard_chains(joint) if c.backward_readers or c.forward_readers]
+
+
+def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None:
+    """Tag what a table keeps and what it does not; tags that are there already stay.
+
+    Raises:
+        PassError: the table has an op, a block or a parameter that the graph does not have.
+    """
+    saved = table.saved(blocks)
+    for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
+        for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
+            kept = number in saved[block.name] or not op.may_recompute
+            policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+            for node in nodes:
+                if recompute_policy(node) is None and not is_getitem(node):
+                    set_recompute_policy(node, policy, ac_graph_id=graph_id)
+    inputs = block_inputs(joint) if table.offloaded else {}
+    for node in (node for name in table.offloaded for node in inputs.get(name, ())):
+        if recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
+            set_offload(node)
+    if table.parameters is None:
+        return
+    chains, unsharded = _read_chains(joint), set(table.parameters)
+    if unknown := sorted(unsharded - {chain.parameter for chain in chains}):
+        raise PassError(
+            f"activation_checkpoint.path: keep_unsharded names {', '.join(unknown[:3])}, "
+            "which this model does not gather: take it out of the table"
+        )
+    for chain in chains:
+        kept = chain.parameter in unsharded
+        policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+        for node in chain.nodes:
+            if recompute_policy(node) is None:
+                set_recompute_policy(node, policy)

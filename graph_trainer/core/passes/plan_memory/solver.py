@@ -8,13 +8,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from graph_trainer.core.passes.plan_memory.block import Op
+from torch import fx
+
 from graph_trainer.core.units import KIB, MIB
 from graph_trainer.errors import PassError
 
 SECONDS_OF_ONE_SOLUTION = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """An op of a block: a node with the waits for it and the results taken out of its tuple."""
+
+    module: str
+    """FQN of its module below the block, "" for the block itself."""
+    target: str
+    nth: int
+    """Which of the ops of this module and target it is, from 0."""
+    bytes: int
+    """What keeping its results for backward takes."""
+    nanoseconds: int
+    """What running it again takes."""
+    reads: tuple[int, ...]
+    """Numbers of the block's ops that it reads."""
+    is_needed: bool
+    """Whether backward reads a result of it."""
+    may_save: bool
+    """Whether it makes storages of its own that may be kept."""
+    may_recompute: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The forward of one block. Equal blocks have equal `ops`."""
+
+    name: str
+    ops: tuple[Op, ...]
+    nodes: list[list[fx.Node]] = field(repr=False)
+    """The nodes of each op."""
 
 
 class Choice(NamedTuple):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from graph_trainer.core.passes.plan_memory.block import Block, Op
+from graph_trainer.core.passes.plan_memory.solver import Block, Op
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError

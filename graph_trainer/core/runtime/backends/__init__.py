@@ -1,4 +1,4 @@
 """Backends: each compiles a joint graph into a function of a list of tensors.
 
-A backend is one file and one line of `registry`; no other module compares a backend's name.
+A backend is one file and one entry of `registry`; no other module compares a backend's name.
 """

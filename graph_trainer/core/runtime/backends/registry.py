@@ -1,4 +1,4 @@
-"""The backends, one line each."""
+"""The backends, by name."""
 
 from __future__ import annotations
 
@@ -9,14 +9,7 @@ from graph_trainer.core.runtime.backends.regional.backend import REGIONAL
 from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 
-BACKENDS: dict[str, Backend] = {
-    backend.name: backend
-    for backend in (
-        EAGER,
-        INDUCTOR,
-        REGIONAL,
-    )
-}
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (EAGER, INDUCTOR, REGIONAL)}
 
 
 def find_backend(name: str) -> Backend:

@@ -12,7 +12,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.annotations import local_slice_group
 from graph_trainer.core.passes.eliminate_round_trips import eliminate_round_trips
-from graph_trainer.core.passes.verify import verify_values
+from graph_trainer.core.passes.verify_numbers import verify_values
 from graph_trainer.core.torch_private import clear_sharding_cache
 from graph_trainer.testing import check_pass, targets
 from tests.examples import examples

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graph_trainer.core.analysis.regions import Region, find_regions
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aliased_input, written_arguments
+from graph_trainer.core.graph.subclasses import Layout, unwrap
+from graph_trainer.core.graph.value_numbers import ValueNumbers
 from graph_trainer.core.runtime.backends.base import Backend, BoxedFunction
 from graph_trainer.core.runtime.backends.eager import run_nodes
 from graph_trainer.core.runtime.backends.regional.cache import compile_all
-from graph_trainer.core.runtime.backends.regional.program import (
-    examples_of_region,
-    module_of_region,
-    program_key,
-)
+from graph_trainer.core.torch_private import FakeTensorMode
 from graph_trainer.core.torch_private_inductor import compile_part_with_inductor
 
 Program = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 CompilePart = Callable[[fx.GraphModule, list[torch.Tensor]], Program]
+
+_ALIGNMENT = 16  # bytes; Inductor's kernels assume it of inputs that have it when compiled
 
 
 def compile_graph(
@@ -40,13 +42,61 @@ def compile_graph(
     keys = [program_key(region) for region in regions]
 
     def compiled(region: Region) -> Program:
-        run = compile_part(module_of_region(region), examples_of_region(region))
+        run = compile_part(_module_of_region(region), _examples_of_region(region))
         return checked(run, [tensor_of(node).stride() for node in region.outputs])
 
     kinds = dict(zip(keys, regions, strict=True))
     programs = compile_all({key: partial(compiled, region) for key, region in kinds.items()})
     graph = _graph_of_calls(joint.graph, regions, [programs[key] for key in keys])
     return run_nodes(joint.graph_module, graph)
+
+
+def _spec_of(tensor: torch.Tensor) -> tuple[Layout, bool]:
+    """Return what code is compiled for: the layout of a (fake) tensor of fixed shape, and whether
+    its first element is where Inductor assumes it."""
+    return unwrap(tensor)[1], tensor.storage_offset() * tensor.itemsize % _ALIGNMENT == 0
+
+
+def program_key(region: Region) -> str:
+    """Return the same text for two regions exactly when one program serves both: they have equal
+    ops, constants, inputs and outputs. Linear in nodes."""
+    numbers = ValueNumbers()
+    for node in (*region.inputs, *region.nodes):
+        numbers.number_alone(node)
+    lines = [repr(_spec_of(tensor_of(node))) for node in region.inputs]
+    lines += [numbers.call(node) for node in region.nodes]
+    lines += [f"{numbers[node]} {_spec_of(tensor_of(node))}" for node in region.outputs]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _module_of_region(region: Region) -> fx.GraphModule:
+    """Make a graph of a region, with its inputs as placeholders and its outputs in a tuple."""
+    graph = fx.Graph()
+    made = {node: graph.placeholder(f"input_{i}") for i, node in enumerate(region.inputs)}
+    for index, node in enumerate(region.nodes):
+        args, kwargs = fx.map_arg((node.args, node.kwargs), made.__getitem__)
+        made[node] = graph.create_node(
+            "call_function", node.target, args, kwargs, name=f"node_{index}"
+        )
+    graph.output(tuple(made[node] for node in region.outputs))
+    return fx.GraphModule(torch.nn.Module(), graph, class_name="Region")
+
+
+def _examples_of_region(region: Region) -> list[torch.Tensor]:
+    """Make fake tensors like the inputs of a region, in a fake mode of their own: what a program
+    is compiled for then depends on nothing else of the step."""
+    with FakeTensorMode(shape_env=ShapeEnv()):  # without one, Inductor's cache is left out
+        examples = []
+        for layout, aligned in (_spec_of(tensor_of(node)) for node in region.inputs):
+            shape, stride = layout.shape, layout.stride
+            dtype, device = layout.dtype, layout.device
+            if aligned:
+                examples.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+                continue
+            span = 2 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+            base = torch.empty(max(span, 1), dtype=dtype, device=device)
+            examples.append(base.as_strided(shape, stride, 1))
+        return examples
 
 
 def checked(run: Program, strides: Sequence[tuple[int, ...]]) -> Program:

@@ -11,10 +11,11 @@ from graph_trainer.core.graph.ops import is_collective
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
 from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.assign import members_of
-from graph_trainer.core.passes.bucketing.auto import best_caps, saturating_mib
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
+    best_caps,
     bucket_collectives,
+    saturating_mib,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
 from graph_trainer.core.passes.context import PassContext, RunSettings
@@ -137,7 +138,7 @@ def test_the_slowest_rank_decides():
     by_cap = tried(joint, SLOW)
     assert cap == list(by_cap)[FACTORS.index(1.0)]
     assert by_cap[cap][0] > min(seconds for seconds, _ in by_cap.values())
-    assert len(said) == 1 + 2 * len(FACTORS)
+    assert len(said) == 1 + 3 * len(FACTORS)
 
 
 def test_later_passes_are_simulated_too():

@@ -26,7 +26,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import (
     bucket_collectives,
 )
 from graph_trainer.core.passes.bucketing.tag_buckets import tag_buckets
-from graph_trainer.core.passes.verify import verify_values
+from graph_trainer.core.passes.verify_numbers import verify_values
 from graph_trainer.errors import PassError
 from graph_trainer.testing import Builder, assert_same, check_pass, fake_mesh, mean_square, run
 from tests.examples import examples

@@ -23,8 +23,7 @@ from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.passes.pipeline import run_passes
-from graph_trainer.core.passes.plan_memory.choices import blocks_of
-from graph_trainer.core.passes.plan_memory.items import agreed_on, items_of_parameters
+from graph_trainer.core.passes.plan_memory.items import agreed_on, blocks_of, items_of_parameters
 from graph_trainer.core.passes.plan_memory.plan_memory import _Planner
 from graph_trainer.core.passes.plan_memory.solver import frontier
 from graph_trainer.core.passes.plan_memory.table import MemoryTable

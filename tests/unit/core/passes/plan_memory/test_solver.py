@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graph_trainer.core.passes.plan_memory import solver
-from graph_trainer.core.passes.plan_memory.block import Op
-from graph_trainer.core.passes.plan_memory.solver import Choice, between, frontier, solve
+from graph_trainer.core.passes.plan_memory.solver import Choice, Op, between, frontier, solve
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 from tests.examples import examples
