@@ -62,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(command, words)
         sys.stdout.flush()
+        if argv is None:
+            gc.freeze()  # or Python looks once more for cycles among all objects, as it ends
         return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)

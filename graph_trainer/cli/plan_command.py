@@ -42,11 +42,7 @@ from graph_trainer.planner.text import comparison_table, fit_and_speed, report_t
 from graph_trainer.planner.trace import write_trace
 from graph_trainer.planner.verify_order import verify_order
 from graph_trainer.titan.activation_policies import POLICIES
-from graph_trainer.titan.config.check import (
-    check_config,
-    wanted_ranks,
-    world_size_from_environment,
-)
+from graph_trainer.titan.config.check import check_config, wanted_ranks, world_size_from_environment
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml

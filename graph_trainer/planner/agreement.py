@@ -37,7 +37,7 @@ def as_agreed(
     run: Callable[[int, AsFarAsKnown], tuple[T, Passes]],
     on_progress: OnProgress,
     processes: int = 1,
-    key_of: Callable[[int], object] = lambda rank: rank,
+    keys: Sequence[object] | None = None,
     **callbacks: Any,
 ) -> dict[int, T]:
     """Run the ranks until all run the same passes, as in training; return each rank's result.
@@ -52,21 +52,22 @@ def as_agreed(
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
         processes: how many at most run ranks at once; see `in_processes`, also for `callbacks`.
-        key_of: returns what tells a rank's result from those of others; a process runs one rank of
-            those that have the same.
+        keys: by place of the rank, what tells its result from those of others: of ranks of equal
+            keys the first is run.
     """
     maxima: list[int] = []
-    known: dict[object, tuple[T, Passes, list[int]]] = {}
+    first_of = dict(zip(reversed(keys or ranks), reversed(ranks), strict=True))
+    alike = [first_of[key] for key in keys or ranks]
 
     def of_rank(rank: int) -> tuple[T, Passes, list[int]]:
-        key = *maxima, key_of(rank)
-        if key not in known:
-            agreement = AsFarAsKnown(maxima)
-            known[key] = (*run(rank, agreement), agreement.numbers)
-        return known[key]
+        agreement = AsFarAsKnown(maxima)
+        return (*run(rank, agreement), agreement.numbers)
 
     while True:
-        results = in_processes(of_rank, ranks, processes, **callbacks)
+        distinct = list(dict.fromkeys(alike))
+        made = in_processes(of_rank, distinct, processes, **callbacks)
+        result_of = dict(zip(distinct, made, strict=True))
+        results = [result_of[rank] for rank in alike]
         unknown = [each[len(maxima)] for _, _, each in results if len(each) > len(maxima)]
         if len({passes for _, passes, _ in results}) == 1 or not unknown:
             return dict(zip(ranks, (result for result, _, _ in results), strict=True))

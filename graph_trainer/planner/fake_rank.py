@@ -57,10 +57,7 @@ class FakeRank:
         self.parallel_dims.build_mesh()
         spec = config.model_spec
         spec.model.update_from_config(config=config)
-        with (
-            torch.device("meta"),
-            utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]),
-        ):
+        with torch.device("meta"), utils.set_default_dtype(TORCH_DTYPE_MAP[config.training.dtype]):
             model = spec.model.build()
         self.num_parameters, self.flops_per_token = spec.model.get_nparams_and_flops(
             model, config.training.seq_len

@@ -290,12 +290,7 @@ def _peak(plan: Plan) -> dict[str, Any]:
         "tensor_bytes": sum(s.bytes for s in live),
         "modules": sorted(modules.values(), key=lambda g: -g["bytes"])[:LARGEST_SHOWN],
         "largest": [
-            {
-                "node": s.node.name,
-                "owner": s.owner,
-                "category": s.category.value,
-                "bytes": s.bytes,
-            }
+            {"node": s.node.name, "owner": s.owner, "category": s.category.value, "bytes": s.bytes}
             for s in live[:LARGEST_SHOWN]
         ],
     }

@@ -33,18 +33,21 @@ def in_processes(
     items: Sequence[T],
     processes: int,
     *,
+    first_alone: bool = True,
     on_start: Callable[[T], None] = lambda item: None,
     on_end: Callable[[T, R], None] = lambda item, result: None,
 ) -> list[R]:
     """Apply a task to every item; return the results in the order of the items.
 
-    This process does the first item alone: its peak of memory is what another process is taken to
-    need. Others are then forked, which have what this one has loaded and captured, as far as there
-    are cores, items and memory. What a task leaves in a process remains there; its result is
-    pickled. An item whose process is killed is done here.
+    Other processes are forked, which have what this one has loaded and captured, as far as there
+    are cores, items and memory: one is taken to need the most that this one has had. What a task
+    leaves in a process remains there; its result is pickled. An item whose process is killed is
+    done here.
 
     Args:
         processes: the most processes, this one included.
+        first_alone: this process does the first item before others begin, so that its memory is
+            known. Leave it out where this one has done as much before.
         on_start, on_end: called in this process, before and after each item, one at a time.
 
     Raises:
@@ -77,8 +80,9 @@ def in_processes(
     def here(place: int) -> R:
         return task(items[place])
 
-    work(here, 1)
-    number = min(processes, len(items) - 1) - 1
+    done = 1 if first_alone else 0
+    work(here, done)
+    number = min(processes, len(items) - done) - 1
     if number > 0:
         number = min(number, available_on_cpu()[0] // _peak_bytes())
     workers = [_Worker(here) for _ in range(number)]

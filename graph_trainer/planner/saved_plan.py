@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
@@ -19,17 +20,17 @@ from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.graph.annotations import tensors_of
 from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.passes.catalogue import resolve_passes
-from graph_trainer.errors import ConfigError
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.equal_ranks import plan_key
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
+from graph_trainer.planner.processes import in_processes
 from graph_trainer.planner.verify_order import rank_classes
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import config_to_toml
-from graph_trainer.titan.strict import Strict, first_problem
+from graph_trainer.titan.strict import Strict
 
 SCHEMA: Final = "graph_trainer.saved_plan/3"
 """Changes with every change of the format."""
@@ -128,13 +129,7 @@ def read_plan(path: Path) -> SavedPlan:
         ConfigError: the file cannot be read, is not a plan, is of another version, or contradicts
             itself.
     """
-    try:
-        return SavedPlan.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise ConfigError(f"--plan {path}: {first_problem(error)}. {REMEDY}") from error
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"--plan {path}: cannot be read: {reason}. {REMEDY}") from error
+    return SavedPlan.read(path, "--plan", REMEDY)
 
 
 def plan_every_class(
@@ -178,8 +173,11 @@ def plan_every_class(
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 
-    def announce(rank: int) -> None:
-        on_progress(f"rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
+    def announce(rank: int, what: str) -> None:
+        on_progress(f"{what} rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
+
+    trace, make = (partial(announce, what=what) for what in ("tracing", "planning"))
+    keys = in_processes(key_of, ranks, processes, on_start=trace, first_alone=False)
 
     return SavedPlan(
         schema=SCHEMA,
@@ -190,7 +188,7 @@ def plan_every_class(
         world_size=world_size,
         passes=pass_names(config),
         axes=dict(zip(classes.names, classes.labels, strict=True)),
-        classes=as_agreed(ranks, run, on_progress, processes, key_of, on_start=announce),
+        classes=as_agreed(ranks, run, on_progress, processes, keys, on_start=make),
     )
 
 

@@ -24,10 +24,7 @@ from graph_trainer.core.ordering.agreement import published_failure
 from graph_trainer.core.passes.memory_limit import KEY
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import Report
-from graph_trainer.core.runtime.collective_failure import (
-    describe_missing_ranks,
-    failed_collective,
-)
+from graph_trainer.core.runtime.collective_failure import describe_missing_ranks, failed_collective
 from graph_trainer.core.runtime.step import Gradients
 from graph_trainer.core.torch_private_groups import default_store
 from graph_trainer.core.training.step_cache import TrainStep

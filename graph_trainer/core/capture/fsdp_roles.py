@@ -8,12 +8,7 @@ from graph_trainer.core.analysis.parameter_flow import (
     computed_from_one_parameter,
     leading_to_one_gradient,
 )
-from graph_trainer.core.graph.annotations import (
-    Role,
-    annotate_node,
-    annotation,
-    role_of,
-)
+from graph_trainer.core.graph.annotations import Role, annotate_node, annotation, role_of
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import aten, collective_kind, is_wait, written_arguments

@@ -16,10 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx.traceback import get_current_meta, preserve_node_meta
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from graph_trainer.core.capture.eager_formulas import KEY, mark_of, rounding_of
 from graph_trainer.core.graph.annotations import Phase, annotation

@@ -19,11 +19,7 @@ from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.module_scopes import Scopes
 from graph_trainer.core.capture.output_aliasing import TakenMemory
 from graph_trainer.core.capture.real_strides import let_views_copy
-from graph_trainer.core.capture.rng_replay import (
-    RandomDraws,
-    UserGenerators,
-    share_repeated_draws,
-)
+from graph_trainer.core.capture.rng_replay import RandomDraws, UserGenerators, share_repeated_draws
 from graph_trainer.core.capture.side_effects import (
     Assignments,
     SideEffects,
@@ -32,12 +28,7 @@ from graph_trainer.core.capture.side_effects import (
     refuse_uninitialised,
     views_out_of_place,
 )
-from graph_trainer.core.graph.annotations import (
-    Phase,
-    annotation,
-    copy_annotations,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import Phase, annotation, copy_annotations, value_of
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.ops import storage_roots
 from graph_trainer.core.graph.returned import Returned

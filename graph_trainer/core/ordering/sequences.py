@@ -58,9 +58,7 @@ def sequence_of(collectives: list[Collective]) -> Sequence:
 
 
 def issued_by(
-    joint: JointGraph,
-    world_size: int,
-    ranks_of_group: Callable[[str], Ranks] = group_ranks,
+    joint: JointGraph, world_size: int, ranks_of_group: Callable[[str], Ranks] = group_ranks
 ) -> Sequence:
     """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 

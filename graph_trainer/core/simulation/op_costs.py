@@ -10,11 +10,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from graph_trainer.core.analysis.fusible import free_nodes
-from graph_trainer.core.graph.annotations import (
-    tensor_of,
-    tensors_of,
-    value_of,
-)
+from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
 from graph_trainer.core.graph.content import once_per_node
 from graph_trainer.core.graph.data_sizes import nbytes_of, sized, storage_bytes
 from graph_trainer.core.graph.host_copies import starts_copy

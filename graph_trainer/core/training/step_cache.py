@@ -89,7 +89,7 @@ class TrainStep:
     """How many captured graphs are kept."""
     on_event: Callable[[str], None] = lambda line: None
     """Called with a line before the first capture and after every capture."""
-    on_phase: OnEvent = lambda phase: None
+    on_phase: Callable[[str], None] = lambda phase: None
     """Called with what the step does next whenever it captures, and with "" when that is done."""
     on_report: Callable[[JointGraph, Report], None] = lambda joint, report: None
     """Called with every new graph and its report; the first row has the seconds of the capture."""
