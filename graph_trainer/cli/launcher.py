@@ -165,12 +165,15 @@ def _phases_shown() -> Iterator[None]:
             return getattr(self._stream, name)
 
         def write(self, line: str) -> int:  # as torchrun's threads do
-            _, announced, phase = line.partition(PHASE)
+            head, announced, phase = line.partition(f"{PHASE} ")
+            if " " in head:  # more than torchrun's "[rank0]:"
+                announced = phase = ""
             with lock:
                 while shown:
                     shown.pop().stop()
                 if text := phase.strip():
-                    columns = (SpinnerColumn(), TextColumn(text), TimeElapsedColumn())
+                    words = TextColumn("{task.description}", markup=False)
+                    columns = (SpinnerColumn(), words, TimeElapsedColumn())
                     shown.append(Progress(*columns, console=console, transient=True))
                     shown[0].add_task(text, total=None)
                     shown[0].start()
@@ -182,7 +185,7 @@ def _phases_shown() -> Iterator[None]:
         try:
             yield
         finally:
-            out.write(PHASE)
+            out.write(f"{PHASE} ")
 
 
 def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:

@@ -30,6 +30,7 @@ Change = dict[str, str]
 """By key of the config, a value as on the command line."""
 
 POLICY = "activation_checkpoint.type"
+RESHARD = "parallelism.fsdp_reshard_after_forward"
 _LIMITS = 8
 """The number of memory limits of a curve."""
 

@@ -15,7 +15,11 @@ from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
+from graph_trainer.core.graph.annotations import (
+    owner_of,
+    parameters_of,
+    phase_of,
+)
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import KEY
@@ -23,9 +27,10 @@ from graph_trainer.core.passes.plan_memory.table import in_ranges
 from graph_trainer.core.passes.rematerialize import rematerialize
 from graph_trainer.core.passes.report import standing_remarks
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER
 from graph_trainer.core.simulation.timeline import ExposedWait
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.planner.changes import POLICY, flags_of
+from graph_trainer.planner.changes import POLICY, RESHARD, flags_of
 from graph_trainer.planner.ledger import LedgerRow
 from graph_trainer.planner.plan import Outcome, Plan, versions
 from graph_trainer.titan.activation_policies import POLICIES
@@ -162,8 +167,10 @@ def _settings(plan: Plan) -> str:
 def _spare(plan: Plan) -> str:
     """Say what less recomputation would give a run that has memory left; empty where it is little.
 
-    Recomputation takes what compute took longer once `rematerialize` had run.
+    What backward makes again takes what compute took longer once `rematerialize` had run.
     """
+    if plan.simulation.runtime is not GRAPH_TRAINER:
+        return ""
     policy = POLICIES.get(type(plan.config.activation_checkpoint))
     seconds = sum(
         row.step_seconds - row.exposed - (before.step_seconds - before.exposed)
@@ -176,9 +183,9 @@ def _spare(plan: Plan) -> str:
         return ""
     limit = math.floor(10 * plan.allowed_bytes / GIB) / 10
     return (
-        f"Recomputation takes {part:.1%} of the step, and there is room to keep more: "
-        f"--{POLICY} budget --{KEY} {limit:g} recomputes only what does not fit, and "
-        "--memory-curve shows what each limit gives."
+        f"What backward makes again, activations and gathered parameters, takes {part:.1%} of the "
+        f"step, and there is room to keep more: --{POLICY} budget --{KEY} {limit:g} --{RESHARD} "
+        "auto makes again only what does not fit, and --memory-curve shows what each limit gives."
     )
 
 

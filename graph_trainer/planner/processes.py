@@ -8,12 +8,14 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar, cast
 
+from graph_trainer.errors import GraphTrainerError
 from graph_trainer.titan.device_memory import available_on_cpu
 
 T = TypeVar("T")
@@ -128,13 +130,14 @@ class Aside:
         """Begin a task; return what waits for its result and returns that.
 
         Raises:
-            Exception: of the task, by either; MemoryError, where its process was killed.
+            Exception: of the task, by either.
+            GraphTrainerError: by the latter, where the process was killed.
         """
         at_work = sum(not worker.is_done() for worker in self._awaited)
         if at_work >= min(self._most, available_on_cpu()[0] // _peak_bytes()):
             done = task()
             return lambda: done
-        worker = _Worker(lambda place: task())
+        worker = _Worker(lambda place: task(), most=1)
         worker.begin(0)
         self._workers.append(worker)
         self._awaited.add(worker)
@@ -145,7 +148,10 @@ class Aside:
             try:
                 return cast(R, worker.result())
             except _Ended:
-                raise MemoryError("a process that worked aside was killed") from None
+                raise GraphTrainerError(
+                    "a process of this command was killed, most likely as memory ran out; on one "
+                    "core it starts no others: taskset -c 0 graph-trainer ..."
+                ) from None
 
         return result
 
@@ -155,12 +161,13 @@ class _Ended(Exception):
 
 
 class _Worker:
-    """A forked process that does the items whose places it is sent."""
+    """A forked process that does the items whose places it is sent, at most so many."""
 
-    def __init__(self, do: Callable[[int], Any]) -> None:
+    def __init__(self, do: Callable[[int], Any], most: int = sys.maxsize) -> None:
         context = multiprocessing.get_context("fork")
         self._connection, other = context.Pipe()
-        self.process = context.Process(target=_serve, args=(do, other), daemon=True)
+        serving = (do, most, other, self._connection)
+        self.process = context.Process(target=_serve, args=serving, daemon=True)
         with warnings.catch_warnings():
             # of other threads: those of the libraries wait, and the progress line is not used there
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -202,18 +209,19 @@ class _Worker:
         self.process.join()
 
 
-def _serve(do: Callable[[int], Any], connection: Connection) -> None:
+def _serve(
+    do: Callable[[int], Any], most: int, connection: Connection, others_end: Connection
+) -> None:
     """Do items until the other process ends, or ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
+    others_end.close()  # the fork has copied it: while it is open here, no end of it is seen
     with contextlib.suppress(EOFError, BrokenPipeError):
-        while True:
+        for _ in range(most):
             place = connection.recv()
-            answer: tuple[Any, Exception | None]
             try:
-                answer = (do(place), None)
+                connection.send((do(place), None))
             except Exception as error:
-                answer = (None, error)
-            connection.send(answer)
+                connection.send((None, error))
 
 
 def _peak_bytes() -> int:

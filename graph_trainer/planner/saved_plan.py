@@ -177,7 +177,9 @@ def plan_every_class(
         on_progress(f"{what} rank {rank}, class {ranks.index(rank) + 1} of {len(ranks)}")
 
     trace, make = (partial(announce, what=what) for what in ("tracing", "planning"))
-    keys = in_processes(key_of, ranks, processes, on_start=trace, first_alone=False)
+    keys = None
+    if len(ranks) > 1:
+        keys = in_processes(key_of, ranks, processes, on_start=trace, first_alone=False)
 
     return SavedPlan(
         schema=SCHEMA,

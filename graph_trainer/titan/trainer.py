@@ -241,7 +241,7 @@ class GraphTrainer(Trainer):
         with self._naming_who_is_missing(), growth as grown, self.observer.step():
             super().train_step(data_iterator)
         for num in grown:
-            measured = {"graph_trainer/measured_peak_gib": num / GIB}
+            measured = {"graph_trainer/measured_growth_gib": num / GIB}
             self.metrics_processor.logger.log(measured, self.step)
             self.observer.memory_grew(num)
         if self._routing and self.metrics_processor.should_log(self.step):

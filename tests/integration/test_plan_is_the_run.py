@@ -87,7 +87,7 @@ def test_the_planned_run_trains_and_measures(folder: Path, ranks: list[dict[str,
     logged = EventAccumulator(str(events)).Reload()
     for name, num_bytes in (
         ("predicted_peak_gib", rows["made by the graph"]["predicted"]),
-        ("measured_peak_gib", rows["peak memory"]["measured"] - state),
+        ("measured_growth_gib", rows["peak memory"]["measured"] - state),
     ):
         (point,) = logged.Scalars(f"graph_trainer/{name}")
         assert point.value == pytest.approx(num_bytes / GIB)

@@ -340,15 +340,18 @@ def test_room_to_spare_is_said_and_what_would_use_it():
     layers = ("--activation_checkpoint.type", "full")
     plan = planned(*layers, "--training.seq_len", "512")
     said = readable_report(plan)["spare"]
-    words = said[said.index("--") : said.index(" recomputes")].split()
-    assert said.startswith("Recomputation takes ") and said in " ".join(shown(plan).split())
+    words = said[said.index("--") : said.index(" makes again only")].split()
+    assert said in " ".join(shown(plan).split())
     better = planned(*words, "--training.seq_len", "512")
     assert better.fits and better.step_seconds < plan.step_seconds
     part = 1 - better.step_seconds / plan.step_seconds
-    assert part == pytest.approx(float(said.split()[2].rstrip("%")) / 100, rel=0.25)
+    said_part = float(re.search(r"takes ([\d.]+)%", said)[1]) / 100
+    assert part == pytest.approx(said_part, rel=0.25)
     assert not readable_report(better)["spare"] and not readable_report(planned())["spare"]
     full = dataclasses.replace(plan, hardware=too_small(plan))
     assert not readable_report(full)["spare"]
+    theirs = make_plan(small(*layers), 4, plan.hardware, runtime=TORCHTITAN)
+    assert not readable_report(theirs)["spare"]
 
 
 def test_what_is_used_to_the_full_is_no_advice():

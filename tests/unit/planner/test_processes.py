@@ -3,12 +3,14 @@
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from graph_trainer.core.simulation.hardware import load_hardware
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner import processes
 from graph_trainer.planner.captures import Captures
 from graph_trainer.planner.changes import compare, settings
@@ -147,7 +149,8 @@ def test_classes_of_ranks_are_the_same_in_several_processes():
         plan_every_class(plan, processes=most, on_progress=said[most].append) for most in (1, 3)
     )
     assert alone == others and len(alone.classes) == 6
-    assert said[1] == said[3] and "class 6 of 6" in said[1][-1]
+    assert said[1] == said[3] and said[1][5].startswith("tracing") and "6 of 6" in said[1][5]
+    assert len(said[1]) > 6 and all(line.startswith("planning") for line in said[1][6:])
 
 
 def test_what_is_done_aside_sees_what_was_there_when_it_began():
@@ -179,7 +182,7 @@ def test_an_error_aside_is_raised_where_its_result_is_asked_for():
         with pytest.raises(ConfigError, match="no"):
             failed()
         killed = aside.begin(lambda: os.kill(os.getpid(), signal.SIGKILL))
-        with pytest.raises(MemoryError, match="killed"):
+        with pytest.raises(GraphTrainerError, match="killed"):
             killed()
 
 
@@ -191,3 +194,40 @@ def test_a_plan_of_several_processes_is_that_of_one():
             row.pop("pass_seconds")
         plans.append(document)
     assert plans[0] == plans[1]
+
+
+def test_what_cannot_be_sent_back_is_an_error_of_its_own():
+    with processes.Aside(2) as aside:
+        unsendable = aside.begin(lambda: threading.Lock())
+        with pytest.raises(TypeError, match="pickle"):
+            unsendable()
+
+
+def test_processes_end_with_the_one_that_forked_them(tmp_path):
+    """Even where that is killed: what is at work ends with its item, what waits at once."""
+    parent = os.fork()
+    if parent == 0:
+        aside = processes.Aside(3)
+        for _ in range(2):
+            aside.begin(lambda: (tmp_path / str(os.getpid())).touch() or time.sleep(0.2))
+        waiting = processes._Worker(together)
+        (tmp_path / str(waiting.process.pid)).touch()
+        time.sleep(60)
+        os._exit(0)
+    deadline = time.monotonic() + 20
+    while len(list(tmp_path.iterdir())) < 3 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(parent, signal.SIGKILL)
+    os.waitpid(parent, 0)
+    pids = [int(path.name) for path in tmp_path.iterdir()]
+    assert len(pids) == 3
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(map(is_alive, pids))
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -78,4 +78,4 @@ def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, devic
     for trainer.step in (7, 8, 9):
         trainer.train_step(iter(()))
     assert received == grew and entered == [4] * (device == "cpu")
-    assert logged == [({"graph_trainer/measured_peak_gib": 0.5}, 8)] * len(grew)
+    assert logged == [({"graph_trainer/measured_growth_gib": 0.5}, 8)] * len(grew)
