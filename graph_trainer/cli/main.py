@@ -3,6 +3,7 @@
 Each command imports what it needs, so that --help and a mistyped command answer at once.
 """
 
+import atexit
 import dataclasses
 import gc
 import json
@@ -62,8 +63,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _run(command, words)
         sys.stdout.flush()
-        if argv is None:
-            gc.freeze()  # or Python looks once more for cycles among all objects, as it ends
         return code
     except GraphTrainerError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -101,6 +100,7 @@ def _run(command: str, words: list[str]) -> int:
     # Importing torch makes millions of objects that stay: looked through for cycles, they take a
     # fifth of its time.
     gc.set_threshold(200_000, 10, 1000)
+    atexit.register(gc.freeze)  # nor are they looked through as the process ends
     return resolve_name(f"graph_trainer.cli.{function}")(words)
 
 

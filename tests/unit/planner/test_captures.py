@@ -59,9 +59,10 @@ def captured(monkeypatch):
     """The number of captures so far, as a list's length."""
     made, original = [], FakeRank.capture
 
-    def capture(run):
-        made.append(run)
-        return original(run)
+    def capture(run, *, abridged=False):
+        if not abridged:
+            made.append(run)
+        return original(run, abridged=abridged)
 
     monkeypatch.setattr(FakeRank, "capture", capture)
     return made

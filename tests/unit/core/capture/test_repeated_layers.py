@@ -154,9 +154,9 @@ def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
 def test_layers_are_really_left_out(monkeypatch, reasons):
     traced = []
 
-    def extended(graph_module, trace, repetition):
+    def extended(graph_module, trace, repetition, **more):
         traced.append(len(graph_module.graph.nodes) - len(trace.inputs))
-        return extend(graph_module, trace, repetition)
+        return extend(graph_module, trace, repetition, **more)
 
     monkeypatch.setattr(capture_module, "extend", extended)
     graphs = [

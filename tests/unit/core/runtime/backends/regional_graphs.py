@@ -54,7 +54,13 @@ def apply(b, op, x, y, layer):
         case "flat":
             return call(aten.view.default, call(aten.reshape.default, x, [-1]), [SIDE, SIDE])
         case "write":
-            return call(aten.add_.Tensor, writable(call, x), y)
+            written = writable(call, x)
+            memory = [n.meta["val"].untyped_storage()._cdata for n in (written, y)]
+            if (
+                memory[0] == memory[1] and y is not written
+            ):  # torch refuses its parts
+                y = call(aten.clone.default, y)
+            return call(aten.add_.Tensor, written, y)
         case "write a row":
             call(aten.mul_.Tensor, call(aten.select.int, writable(call, x), 0, 1), 0.5)
         case "random":

@@ -5,7 +5,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given
+from hypothesis import HealthCheck, example, given
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graph_trainer.core.analysis.regions import find_regions
@@ -61,6 +61,7 @@ def test_a_graph_in_regions_is_the_graph(program):
 @pytest.mark.full
 @examples(12, suppress_health_check=list(HealthCheck))
 @given(program=programs)
+@example(program=[("transpose", 0, 0, 0), ("sin", 0, 0, 0), ("write", 1, 2, 0)])
 def test_a_compiled_graph_is_close_to_the_graph(program):
     joint = random_graph(program, group())
     assert_as_eager(joint, compile_graph(joint))
