@@ -56,9 +56,7 @@ def apply(b, op, x, y, layer):
         case "write":
             written = writable(call, x)
             memory = [n.meta["val"].untyped_storage()._cdata for n in (written, y)]
-            if (
-                memory[0] == memory[1] and y is not written
-            ):  # torch refuses its parts
+            if memory[0] == memory[1] and y is not written:  # torch refuses its parts
                 y = call(aten.clone.default, y)
             return call(aten.add_.Tensor, written, y)
         case "write a row":
