@@ -38,7 +38,7 @@ MESHES = {
     "budget": (4, (*TP2, *BUDGET), 1),
 }
 """Ranks, flags, and how many plans are different."""
-QUICK = {"tp2", "uneven"}
+QUICK = {"uneven"}
 MARKED = [pytest.param(n, id=n, marks=() if n in QUICK else pytest.mark.full) for n in MESHES]
 
 
