@@ -154,6 +154,15 @@ def test_the_first_capture_and_the_latest_stay(captured):
     assert len(captured) == 4
 
 
+def test_the_capture_that_was_used_longest_ago_goes(captured):
+    shared = Captures(most=3)
+    for made, change in ((1, ()), (2, BEFORE[0]), (3, BEFORE[1]), (3, BEFORE[0]), (4, BEFORE[2])):
+        planned(*change, captures=shared)
+        assert len(captured) == made
+    planned(*BEFORE[0], captures=shared)
+    assert len(captured) == 4
+
+
 @pytest.mark.full
 def test_one_call_captures_each_step_once(captured, tmp_path, monkeypatch):
     """A run that does not fit: advice, memory curve, page and the classes of --save."""

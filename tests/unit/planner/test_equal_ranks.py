@@ -4,17 +4,26 @@ import dataclasses
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
+from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.capture import extend
+from graph_trainer.core.capture.repeated_layers import NotRepeated
 from graph_trainer.core.graph.annotations import (
     clear_recompute_policy,
     copy_annotations,
     set_offload,
     set_recompute_policy,
 )
+from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.signature import Signature
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.planner import saved_plan
+from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.equal_ranks import plan_key
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
@@ -31,6 +40,7 @@ EP2 = ("--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_d
 BUDGET = ("--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.05")
 MESHES = {
     "tp2": (4, TP2, 1),
+    "slices": (2, (*TP2, "--loss.type", "chunked_cross_entropy"), 1),
     "uneven": (3, (), 2),
     "hsdp": (4, HSDP, 1),
     "cp2": (4, ("--parallelism.context_parallel_degree", "2"), 2),
@@ -105,7 +115,9 @@ def another_dtype(joint):
 
 def another_layout(joint):
     node = first(joint, OPS.mm.default)
-    node.meta["val"] = torch.empty(node.meta["val"].t().shape, device="meta").t()
+    value = node.meta["val"]
+    node.meta["val"] = value.new_empty(value.t().shape).t()
+    assert node.meta["val"].shape == value.shape and node.meta["val"].dtype == value.dtype
 
 
 def another_group(joint):
@@ -114,6 +126,12 @@ def another_group(joint):
     )
     names = list(dict.fromkeys(node.args[2] for node in gathers))
     gathers[0].update_arg(2, names[1])
+
+
+def another_group_of_equal_ranks(joint):
+    node = first(joint, torch.ops._c10d_functional.all_gather_into_tensor.default)
+    group = dist.new_group(list(group_ranks(node.args[2])))
+    node.update_arg(2, group.group_name)
 
 
 def a_frozen_parameter(joint):
@@ -139,7 +157,13 @@ def an_offload_tag(joint):
 
 CHANGES = (a_recompute_tag, an_offload_tag)
 CHANGES += (reads_another, number_of_a_view, another_op, another_module, another_dtype)
-CHANGES += (another_layout, another_group, a_frozen_parameter, a_gradient_less)
+CHANGES += (
+    another_group_of_equal_ranks,
+    another_layout,
+    another_group,
+    a_frozen_parameter,
+    a_gradient_less,
+)
 
 
 def test_what_passes_read_is_in_the_key(captured):
@@ -177,3 +201,37 @@ def test_code_that_asks_for_its_rank_is_planned_for_each():
             run.model.norm.register_forward_hook(lambda module, given, result: result * 2)
         keys.append(plan_key(run.capture(abridged=True), rank, classes, 8))
     assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_graph_has_beside_its_nodes_is_no_other_ranks(reads):
+    graph, root = fx.Graph(), torch.nn.Module()
+    root.held = torch.nn.Identity()
+    graph.output((graph.get_attr("held"),) if reads else ())
+    joint = JointGraph(fx.GraphModule(root, graph), Signature((), ()))
+    classes = RankClasses(("fsdp",), ((0, 1),))
+    keys = {plan_key(joint, rank, classes, 8) for rank in (0, 1)}
+    assert len(keys) == (2 if reads else 1)
+
+
+def test_an_abridged_step_is_one_that_could_be_extended(monkeypatch):
+    config = load_config(FLAGS, world_size=2)
+    short, whole = (FakeRank(config, 2).capture(abridged=a) for a in (True, False))
+
+    def refuse(extension):
+        raise NotRepeated("the layers differ")
+
+    monkeypatch.setattr(extend._Extension, "check", refuse)
+    refused = FakeRank(config, 2).capture(abridged=True)
+    assert len(short.graph.nodes) < len(whole.graph.nodes) == len(refused.graph.nodes)
+
+
+def test_decisions_by_group_are_compared_without_the_groups_names():
+    graph = fx.Graph()
+    graph.output(())
+    decided = []
+    for caps in ({"21": 4.0, "35": 8.0}, {"22": 4.0, "34": 8.0}, {"21": 8.0, "35": 4.0}):
+        joint = JointGraph(fx.GraphModule({}, graph), Signature((), ()))
+        joint.decisions["bucket_collectives"] = caps
+        decided.append(decided_by(joint))
+    assert decided[0] == decided[1] != decided[2]

@@ -313,7 +313,7 @@ CHANGES = [
 ]
 
 
-def test_the_fewest_ranks_are_those_on_which_it_fits():
+def test_the_fewest_ranks_are_those_on_which_it_fits(monkeypatch):
     plan = planned(hardware="cpu")  # memory to the byte
     sizes = {ranks: planned(ranks=ranks, hardware="cpu").need.total for ranks in (8, 16)}
     memory = (sizes[8] + sizes[16]) / 2 / GIB
@@ -329,7 +329,10 @@ def test_the_fewest_ranks_are_those_on_which_it_fits():
 
     (found,) = fewest()
     assert found.fits and found.needed_bytes == sizes[16]
-    assert found.config == {"world-size": "16"} and tried[-1] == "16 ranks"
+    assert found.config == {"world-size": "16"} and tried == ["16 ranks"]
+    with monkeypatch.context() as patched:  # as if more were sharded: then 8 must be planned
+        patched.setattr(changes, "_SHARDED", tuple(Category))
+        assert fewest() == [found] and tried[1:] == ["8 ranks", "16 ranks"]
     assert fewest("--parallelism.data_parallel_shard_degree", "4") == []
     hardware = dataclasses.replace(plan.hardware, memory_gib=0.001)
     tried.clear()
@@ -350,6 +353,8 @@ def test_room_to_spare_is_said_and_what_would_use_it():
     assert not readable_report(better)["spare"] and not readable_report(planned())["spare"]
     full = dataclasses.replace(plan, hardware=too_small(plan))
     assert not readable_report(full)["spare"]
+    limited = planned(*layers, "--training.seq_len", "512", "--compile.memory_limit_gib", "70")
+    assert limited.fits and not readable_report(limited)["spare"]
     theirs = make_plan(small(*layers), 4, plan.hardware, runtime=TORCHTITAN)
     assert not readable_report(theirs)["spare"]
 

@@ -165,6 +165,15 @@ def test_what_is_done_aside_sees_what_was_there_when_it_began():
     assert (first, second) == ([1], [1, 2]) and len({one, other, os.getpid()}) == 3
 
 
+def test_a_process_that_is_done_makes_room_and_ends():
+    with processes.Aside(2) as aside:
+        first, second = (aside.begin(os.getpid)() for _ in range(2))
+        assert len({first, second, os.getpid()}) == 3
+        for worker in aside._workers:
+            worker.process.join(20)
+            assert not worker.process.is_alive()
+
+
 @pytest.mark.parametrize("most", [1, 2])
 def test_where_no_process_is_free_the_task_is_done_here(most):
     with processes.Aside(most) as aside:
