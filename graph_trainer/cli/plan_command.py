@@ -270,7 +270,7 @@ _WRITERS: dict[str, tuple[Callable[[Plan, IO[str]], None], str]] = {
     "save": (
         _write_saved,
         "write a plan with which a run is compared (`graph-trainer train --plan FILE`); it "
-        "captures one rank of each class that differs",
+        "traces one rank of each class, and plans those whose steps differ",
     ),
     "table": (
         _write_table,

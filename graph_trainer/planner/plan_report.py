@@ -15,11 +15,7 @@ from typing import Any
 
 from graph_trainer.core.analysis.collective_purpose import Traffic
 from graph_trainer.core.analysis.memory import Category
-from graph_trainer.core.graph.annotations import (
-    owner_of,
-    parameters_of,
-    phase_of,
-)
+from graph_trainer.core.graph.annotations import owner_of, parameters_of, phase_of
 from graph_trainer.core.graph.collective_kinds import mergeable_kinds
 from graph_trainer.core.names import without_layer
 from graph_trainer.core.passes.memory_limit import KEY

@@ -49,8 +49,9 @@ class Pass:
     default: bool = True
     """Whether the pass list "default" includes it. Read of built-in passes only."""
     optional: bool = False
-    """Whether a step needs it only to be faster: it is rolled back where it would need more
-    memory than `compile.memory_limit_gib`. For prefetching, bucketing, overlap."""
+    """Whether a step needs it only to be faster: it is rolled back where the step would need more
+    memory than `compile.memory_limit_gib` after it, and after all later passes. For prefetching,
+    bucketing, overlap."""
     changes_sums: bool = False
     """Whether it may change the order in which numbers are added, and so the last bits."""
     has_bitwise_mode: bool = False

@@ -78,7 +78,7 @@ class Budget:
         self._device_memory = device_memory
         self._host_memory = host_memory
         self._follows_plan = follows_plan
-        self._latest: int | None = None
+        self._latest: tuple[JointGraph, int] | None = None
 
     def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
@@ -87,13 +87,13 @@ class Budget:
     def needed(self, joint: JointGraph) -> int:
         """Return the most bytes that any rank needs of its device. n log n in storages.
 
-        The result is kept until `changed` is called.
+        The result for the latest graph is kept until `changed` is called.
         """
-        if self._latest is None:
+        if self._latest is None or self._latest[0] is not joint:
             hardware = self._context.hardware_for(joint)
             need = need_of(self.memory(joint, hardware), hardware)
-            self._latest = self._context.agreement.all_reduce_max(need.total)
-        return self._latest
+            self._latest = joint, self._context.agreement.all_reduce_max(need.total)
+        return self._latest[1]
 
     def changed(self) -> None:
         """Forget what is needed, as the graph has changed."""

@@ -116,7 +116,8 @@ def pass_by_pass(
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
     Arguments and errors are those of `run_passes`. A pass that is only optional and raises the
-    need of memory above the limit is rolled back before the next pass runs. The code of the
+    need of memory above the limit is rolled back before the next pass runs, unless the passes after
+    it bring the need back within the limit. The code of the
     graph module is generated once, at the end.
 
     Returns:
@@ -150,7 +151,7 @@ def pass_by_pass(
         captured = replace(captured, remarks=(rounding,))
     rows, state = [captured], graph_state(joint)
     yield rows[0]
-    for step in steps:
+    for number, step in enumerate(steps, start=1):
         name = step.graph_pass.name
         if on_pass is not None:
             on_pass(name)
@@ -161,7 +162,8 @@ def pass_by_pass(
         rolled_back = ""
         if start is not None:
             raised[name] = budget.needed(joint) - before
-            if raised[name] > 0 and budget.is_over(joint):
+            is_over = raised[name] > 0 and budget.is_over(joint)
+            if is_over and not _ends_within(joint, steps[number:], budget):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)
                 budget.changed()
@@ -183,6 +185,16 @@ def pass_by_pass(
         yield rows[-1]
     budget.check(joint, Report(rows), raised)
     joint.graph_module.recompile()
+
+
+def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -> bool:
+    """Return whether a step that is over the limit will be within it after the later passes."""
+    if not later:
+        return False
+    trial = copy_graph(joint)
+    for step in later:
+        _run(trial, step)
+    return not budget.is_over(trial)
 
 
 def run_tags(joint: JointGraph, config: PassConfig) -> None:

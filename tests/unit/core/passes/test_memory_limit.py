@@ -134,13 +134,15 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
         gt.run_passes(captured_decoder(), config)
 
 
+def diet(joint, options, context):
+    """Undo what `hungry` did."""
+    for node in reversed(joint.graph.nodes):
+        if node.target in (aten.neg.default, aten.ones.default) and not node.users:
+            joint.graph.erase_node(node)
+
+
 def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
     """Over the limit before and after it, or within the limit afterwards: kept."""
-
-    def diet(joint, options, context):
-        for node in reversed(joint.graph.nodes):
-            if node.target in (aten.neg.default, aten.ones.default) and not node.users:
-                joint.graph.erase_node(node)
 
     last = Pass("diet", Stage.SCHEDULE, "for a test", diet, optional=True)
     passes = ["default", hungry(50_000, optional=False), last]
@@ -150,6 +152,20 @@ def test_an_optional_pass_that_needs_no_more_is_not_to_blame(plain, low):
     last = dataclasses.replace(last, optional=False)
     joint, report = after(low, passes=[*passes[:2], idle, last])
     assert joint.history[-2:] == ["idle", "diet"] and report.notes() == []
+
+
+def test_an_optional_pass_is_kept_where_a_later_one_brings_the_step_back_within(plain, low):
+    """As prefetching does to merged gathers, which alone would be too much at once."""
+    greedy = hungry(1_000_000)
+    last = Pass("diet", Stage.SCHEDULE, "for a test", diet, optional=True)
+    joint, report = after(low, passes=["default", greedy, last])
+    assert joint.history[-2:] == [greedy.name, "diet"] and report.notes() == []
+    assert described(joint) == described(plain)
+    # it is the later ones that are tried, on a copy: a pass that does less is no help
+    idle = Pass("idle", Stage.SCHEDULE, "for a test", lambda *_: None, optional=True)
+    joint, report = after(low, passes=["default", greedy, idle])
+    assert [note.split()[0] for note in report.notes()] == [greedy.name]
+    assert joint.history[-1] == "idle" and described(joint) == described(plain)
 
 
 def test_a_pass_that_breaks_the_limit_after_an_optional_one_is_refused_with_the_remedy(high):
