@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from graph_trainer.core.analysis.memory import Category
+from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
+from graph_trainer.core.passes.pipeline import run_before, run_passes, with_policy
+from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory, plans_between
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
 from graph_trainer.core.units import GIB, gib
-from graph_trainer.errors import ConfigError, GraphTrainerError, MemoryLimitError
+from graph_trainer.errors import ConfigError, GraphTrainerError
 from graph_trainer.planner.captures import what_is_captured
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
@@ -31,8 +34,8 @@ Change = dict[str, str]
 
 POLICY = "activation_checkpoint.type"
 RESHARD = "parallelism.fsdp_reshard_after_forward"
-_LIMITS = 8
-"""The number of memory limits of a curve."""
+_PLANS = 9
+"""The number of plans of memory that a curve is drawn through at most."""
 
 _SHARDED = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
 
@@ -289,54 +292,61 @@ def _captured_for(config: GraphTrainerConfig | ConfigError) -> str:
 
 
 def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> list[Outcome]:
-    """Plan the run under every fixed policy, and under limits between the least and the most.
+    """Plan the run under every fixed policy, and under plans of memory from the least to the most.
 
-    The step is captured at most once. At most `processes` plan at once. Limits stand closer where
-    memory is short, as time changes fastest there; parameters are kept unsharded or gathered again
-    as the plan chooses ("auto").
+    The step is captured at most once. At most `processes` plan at once. A plan's limit is what it
+    needs, so that it is what the limit gives; parameters are kept unsharded or gathered again as
+    the plan chooses ("auto"). A plan that is slower than one of less memory is left out.
 
     Raises:
         CaptureError, PassError, VerificationError: as `make_plan`.
     """
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
+    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
 
-    def outcome(changed: tuple[Change, PassConfig]) -> Outcome | None:
-        change, passes = changed
-        trial = plan.captures.of(run)
-        try:
-            last = run_passes(trial, passes).last
-        except MemoryLimitError:  # gathered ahead, merged: a little more than "full" needs
-            return None
+    def summed_up(change: Change, trial: JointGraph, last: str, seconds: float) -> Outcome:
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
-        rows = [row_of(simulation, last.name, last.seconds)]
+        rows = [row_of(simulation, last, seconds)]
         return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
 
-    def announce(changed: tuple[Change, PassConfig]) -> None:
-        change, _ = changed
-        limit = float(change.get(KEY, 0)) * GIB
-        on_progress(f"a limit of {gib(limit)} GiB" if limit else f"the policy {change[POLICY]}")
-
-    def outcomes_of(changed: list[tuple[Change, PassConfig]]) -> list[Outcome]:
-        made = in_processes(outcome, changed, processes, on_start=announce)
-        return [each for each in made if each is not None]
-
-    passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
-    # Without a limit nothing is planned.
-    auto = passes.reshard_after_forward == "auto"
-    reshard = "default" if auto else passes.reshard_after_forward
-    fixed: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
-    trials: list[tuple[Change, PassConfig]] = []
-    for policy in fixed:
+    def fixed(policy: ActivationPolicy) -> Outcome:
+        auto = passes.reshard_after_forward == "auto"
+        reshard = "default" if auto else passes.reshard_after_forward
         of_policy = with_policy(passes, policy, reshard_after_forward=reshard)
-        trials.append(({POLICY: policy}, of_policy))
-    outcomes = outcomes_of(trials)
-    needed = [each.needed_bytes for each in outcomes]
-    least, most = min(needed), max(needed)
-    trials = []
-    for number in range(1, _LIMITS + 1):
-        limit = int(least + (most - least) * (number / _LIMITS) ** 2 + 0.02 * least) / GIB
-        limited = with_policy(
-            passes, "budget", reshard_after_forward="auto", memory_limit_gib=limit
-        )
-        trials.append(({POLICY: "budget", KEY: str(limit)}, limited))
-    return outcomes + outcomes_of(trials)
+        if of_policy == passes and not plan.limit_bytes:
+            return outcome_of({POLICY: policy}, plan)
+        trial = plan.captures.of(run)
+        last = run_passes(trial, of_policy).last
+        return summed_up({POLICY: policy}, trial, last.name, last.seconds)
+
+    policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
+    outcomes = in_processes(
+        fixed,
+        policies,
+        processes,
+        first_alone=False,
+        on_start=lambda policy: on_progress(f"the policy {policy}"),
+    )
+    captured = plan.captures.of(run)
+    planned = with_policy(passes, "budget", reshard_after_forward="auto")
+    context = run_before(captured, planned, plan_memory)
+    plans = plans_between(captured, context, _PLANS)
+
+    def between(each: tuple[int, Callable[[], JointGraph]]) -> Outcome:
+        outcome = summed_up({POLICY: "budget"}, each[1](), plan_memory.name, 0.0)
+        limit = math.ceil(outcome.needed_bytes / GIB * 100) / 100
+        return replace(outcome, config=outcome.config | {KEY: f"{limit:.2f}"})
+
+    limited = in_processes(
+        between,
+        plans,
+        processes,
+        first_alone=False,
+        on_start=lambda each: on_progress(f"a plan that keeps {gib(each[0])} GiB"),
+    )
+    fastest = math.inf
+    for each in sorted(limited, key=lambda each: (each.needed_bytes, each.step_seconds)):
+        if each.step_seconds < fastest:
+            outcomes.append(each)
+            fastest = each.step_seconds
+    return outcomes

@@ -50,9 +50,7 @@ def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
     if report["advice"]:
         yield advice_table(report)
     elif not report["fits"]:
-        yield Text(
-            "No one setting would help: change several, or use hardware with more memory."
-        )
+        yield Text("No one setting would help: change several, or use hardware with more memory.")
 
 
 Column = tuple[str, str, Sequence[Any]]

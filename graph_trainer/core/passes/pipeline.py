@@ -197,6 +197,25 @@ def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -
     return not budget.is_over(trial)
 
 
+def run_before(joint: JointGraph, config: PassConfig, last: Pass) -> PassContext:
+    """Run the passes of `config` that come before one on `joint`, in place.
+
+    Returns:
+        the context in which that one would run.
+
+    Raises:
+        PassError, VerificationError: as `run_passes`; the pass list is without that pass.
+    """
+    selected = resolve_passes(config.passes, config.disable_passes)
+    _check_settings(joint, config, selected)
+    run, _ = _context_of(joint, config, selected, OneRank())
+    for step in _prepare(config, selected, run, {}):
+        if step.graph_pass.name == last.name:
+            return step.context
+        run_one(joint, step, None)
+    raise PassError(f"the pass list is without '{last.name}'")
+
+
 def run_tags(joint: JointGraph, config: PassConfig) -> None:
     """Run the passes of stage TAG alone, on a graph that another partitioner will read.
 

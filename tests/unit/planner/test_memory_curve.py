@@ -1,7 +1,9 @@
 """Step time over memory: fixed policies as points, plans within limits as a curve."""
 
+import copy
 import json
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from rich.console import Console
@@ -17,13 +19,13 @@ from graph_trainer.planner.plan_report import plan_report, readable_report
 from graph_trainer.planner.text import report_text
 from graph_trainer.titan.config.load import load_config
 
-BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.1"]
+BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.55"]
 
 
 @pytest.fixture
 def plan():
     config = load_config(
-        ["--training.seq_len", "128", "--training.local_batch_size", "8", *BUDGET], world_size=4
+        ["--training.seq_len", "1024", "--training.local_batch_size", "8", *BUDGET], world_size=4
     )
     config.model_spec.model.layers = config.model_spec.model.layers[:3]
     return make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
@@ -40,9 +42,21 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     assert len(limited) >= 6
     for point in limited:
         assert point["policy"] == "budget"
-        assert point["peak_bytes"] < point["needed_bytes"] <= point["limit_bytes"]
+        room = point["limit_bytes"] - point["needed_bytes"]
+        assert point["peak_bytes"] < point["needed_bytes"] and 0 <= room <= 0.01 * GIB
+    # each costs more memory than the one before, and is worth it
+    for less, more in pairwise(limited):
+        assert less["needed_bytes"] < more["needed_bytes"]
+        assert less["step_seconds"] > more["step_seconds"]
     none, _, full = (point["step_seconds"] for point in fixed)
     assert limited[-1]["step_seconds"] <= none < full
+    # what a run with this limit gets
+    config = copy.deepcopy(plan.config)
+    config.parallelism.fsdp_reshard_after_forward = "auto"
+    config.compile.memory_limit_gib = limited[1]["limit_bytes"] / GIB
+    run = make_plan(config, 4, plan.hardware, every_pass=False, captures=plan.captures)
+    assert run.need.total <= limited[1]["limit_bytes"]
+    assert run.step_seconds <= limited[1]["step_seconds"]
     assert [point["peak_bytes"] for point in points] == [each.peak_bytes for each in curve]
     assert all(each.fits for each in curve)
     console = Console(width=100)
@@ -56,7 +70,7 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
 def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
     flags = [*BUDGET, "--parallelism.fsdp_reshard_after_forward", "auto"]
     config = load_config(
-        ["--training.seq_len", "128", "--training.local_batch_size", "8", *flags], world_size=4
+        ["--training.seq_len", "1024", "--training.local_batch_size", "8", *flags], world_size=4
     )
     config.model_spec.model.layers = config.model_spec.model.layers[:1]
     plan = make_plan(config, 4, load_hardware("h100-sxm"), every_pass=False)
@@ -89,7 +103,7 @@ def test_a_plan_that_does_not_fit_is_advised_a_lower_limit(plan):
     def load(flags):
         tried.append(flags)
         config = load_config(
-            ["--training.seq_len", "128", "--training.local_batch_size", "8", *BUDGET, *flags],
+            ["--training.seq_len", "1024", "--training.local_batch_size", "8", *BUDGET, *flags],
             world_size=4,
         )
         config.model_spec.model.layers = config.model_spec.model.layers[:3]

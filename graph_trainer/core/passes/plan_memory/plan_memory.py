@@ -6,6 +6,7 @@ import bisect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
@@ -102,6 +103,30 @@ def plan_memory(joint: JointGraph, options: NoOptions, context: PassContext) -> 
         table = planner.plan(settings.memory_limit_gib)
     _tag(joint, blocks, table)
     joint.decisions[plan_memory.name] = table
+
+
+def plans_between(
+    joint: JointGraph, context: PassContext, count: int
+) -> list[tuple[int, Callable[[], JointGraph]]]:
+    """Choose plans of memory from the one that keeps least to the one that keeps most.
+
+    At most `count`, and closer where little is kept, as time changes fastest there. None of them
+    depends on a limit, so that each is simulated once, where a search within a limit takes several.
+
+    Args:
+        joint: the graph before `plan_memory`; it stays as it is.
+        context: that of `plan_memory`.
+
+    Returns:
+        for each the bytes that it keeps of those that are a choice, and a function that makes the
+        graph of the step, after all later passes.
+
+    Raises:
+        PassError: as `plan_memory`.
+    """
+    planner = _Planner(joint, context, blocks_of(joint, context), _read_chains(joint))
+    plans = planner.spread(count)
+    return [(kept, partial(planner.trial, number)) for number, kept in plans.items()]
 
 
 class _Planner:
@@ -207,6 +232,16 @@ class _Planner:
         )
         return table
 
+    def spread(self, count: int) -> dict[int, int]:
+        """Return at most `count` of the numbers of steps that may be tried, and the bytes kept."""
+        kept = [self._bytes[number] for number in self._places]
+        chosen: dict[int, int] = {}
+        for part in range(count):
+            wanted = kept[0] + (kept[-1] - kept[0]) * (part / (count - 1)) ** 2
+            place = bisect.bisect_left(kept, wanted)
+            chosen[self._places[place]] = kept[place]
+        return chosen
+
     def _last_within(self, limit: int, needed: Callable[[int], int]) -> int | None:
         """Return the largest number of steps that is within a limit; None where none is.
 
@@ -244,16 +279,16 @@ class _Planner:
     def _simulated(self, number: int) -> SlowestStep:
         """Simulate the step with all passes."""
         if number not in self._steps_simulated:
-            trial = self._trial(number, None)
+            trial = self.trial(number)
             self._steps_simulated[number] = self._context.simulate_on_all_ranks(trial)
         return self._steps_simulated[number]
 
     def _memory(self, number: int) -> Memory:
         """Predict the memory of a step with the passes that any step needs."""
-        trial = self._trial(number, Stage.COMMUNICATION)
+        trial = self.trial(number, Stage.COMMUNICATION)
         return predicted_memory(trial, self._hardware, self._context.settings.other_memory(trial))
 
-    def _trial(self, number: int, before: Stage | None) -> JointGraph:
+    def trial(self, number: int, before: Stage | None = None) -> JointGraph:
         """Return a copy of the graph after a number of steps and the later passes.
 
         All later passes, or those before a stage.
