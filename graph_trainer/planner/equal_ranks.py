@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections import defaultdict
+from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import fx
@@ -24,6 +27,7 @@ from graph_trainer.core.graph.ops import argument, argument_nodes, is_getitem
 from graph_trainer.core.simulation.collective_costs import placement
 from graph_trainer.core.torch_private import pytree
 from graph_trainer.core.torch_private_groups import group_ranks
+from graph_trainer.titan.config.run_config import GraphTrainerConfig
 
 
 def group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
@@ -36,6 +40,35 @@ def group_name(ranks: Ranks, rank: int, classes: RankClasses) -> str:
     return " and ".join(along) or "self"
 
 
+def shortened(config: GraphTrainerConfig) -> GraphTrainerConfig:
+    """Leave out of a model all but the first two and the last of layers that follow each other and
+    are configured alike, initial values aside.
+
+    What ranks compute in one of them they compute in each, as other ranks do or otherwise.
+    """
+    spec = config.model_spec
+    layers = getattr(spec and spec.model, "layers", None)
+    if spec is None or not isinstance(layers, list) or config.compile.full_capture:
+        return config
+    kinds = [_without_initial_values(layer) for layer in layers]
+    kept = []
+    for place, layer in enumerate(layers):
+        around = kinds[max(0, place - 2) : place + 2]
+        if len(around) < 4 or any(kind != kinds[place] for kind in around):
+            kept.append(layer)
+    short, model = copy.copy(config), copy.copy(spec.model)
+    model.layers = copy.deepcopy(kept)  # building the model writes to them
+    short.model_spec = replace(spec, model=model)
+    return short
+
+
+def _without_initial_values(config: Any) -> Any:
+    if not is_dataclass(config):
+        return config
+    names = [each.name for each in fields(config) if each.name != "param_init"]
+    return type(config), [_without_initial_values(getattr(config, name)) for name in names]
+
+
 def plan_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_node: int) -> str:
     """Hash all of a captured step that passes and simulation read. Linear in nodes.
 
@@ -45,7 +78,7 @@ def plan_key(joint: JointGraph, rank: int, classes: RankClasses, devices_per_nod
     depends on them.
 
     Args:
-        joint: as captured, perhaps without the copies of layers that are alike.
+        joint: as captured, perhaps of a `shortened` config.
         rank: that captured it; its process groups must still exist.
         devices_per_node: as the hardware has it, which costs of a group depend on.
     """

@@ -94,11 +94,8 @@ class FakeRank:
         valid_tokens = torch.empty((), dtype=torch.int64, device="meta")
         return (given.pop("input"), labels, valid_tokens), given
 
-    def capture(self, *, abridged: bool = False) -> JointGraph:
+    def capture(self) -> JointGraph:
         """Capture the joint graph that training captures on this rank.
-
-        Args:
-            abridged: as for `capture_step`.
 
         Raises:
             CaptureError: the step cannot be captured.
@@ -109,8 +106,7 @@ class FakeRank:
         with spmd(), contextlib.nullcontext() if on_cpu else _as_on_gpu():
             loss_fn, meta_as = loss_of_batch(self.loss_fn), "cpu" if on_cpu else "meta"
             step = Step(self.model, loss_fn, args, kwargs, True, meta_as, scalar_loss)
-            full_capture = self.config.compile.full_capture or None
-            return capture_step(step, full_capture, abridged=abridged)
+            return capture_step(step, self.config.compile.full_capture or None)
 
 
 @contextlib.contextmanager

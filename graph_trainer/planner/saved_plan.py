@@ -22,7 +22,7 @@ from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
 from graph_trainer.planner.console import OnProgress
-from graph_trainer.planner.equal_ranks import plan_key
+from graph_trainer.planner.equal_ranks import plan_key, shortened
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.fingerprint import Fingerprint, fingerprint_of
 from graph_trainer.planner.plan import Plan, make_plan, versions
@@ -137,7 +137,8 @@ def plan_every_class(
 ) -> SavedPlan:
     """Plan one rank of every class of ranks, with the config and hardware of one rank's plan.
 
-    Every one of them is traced, and is planned where another with an equal step was not.
+    Every one of them is traced, with few of the layers that are alike, and is planned where another
+    with an equal step was not.
 
     The passes run as they do in training, where the ranks agree on what a memory limit rolls back.
     At most `processes` plan at once.
@@ -146,12 +147,13 @@ def plan_every_class(
         GraphTrainerError: as `make_plan`, for any of the ranks.
     """
     config, world_size, hardware = plan.config, plan.world_size, plan.hardware
-    classes = rank_classes(FakeRank(config, world_size, 0, hardware.device))
+    short = shortened(config)
+    classes = rank_classes(FakeRank(short, world_size, 0, hardware.device))
     ranks = list(classes.representatives())
 
     def key_of(rank: int) -> str:
-        abridged = FakeRank(config, world_size, rank, hardware.device).capture(abridged=True)
-        return plan_key(abridged, rank, classes, hardware.devices_per_node)
+        captured = FakeRank(short, world_size, rank, hardware.device).capture()
+        return plan_key(captured, rank, classes, hardware.devices_per_node)
 
     def run(rank: int, agreement: AsFarAsKnown) -> tuple[PlannedClass, Passes]:
         of_rank = plan

@@ -120,15 +120,8 @@ class Step:
     """Takes what the function returns."""
 
 
-def capture_step(
-    step: Step, full_capture: bool | None = None, *, abridged: bool = False
-) -> JointGraph:
-    """Trace a step, or of its alike layers some and copy their nodes; see `capture`.
-
-    Args:
-        abridged: leave the copies out. Steps of one model on several ranks whose graphs are then
-            equal are equal as a whole; such a graph is for nothing else.
-    """
+def capture_step(step: Step, full_capture: bool | None = None) -> JointGraph:
+    """Trace a step, or of its alike layers some and copy their nodes; see `capture`."""
     state = state_of(step.model)
     users_own = _is_users_own(step.model, step.loss_fn)
     why: object = "a module, a hook or the loss is code of your own"
@@ -137,7 +130,7 @@ def capture_step(
         repetition = repetition_in(step.model, state.tensors)
         if repetition is not None:
             try:
-                return _captured(step, state, users_own, repetition, abridged)
+                return _captured(step, state, users_own, repetition)
             except Exception as error:  # of any kind: layers may not expect to be looked into
                 why = error
     if not full_capture:
@@ -164,11 +157,7 @@ def _is_users_own(model: nn.Module, loss_fn: LossFn) -> bool:
 
 
 def _captured(
-    step: Step,
-    state: ModelState,
-    users_own: bool,
-    repetition: Repetition | None,
-    abridged: bool = False,
+    step: Step, state: ModelState, users_own: bool, repetition: Repetition | None
 ) -> JointGraph:
     model, loss_fn, backward = step.model, step.loss_fn, step.backward
     batch = Batch(step.args, step.kwargs)
@@ -217,8 +206,7 @@ def _captured(
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        extended = extend(graph_module, trace, repetition, only_check=abridged)
-        graph_module = extended or graph_module
+        graph_module = extend(graph_module, trace, repetition)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked

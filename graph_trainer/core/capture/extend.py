@@ -39,12 +39,8 @@ _Place = tuple[str, int, int]
 
 
 def extend(
-    graph_module: fx.GraphModule,
-    trace: StepTrace,
-    repetition: Repetition,
-    *,
-    only_check: bool = False,
-) -> fx.GraphModule | None:
+    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition
+) -> fx.GraphModule:
     """Write the graph with all layers, and complete the outputs of its trace.
 
     Linear in nodes of the result.
@@ -53,14 +49,13 @@ def extend(
         graph_module: of a step in which `repetition` skipped layers.
         trace: made it. Its lists of outputs, of parameters without a gradient and of remarks on
             rounding are completed.
-        only_check: write nothing.
 
     Raises:
         NotRepeated: the traced periods differ, or something else reads what is of one layer.
     """
     extension = _Extension(graph_module.graph, trace, repetition)
     extension.check()
-    return None if only_check else LazyGraphModule(graph_module, extension.written())
+    return LazyGraphModule(graph_module, extension.written())
 
 
 class _Extension:

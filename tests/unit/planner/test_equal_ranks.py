@@ -1,5 +1,6 @@
 """Ranks that share a plan have the plan that they would have made for themselves."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -9,8 +10,6 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
-from graph_trainer.core.capture import extend
-from graph_trainer.core.capture.repeated_layers import NotRepeated
 from graph_trainer.core.graph.annotations import (
     clear_recompute_policy,
     copy_annotations,
@@ -24,7 +23,7 @@ from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.planner import saved_plan
 from graph_trainer.planner.agreement import decided_by
-from graph_trainer.planner.equal_ranks import plan_key
+from graph_trainer.planner.equal_ranks import plan_key, shortened
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.saved_plan import plan_every_class
@@ -80,9 +79,7 @@ def captured():
     run = FakeRank(config, 4, 0)
     classes = rank_classes(run)
     run = FakeRank(config, 4, 0)
-    return run.capture(abridged=True), lambda joint, per_node=8: plan_key(
-        joint, 0, classes, per_node
-    )
+    return run.capture(), lambda joint, per_node=8: plan_key(joint, 0, classes, per_node)
 
 
 def first(joint, target):
@@ -199,7 +196,7 @@ def test_code_that_asks_for_its_rank_is_planned_for_each():
         run = FakeRank(config, 4, rank)
         if rank == 2:
             run.model.norm.register_forward_hook(lambda module, given, result: result * 2)
-        keys.append(plan_key(run.capture(abridged=True), rank, classes, 8))
+        keys.append(plan_key(run.capture(), rank, classes, 8))
     assert keys[0] != keys[1]
 
 
@@ -214,16 +211,32 @@ def test_what_a_graph_has_beside_its_nodes_is_no_other_ranks(reads):
     assert len(keys) == (2 if reads else 1)
 
 
-def test_an_abridged_step_is_one_that_could_be_extended(monkeypatch):
-    config = load_config(FLAGS, world_size=2)
-    short, whole = (FakeRank(config, 2).capture(abridged=a) for a in (True, False))
+MODELS = {
+    "llama3": ("llama3", "70b", 3),
+    "deepseek_v3": ("deepseek_v3", "16b", 1 + 3),
+    "qwen3": ("qwen3", "30b-a3b", 3),
+}
 
-    def refuse(extension):
-        raise NotRepeated("the layers differ")
 
-    monkeypatch.setattr(extend._Extension, "check", refuse)
-    refused = FakeRank(config, 2).capture(abridged=True)
-    assert len(short.graph.nodes) < len(whole.graph.nodes) == len(refused.graph.nodes)
+@pytest.mark.parametrize("module, flavor, layers", MODELS.values(), ids=MODELS)
+def test_of_layers_that_are_alike_three_are_traced(module, flavor, layers):
+    config = load_config(["--module", f"graph_trainer.{module}", "--config", flavor], world_size=8)
+    whole = list(config.model_spec.model.layers)
+    short = shortened(config).model_spec.model.layers
+    assert len(short) == layers < len(whole) == len(config.model_spec.model.layers)
+    assert [type(layer) for layer in short] == [type(layer) for layer in whole[:layers]]
+    assert short[0] is not whole[0], "building a model writes to its config"
+    config.compile.full_capture = True
+    assert shortened(config).model_spec.model.layers == whole
+
+
+def test_layers_that_differ_are_all_traced():
+    config = load_config([*FLAGS], world_size=2)
+    layers = config.model_spec.model.layers
+    layers[3] = copy.deepcopy(layers[3])
+    layers[3].attention.n_heads *= 2
+    short = shortened(config).model_spec.model.layers
+    assert [layer.attention.n_heads for layer in short] == [16, 16, 16, 32, 16, 16]
 
 
 def test_decisions_by_group_are_compared_without_the_groups_names():
