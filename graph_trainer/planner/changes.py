@@ -144,7 +144,7 @@ def advise(
         )
 
     configs = loaded(list(changes_that_help(plan)), load)
-    outcomes = plan_each(configs, planned, on_progress, processes)
+    outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [
         each for each in outcomes if not each.error and (each.fits or each.needed_bytes < helpful)
@@ -205,9 +205,12 @@ def plan_each(
     plan: Callable[[GraphTrainerConfig], Plan],
     on_progress: OnProgress,
     processes: int,
+    *,
+    first_alone: bool,
 ) -> list[Outcome]:
     """Plan changed configs, at most `processes` at once. Those of one captured step follow each
-    other, so that it is captured once; those that cannot be planned have an error."""
+    other, so that it is captured once; those that cannot be planned have an error. `first_alone` is
+    for `in_processes`."""
     first: dict[str, int] = {}
     for _, config in configs:
         first.setdefault(_captured_for(config), len(first))
@@ -226,7 +229,9 @@ def plan_each(
         words = ", ".join(f"{key} = {value}" for key, value in configs[number][0].items())
         on_progress(f"{number + 1} of {len(configs)}: {words}")
 
-    return in_processes(planned, range(len(configs)), processes, on_start=announce)
+    return in_processes(
+        planned, range(len(configs)), processes, on_start=announce, first_alone=first_alone
+    )
 
 
 def settings(texts: Sequence[str]) -> dict[str, tuple[str, ...]]:
@@ -282,7 +287,7 @@ def compare(
             errors = [each for each in of_value if isinstance(each, ConfigError)]
             if len(errors) == len(of_value):
                 raise errors[0]
-    outcomes = plan_each(configs, plan, on_progress, processes)
+    outcomes = plan_each(configs, plan, on_progress, processes, first_alone=True)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
 

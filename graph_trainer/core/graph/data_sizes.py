@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +27,29 @@ class Exchange(NamedTuple):
     """The symbols of what each rank sends to this one."""
 
 
+class _Numbers(dict[object, int]):
+    """The number of each symbol, which does not change once it has been read."""
+
+    def __init__(self, numbers: Mapping[object, int] = {}) -> None:
+        super().__init__(numbers)
+        self._computed: dict[object, int] = {}
+
+    def of(self, size: torch.SymInt) -> int:
+        """Return the number of a sum, or another expression, of symbols. Computes each once."""
+        expression = size.node.expr
+        if expression not in self._computed:
+            self._computed[expression] = int(expression.xreplace(self))
+        return self._computed[expression]
+
+
 class DataSizes(ShapeEnv):
     """The symbols of one trace, each with the size to expect and its bound."""
 
     def __init__(self) -> None:
         # an op whose result has a size of its own, as nonzero, is refused as without symbols
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
-        self.expected: dict[object, int] = {}
-        self.bounds: dict[object, int] = {}
+        self.expected = _Numbers()
+        self.bounds = _Numbers()
         self.exchanges: list[Exchange] = []
         """In the order of the graph."""
 
@@ -61,7 +76,7 @@ class DataSizes(ShapeEnv):
         if isinstance(rows, (int, float)):
             rows = [round(number * rows) for number in self.received_rows()]
         try:
-            self.expected = dict(before)
+            self.expected = _Numbers(before)
             for number, exchange in zip(rows, self.exchanges, strict=True):
                 ranks = len(exchange.received)
                 for place, symbol in enumerate(exchange.received):
@@ -100,16 +115,12 @@ def _exact(size: Size) -> object:
 
 def expected(size: Size) -> int:
     """Return the size to expect; a number is itself."""
-    return size if isinstance(size, int) else _number(size, size.node.shape_env.expected)
+    return size if isinstance(size, int) else size.node.shape_env.expected.of(size)
 
 
 def bound(size: Size) -> int:
     """Return the greatest size that there may be; a number is itself."""
-    return size if isinstance(size, int) else _number(size, size.node.shape_env.bounds)
-
-
-def _number(size: torch.SymInt, numbers: dict[object, int]) -> int:
-    return int(size.node.expr.xreplace(numbers))
+    return size if isinstance(size, int) else size.node.shape_env.bounds.of(size)
 
 
 def shape_of(tensor: torch.Tensor) -> tuple[int, ...]:

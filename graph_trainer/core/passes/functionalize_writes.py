@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.graph.annotations import Phase, phase_of, tensor_of, tensors_of
+from graph_trainer.core.graph.data_sizes import sized
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument_nodes, aten, is_random, schema_of, storage_roots
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
@@ -40,7 +41,7 @@ def functionalize_writes(joint: JointGraph, options: NoOptions, context: PassCon
         # after an earlier write to the same temporary, the target is a tensor that this pass made
         owns = roots[target] == (target, 0) or target in made
         # the new tensor is a copy, whose strides must be those of the target
-        value = tensor_of(target)
+        value = sized(tensor_of(target))
         dense = torch.empty_like(value).stride() == value.stride()
         if target.op != "call_function" or not owns or not dense:
             continue

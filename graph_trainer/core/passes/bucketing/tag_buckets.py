@@ -55,7 +55,7 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     source = computed_from_one_parameter(joint, lambda node: _moves(node, writes))
     goal = leading_to_one_gradient(joint, lambda node: _moves(node, writes))
     for node in joint.graph.nodes:
-        if not is_collective(node) or not _is_plain(node, writes):
+        if not is_collective(node):
             continue
         kind = plain_kind(node)
         if kind is None or not kind.mergeable:
@@ -69,7 +69,7 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
             parameter = source.get(node)
         else:
             continue
-        if parameter in parameters_of(node):
+        if parameter in parameters_of(node) and _is_plain(node, writes):
             set_bucket_tag(node, tag)
 
 
