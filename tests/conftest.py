@@ -6,6 +6,7 @@ import gc
 import sys
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Looks for dead cycles less often: with torch that took an eighth of the time of tests."""
     gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory) -> Iterator[Any]:
+    """Runs a Python program in a process that has imported torch and done nothing else."""
+    from tests.fresh import Fresh
+
+    runs = Fresh(tmp_path_factory.mktemp("fresh"))
+    yield runs
+    runs.end()
 
 
 @pytest.fixture(autouse=True)
