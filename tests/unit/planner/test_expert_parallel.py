@@ -91,7 +91,10 @@ def test_the_order_is_proved_after_all_passes_and_experts_travel_alone(flags):
     assert prove_order(sequences).ranks == RANKS
 
 
-@pytest.mark.parametrize("policy", ["none", "selective", "full", "layers", "budget"])
+@pytest.mark.parametrize(
+    "policy",
+    ["none", "selective", "full", "layers", pytest.param("budget", marks=pytest.mark.full)],
+)
 def test_counts_are_added_once_and_numbers_read_once_under_every_policy(policy):
     limit = ["--compile.memory_limit_gib", "0.5"] if policy == "budget" else []
     every = ["--activation_checkpoint.layers", "1"] if policy == "layers" else []
