@@ -394,12 +394,16 @@ LOOPS = [
     catching,
     with_norms_of_weights,
 ]
-WITHOUT_BACKWARD = [loop for loop in LOOPS if loop is not without_gradients_in_one]
+WITHOUT_BACKWARD = [
+    pytest.param(loop, False, marks=() if loop in LOOPS[-3:] else pytest.mark.full)
+    for loop in LOOPS
+    if loop is not without_gradients_in_one
+]
 
 
 @pytest.mark.parametrize(
     ("loop", "backward"),
-    [*((loop, True) for loop in LOOPS), *((loop, False) for loop in WITHOUT_BACKWARD)],
+    [*((loop, True) for loop in LOOPS), *WITHOUT_BACKWARD],
 )
 def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, backward, reasons):
     model = Loop(loop)
