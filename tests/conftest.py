@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Looks for dead cycles less often: with torch that took an eighth of the time of tests."""
+    """Looks for dead cycles less often: with torch loaded each look takes long."""
     gc.set_threshold(50_000, 20, 20)
 
 
