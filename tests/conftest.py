@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import uuid
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in cuda_tests:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """Looks for dead cycles less often: with torch loaded each look takes long."""
+    gc.set_threshold(50_000, 20, 20)
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory) -> Iterator[Any]:
+    """Runs a Python program in a process that has imported torch and done nothing else."""
+    from tests.fresh import Fresh
+
+    runs = Fresh(tmp_path_factory.mktemp("fresh"))
+    yield runs
+    runs.end()
 
 
 @pytest.fixture(autouse=True)

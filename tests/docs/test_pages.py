@@ -9,7 +9,6 @@ import dataclasses
 import re
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 from typing import get_args
 
@@ -31,6 +30,7 @@ from tests.docs.pages import (
     without_blocks,
     workplace,
 )
+from tests.fresh import Fresh
 
 
 def of_kind(kind: str) -> list[pytest.param]:
@@ -48,14 +48,21 @@ def run(words: list[str], folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("block", of_kind("python"))
-def test_a_python_block_runs_as_written_and_prints_what_is_shown(block, tmp_path):
+def test_a_python_block_runs_as_written_and_prints_what_is_shown(block, tmp_path, fresh):
     source, shown = source_of(block)
-    (tmp_path / "example.py").write_text(source)
-    printed = run([sys.executable, "example.py"], tmp_path)
+    printed = example(source, tmp_path, fresh)
     assert printed == shown, "the page shows something else; it prints now:\n" + "\n".join(printed)
 
 
-def test_views_and_waits_are_listed_when_asked_for_as_the_text_says(tmp_path):
+def example(source: str, folder: Path, fresh: Fresh) -> list[str]:
+    """The lines that a program prints."""
+    (folder / "example.py").write_text(source)
+    done = fresh("example.py", folder=folder)
+    assert done.returncode == 0, f"{source}\n{done.stdout}\n{done.stderr}"
+    return [line.rstrip() for line in done.stdout.splitlines()]
+
+
+def test_views_and_waits_are_listed_when_asked_for_as_the_text_says(tmp_path, fresh):
     page = PAGES["python_api.md"]
     assert "`listing(joint, views=True)`" in page.prose and "`print(joint)`" in page.prose
     (block,) = (b for b in page.blocks if "print(listing(joint))" in b.text)
@@ -67,8 +74,7 @@ assert len(long.splitlines()) == 1 + len(list(compute_nodes(joint.graph)))
 assert not set(short.splitlines()) - set(long.splitlines())
 assert "def forward(self" in str(joint)
 """
-    (tmp_path / "example.py").write_text(block.text + checks)
-    run([sys.executable, "example.py"], tmp_path)
+    example(block.text + checks, tmp_path, fresh)
 
 
 @pytest.mark.full
@@ -105,7 +111,7 @@ def test_a_toml_block_is_a_config(block, tmp_path, monkeypatch):
     check(tomllib.loads(block.text), resolved, "")
 
 
-def test_every_flag_and_key_in_the_text_is_one():
+def test_every_flag_and_key_in_the_text_is_one(fresh):
     from graph_trainer.titan.activation_policies import POLICIES
     from graph_trainer.titan.config.build import settable_keys
     from graph_trainer.titan.config.load import load_config
@@ -117,7 +123,8 @@ def test_every_flag_and_key_in_the_text_is_one():
     ours = [code for code in INLINE if not code.startswith("docker ")]
     flags = {f for code in ours for f in re.findall(r"--([a-z][\w.-]*)", code)}
     assert flags, "the text names no flag"
-    plan = "\n".join(run(["graph-trainer", "plan", "--help"], ROOT))
+    plan = fresh("-m", "graph_trainer", "plan", "--help", folder=ROOT).stdout
+    assert "--memory-curve" in plan
     others = {"plan", "schema", "full", "section.key", "config", "module", "quiet", "to", "verbose"}
     for flag in flags - others - set(re.findall(r"--([a-z-]+)", plan)):
         entry = re.sub(r"\.\d+\..*", "", flag)  # --section.list.0.key

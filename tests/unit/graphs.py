@@ -23,6 +23,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import Pass, Stage
+from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
 from graph_trainer.testing import become, captured, fake_mesh
 
 aten = torch.ops.aten
@@ -109,16 +110,17 @@ def captured_once(
         what: with the shapes of `args` and all that follows, tells one captured step from another.
 
     Returns:
-        a copy for this test alone. A mesh of several dimensions has groups that end with the test,
-        so such a step is captured each time.
+        a copy for this test alone, on a mesh and groups that are made anew.
     """
     shapes = [(tuple(arg.shape), arg.dtype) for arg in args]
     key = repr((what, shapes, world, rank, sorted(fsdp.items())))
-    if key in _captured and isinstance(world, int):
-        fake_mesh(world, rank)
-    else:
-        torch.manual_seed(0)
+    torch.manual_seed(0)
+    if key not in _captured:
         _captured[key] = captured(make(), *args, world=world, rank=rank, **fsdp)
+    elif isinstance(world, int):
+        fake_mesh(world, rank)
+    else:  # FSDP makes groups as well
+        simple_fsdp(make(), fake_mesh(world, rank), **fsdp)
     torch.manual_seed(0)
     return copy_graph(_captured[key])
 

@@ -1,18 +1,23 @@
-"""A saved plan of one layer on two fake ranks."""
+"""A saved plan of one layer on two fake ranks, and the captures of a test."""
 
 from __future__ import annotations
 
 import io
 import json
+from functools import cache
 
 import pytest
+import torch
 from rich.console import Console
 
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.simulation.hardware import load_hardware
+from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
 from graph_trainer.planner.plan_report import readable_report
 from graph_trainer.planner.saved_plan import plan_every_class
 from graph_trainer.planner.text import report_text
+from graph_trainer.testing import Builder
 from graph_trainer.titan.config.load import load_config
 
 RANKS = 2
@@ -55,3 +60,37 @@ def saved(plan, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(plan.to_json())
     return path
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The ranks that have captured so far."""
+    made, original = [], FakeRank.capture
+
+    def capture(run):
+        made.append(run)
+        return original(run)
+
+    monkeypatch.setattr(FakeRank, "capture", capture)
+    return made
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """As `captured`, but each capture is the same small graph, made by hand in no time."""
+    made = []
+
+    def capture(run):
+        made.append(run)
+        return copy_graph(by_hand())
+
+    monkeypatch.setattr(FakeRank, "capture", capture)
+    return made
+
+
+@cache
+def by_hand():
+    b = Builder()
+    weight = b.parameter("weight", 4)
+    product = b.call(torch.ops.aten.mul.Tensor, b.input("x", 4), weight)
+    return b.joint(b.total(product), weight=b.call(torch.ops.aten.neg.default, product))

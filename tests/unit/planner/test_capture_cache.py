@@ -18,9 +18,15 @@ from graph_trainer.planner.capture_cache import CaptureCache, default_folder, ke
 from graph_trainer.planner.captures import Captures, what_is_captured
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.planner.plan import make_plan
-from graph_trainer.planner.plan_report import plan_report
+from graph_trainer.testing import code
 from graph_trainer.titan.config.load import load_config
-from tests.unit.planner.test_captures import BEFORE, BEHIND, captured, config_of  # noqa: F401
+from tests.unit.planner.test_captures import (
+    BEFORE,
+    BEHIND,
+    config_of,
+    report,
+    step_of,
+)
 
 HARDWARE = load_hardware("h100-sxm")
 
@@ -43,20 +49,9 @@ def warnings(monkeypatch):
     return said
 
 
-def planned(folder, *change, config=None, **more):
-    """What a call plans that finds the cache in a folder, and what it prints."""
-    said = []
-    given = {"world_size": 4, "hardware": HARDWARE, "every_pass": False} | more
-    plan = make_plan(
-        config or config_of(*change),
-        captures=Captures(cache=CaptureCache(folder)) if folder else None,
-        on_progress=said.append,
-        **given,
-    )
-    report = plan_report(plan)
-    for row in report["ledger"]:
-        row.pop("pass_seconds")
-    return report, said
+def read_or_captured(folder, *change, **more):
+    """The step that a call has which finds the cache in a folder, as text."""
+    return code(step_of(Captures(cache=CaptureCache(folder)), *change, **more))
 
 
 MESHES = {
@@ -74,22 +69,25 @@ MESHES = {
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-def test_a_step_that_was_read_is_planned_as_one_that_is_captured(mesh, folder, captured):  # noqa: F811
+def test_a_step_that_was_read_is_planned_as_one_that_is_captured(mesh, folder, captured):
     world = 7 if mesh == "uneven" else 8
+    said = []
 
-    def plan(folder, *more):
+    def plan(captures, *more):
         config = load_config(["--training.seq_len", "64", *MESHES[mesh], *more], world_size=world)
-        config.model_spec.model.layers = config.model_spec.model.layers[:2]
-        return planned(folder, config=config, world_size=world)
+        config.model_spec.model.layers = config.model_spec.model.layers[:1]
+        given = (config, world, HARDWARE)
+        return report(
+            make_plan(*given, captures=captures, every_pass=False, on_progress=said.append)
+        )
 
-    _, said = plan(folder)
-    assert any("capturing" in line for line in said) and len(captured) == 1
+    of_this_call = Captures(cache=CaptureCache(folder))
     always = ("--parallelism.fsdp_reshard_after_forward", "always")
     for more in ((), always):
-        report, said = plan(folder, *more)
-        assert len([line for line in said if "read from" in line]) == 1
-        assert len(captured) == 1 + (more == always)
-        assert report == plan(None, *more)[0]
+        of_earlier_call = Captures(cache=CaptureCache(folder))
+        assert plan(of_this_call, *more) == plan(of_earlier_call, *more)
+    assert len(captured) == 1
+    assert len([line for line in said if "read from" in line]) == 2
 
 
 def described(value, storages):
@@ -107,6 +105,7 @@ def described(value, storages):
 @pytest.mark.parametrize("mesh", ["hsdp_tp", "qwen3", "chunked"])
 def test_a_step_that_was_read_is_the_captured_one(mesh):
     config = load_config(["--training.seq_len", "64", *MESHES[mesh]], world_size=8)
+    config.model_spec.model.layers = config.model_spec.model.layers[:4]
     run = FakeRank(config, 8, 3)
     joint = run.capture()
     content = graph_to_bytes(joint, run.meshes)
@@ -126,29 +125,29 @@ def test_a_step_that_was_read_is_the_captured_one(mesh):
     assert conjugated if mesh == "hsdp_tp" else True, "nothing shows that conjugates are kept"
 
 
-def test_sizes_that_data_decide_are_captured_every_time(folder, captured, warnings):  # noqa: F811
+def test_sizes_that_data_decide_are_captured_every_time(folder, captured, warnings):
     words = ["--module", "graph_trainer.deepseek_v3", "--parallelism.expert_parallel_degree", "2"]
     for number in (1, 2):
         config = load_config(["--training.seq_len", "64", *words], world_size=4)
-        config.model_spec.model.layers = config.model_spec.model.layers[:2]
-        planned(folder, config=config)
+        config.model_spec.model.layers = config.model_spec.model.layers[1:2]
+        read_or_captured(folder, config=config)
         assert len(captured) == number
     assert not warnings and not folder.exists()
 
 
-def test_calls_share_what_a_capture_depends_on_and_no_more(folder, captured):  # noqa: F811
-    planned(folder)
+def test_calls_share_what_a_capture_depends_on_and_no_more(folder, counted):
+    read_or_captured(folder)
     for change in BEHIND:
-        planned(folder, *change)
-    assert len(captured) == 1
+        read_or_captured(folder, *change)
+    assert len(counted) == 1
     for number, change in enumerate(BEFORE, 2):
-        planned(folder, *change)
-        assert len(captured) == number, change
-    made = len(captured)
-    for other in ({"rank": 1}, {"hardware": load_hardware("cpu")}, {"config": config_of(layers=2)}):
-        planned(folder, **other)
+        read_or_captured(folder, *change)
+        assert len(counted) == number, change
+    made = len(counted)
+    for other in ({"rank": 1}, {"device": "cpu"}, {"config": config_of(layers=2)}):
+        read_or_captured(folder, **other)
         made += 1
-        assert len(captured) == made, other
+        assert len(counted) == made, other
 
 
 def keys(run):
@@ -182,7 +181,12 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
     assert keys(run) == key
 
 
-def test_a_step_whose_capture_imports_further_sources_is_not_kept(tmp_path, folder, monkeypatch):
+def test_a_step_whose_capture_imports_further_sources_is_not_kept(
+    tmp_path,
+    folder,
+    counted,
+    monkeypatch,
+):
     original = FakeRank.capture
 
     def capture(run):
@@ -193,7 +197,7 @@ def test_a_step_whose_capture_imports_further_sources_is_not_kept(tmp_path, fold
         return original(run)
 
     monkeypatch.setattr(FakeRank, "capture", capture)
-    planned(folder)
+    read_or_captured(folder)
     monkeypatch.delitem(sys.modules, "late")
     assert not list(folder.glob("*.graph"))
 
@@ -225,16 +229,16 @@ def of_another_version(path):
 def test_a_file_that_cannot_be_read_is_warned_of_once_and_replaced(
     damage,
     folder,
-    captured,  # noqa: F811
+    counted,
     warnings,
 ):
-    right, _ = planned(folder)
+    right = read_or_captured(folder)
     (path,) = folder.glob("*.graph")
     damage(path)
-    assert planned(folder)[0] == right and len(captured) == 2
+    assert read_or_captured(folder) == right and len(counted) == 2
     assert len(warnings) == 1 and "--no-capture-cache" in warnings[0] and str(path) in warnings[0]
     if damage is not a_folder:
-        assert planned(folder)[0] == right and len(captured) == 2 and len(warnings) == 1
+        assert read_or_captured(folder) == right and len(counted) == 2 and len(warnings) == 1
 
 
 def is_a_file(folder):
@@ -251,52 +255,54 @@ def is_below_what_no_one_may_write(folder):
 
 
 @pytest.mark.parametrize("make", [is_a_file, is_below_a_file, is_below_what_no_one_may_write])
-def test_a_folder_that_cannot_be_written_is_warned_of_once(make, folder, captured, warnings):  # noqa: F811
+def test_a_folder_that_cannot_be_written_is_warned_of_once(make, folder, counted, warnings):
     folder = make(folder) or folder
     cache = Captures(most=2, cache=CaptureCache(folder))
     for change in ((), BEFORE[0]):
-        make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
-    assert len(captured) == 2 and len(warnings) == 1 and str(folder) in warnings[0]
+        step_of(cache, *change)
+    assert len(counted) == 2 and len(warnings) == 1 and str(folder) in warnings[0]
 
 
-def test_a_disk_that_is_full_is_warned_of_and_leaves_nothing(folder, warnings, monkeypatch):
+def test_a_disk_that_is_full_is_warned_of_and_leaves_nothing(
+    folder, counted, warnings, monkeypatch
+):
     def write_bytes(path, content):
         with path.open("wb") as file:
             file.write(content[:100])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(capture_cache.Path, "write_bytes", write_bytes)
-    planned(folder)
+    read_or_captured(folder)
     assert len(warnings) == 1 and "No space left" in warnings[0]
     assert [path.name for path in folder.iterdir()] == ["lock"]
 
 
-def test_a_lock_that_is_not_released_is_warned_of(folder, warnings, monkeypatch):
+def test_a_lock_that_is_not_released_is_warned_of(folder, counted, warnings, monkeypatch):
     monkeypatch.setattr(capture_cache, "_LOCK_SECONDS", 0.1)
     folder.mkdir()
     with capture_cache.FileLock(folder / "lock"):
-        planned(folder)
+        read_or_captured(folder)
     assert len(warnings) == 1 and not list(folder.glob("*.graph"))
 
 
-def test_a_folder_that_is_removed_is_made_again(folder, captured, warnings):  # noqa: F811
+def test_a_folder_that_is_removed_is_made_again(folder, counted, warnings):
     cache = Captures(most=2, cache=CaptureCache(folder))
     for change in ((), BEFORE[0], BEFORE[1]):
-        make_plan(config_of(*change), 4, HARDWARE, captures=cache, every_pass=False)
+        step_of(cache, *change)
         assert len(list(folder.glob("*.graph"))) == 1
         shutil.rmtree(folder)
-    assert len(captured) == 3 and not warnings
+    assert len(counted) == 3 and not warnings
 
 
-def test_files_that_were_used_least_recently_go(folder, captured, monkeypatch):  # noqa: F811
-    planned(folder)
+def test_files_that_were_used_least_recently_go(folder, counted, monkeypatch):
+    read_or_captured(folder)
     (first,) = folder.glob("*.graph")
     os.utime(first, (1, 1))
     other = folder / "0.graph"
     other.write_bytes(b"0" * 1000)
     os.utime(other, (2, 2))
-    planned(folder)  # used again
-    planned(folder, *BEFORE[1])
+    read_or_captured(folder)  # used again
+    read_or_captured(folder, *BEFORE[1])
     (third,) = {*folder.glob("*.graph")} - {first, other}
     most = sum(path.stat().st_size for path in (first, other, third))
     for less, left in ((-500, {first, other, third}), (500, {first, third}), (1500, {third})):
@@ -304,16 +310,16 @@ def test_files_that_were_used_least_recently_go(folder, captured, monkeypatch): 
         other.write_bytes(b"0" * 1000)
         os.utime(other, (2, 2))
         monkeypatch.setattr(capture_cache, "MOST_BYTES", most - less)
-        planned(folder, *BEFORE[1])
+        read_or_captured(folder, *BEFORE[1])
         assert {*folder.glob("*.graph")} == left, less
 
 
-def test_two_processes_write_and_read_at_once(folder):
+def test_two_processes_write_and_read_at_once(folder, counted):
     context = multiprocessing.get_context("fork")
-    right, _ = planned(None)
+    right = read_or_captured(folder.parent / "alone")
     results = context.SimpleQueue()
     processes = [
-        context.Process(target=lambda: results.put([planned(folder)[0] for _ in range(3)]))
+        context.Process(target=lambda: results.put([read_or_captured(folder) for _ in range(3)]))
         for _ in range(2)
     ]
     for process in processes:

@@ -54,19 +54,6 @@ def planned(*change, captures=None):
     return make_plan(config_of(*change), 4, HARDWARE, captures=captures, every_pass=False)
 
 
-@pytest.fixture
-def captured(monkeypatch):
-    """The number of captures so far, as a list's length."""
-    made, original = [], FakeRank.capture
-
-    def capture(run):
-        made.append(run)
-        return original(run)
-
-    monkeypatch.setattr(FakeRank, "capture", capture)
-    return made
-
-
 def report(plan):
     """What a plan says, but for the seconds that passes took."""
     document = plan_report(plan)
@@ -98,19 +85,23 @@ def test_what_acts_behind_a_capture_shares_it_and_the_plans_are_equal(captured):
 def test_groups_of_a_mesh_that_was_made_anew_are_those_of_the_capture(mesh, captured):
     def of_mesh(*more, captures=None):
         config = load_config([*FLAGS, *mesh, *more], world_size=8)
-        config.model_spec.model.layers = config.model_spec.model.layers[:2]
+        config.model_spec.model.layers = config.model_spec.model.layers[1:2]
         return make_plan(config, 8, HARDWARE, captures=captures, every_pass=False)
 
     shared = Captures()
     of_mesh(captures=shared)
-    planned()  # another mesh in between
+    FakeRank(config_of(), 4)  # another mesh in between
     always = ("--parallelism.fsdp_reshard_after_forward", "always")
     ours = of_mesh(*always, captures=shared)
-    assert len(captured) == 2
+    assert len(captured) == 1
     assert report(ours) == report(of_mesh(*always))
 
 
-def test_a_model_that_was_edited_is_another(captured):
+def step_of(captures, *change, config=None, rank=0, device="cuda"):
+    return captures.of(FakeRank(config or config_of(*change), 4, rank, device))
+
+
+def test_a_model_that_was_edited_is_another(counted):
     shared = Captures()
     for width in (16, 32):
         config = config_of()
@@ -118,48 +109,49 @@ def test_a_model_that_was_edited_is_another(captured):
         inner.w1.out_features += width
         inner.w3.out_features += width
         inner.w2.in_features += width
-        make_plan(config, 4, HARDWARE, captures=shared, every_pass=False)
-    assert len(captured) == 2
+        step_of(shared, config=config)
+    assert len(counted) == 2
 
 
-def test_what_acts_before_is_captured_anew(captured):
+def test_what_acts_before_is_captured_anew(counted):
     shared = Captures(most=20)
-    planned(captures=shared)
+    step_of(shared)
     for number, change in enumerate(BEFORE, 2):
-        planned(*change, captures=shared)
-        assert len(captured) == number, change
-    made = len(captured)
-    for other in (
-        {"config": config_of(layers=2)},
-        {"rank": 1},
-        {"hardware": load_hardware("cpu")},
-        {"runtime": TORCHTITAN},
-        {"config": config_of("activation_checkpoint:full"), "runtime": TORCHTITAN},
-    ):
-        given = {"config": config_of(), "world_size": 4, "hardware": HARDWARE} | other
-        make_plan(**given, captures=shared, every_pass=False)
+        step_of(shared, *change)
+        assert len(counted) == number, change
+    made = len(counted)
+    for other in ({"config": config_of(layers=2)}, {"rank": 1}, {"device": "cpu"}):
+        step_of(shared, **other)
         made += 1
-        # torchtitan's own program is the config of mode eager, which the loop above captured
-        assert len(captured) == made - (other == {"runtime": TORCHTITAN}), other
-        made = len(captured)
+        assert len(counted) == made, other
 
 
-def test_the_first_capture_and_the_latest_stay(captured):
+def test_torchtitans_own_program_is_that_of_mode_eager(counted):
+    shared = Captures(most=20)
+    step_of(shared)
+    step_of(shared, "--compile.mode", "eager")
+    for policy, made in (((), 2), (("activation_checkpoint:full",), 3)):
+        given = (config_of(*policy), 4, HARDWARE)
+        make_plan(*given, runtime=TORCHTITAN, captures=shared, every_pass=False)
+        assert len(counted) == made
+
+
+def test_the_first_capture_and_the_latest_stay(counted):
     shared = Captures(most=2)
     for made, change in ((1, ()), (2, BEFORE[0]), (3, BEFORE[1]), (3, BEFORE[1]), (4, BEFORE[0])):
-        planned(*change, captures=shared)
-        assert len(captured) == made
-    planned(captures=shared)
-    assert len(captured) == 4
+        step_of(shared, *change)
+        assert len(counted) == made
+    step_of(shared)
+    assert len(counted) == 4
 
 
-def test_the_capture_that_was_used_longest_ago_goes(captured):
+def test_the_capture_that_was_used_longest_ago_goes(counted):
     shared = Captures(most=3)
     for made, change in ((1, ()), (2, BEFORE[0]), (3, BEFORE[1]), (3, BEFORE[0]), (4, BEFORE[2])):
-        planned(*change, captures=shared)
-        assert len(captured) == made
-    planned(*BEFORE[0], captures=shared)
-    assert len(captured) == 4
+        step_of(shared, *change)
+        assert len(counted) == made
+    step_of(shared, *BEFORE[0])
+    assert len(counted) == 4
 
 
 @pytest.mark.full

@@ -74,7 +74,7 @@ def test_time_is_that_of_the_slowest_rank():
     assert most.step_seconds > 1.05 * even.step_seconds
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "h100-sxm"])
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("h100-sxm", marks=pytest.mark.full)])
 def test_the_greatest_imbalance_that_fits_is_found_in_one_graph(hardware, monkeypatch):
     def fits(imbalance, limit):
         (row, _) = expert_loads(replace(plan, limit_bytes=limit), (imbalance,), None).rows

@@ -12,6 +12,7 @@ from graph_trainer.cli import plan_command as command
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import GIB, MIB
 from graph_trainer.errors import ConfigError
+from graph_trainer.planner import changes
 from graph_trainer.planner.agreement import decided_by
 from graph_trainer.planner.changes import advise, flags_of, memory_curve
 from graph_trainer.planner.plan import make_plan
@@ -22,7 +23,7 @@ from graph_trainer.titan.config.load import load_config
 BUDGET = ["--activation_checkpoint.type", "budget", "--compile.memory_limit_gib", "2.55"]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def plan():
     config = load_config(
         ["--training.seq_len", "1024", "--training.local_batch_size", "8", *BUDGET], world_size=4
@@ -67,7 +68,8 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
+def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters(monkeypatch):
+    monkeypatch.setattr(changes, "_LIMITS", 2)
     flags = [*BUDGET, "--parallelism.fsdp_reshard_after_forward", "auto"]
     config = load_config(
         ["--training.seq_len", "1024", "--training.local_batch_size", "8", *flags], world_size=4
@@ -79,12 +81,13 @@ def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters():
     assert set(policies[3:]) == {"budget"}
 
 
-def test_ranks_whose_tables_differ_decide_otherwise(plan):
+def test_ranks_whose_tables_differ_decide_otherwise(plan, monkeypatch):
     joint = plan.simulation.joint
     before = decided_by(joint)
     table = joint.decisions["plan_memory"]
     assert table.rows[0].keep_in != ()
-    joint.decisions["plan_memory"] = replace(table, rows=(replace(table.rows[0], keep_in=()),))
+    other = replace(table, rows=(replace(table.rows[0], keep_in=()),))
+    monkeypatch.setitem(joint.decisions, "plan_memory", other)
     assert decided_by(joint) != before
 
 

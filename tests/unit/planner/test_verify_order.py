@@ -171,7 +171,11 @@ def test_a_branch_on_the_rank_is_seen_on_all_ranks_only():
 
 
 @pytest.mark.parametrize(
-    "where", [lambda rank: rank == 0, lambda rank: rank == 4], ids=["first", "last"]
+    "where",
+    [
+        pytest.param(lambda rank: rank == 0, id="first", marks=pytest.mark.full),
+        pytest.param(lambda rank: rank == 4, id="last"),
+    ],
 )
 def test_a_branch_on_the_first_or_the_last_rank_is_seen_by_representatives(where):
     config = config_of(shard=5, on_rank=extra_reduction(where))

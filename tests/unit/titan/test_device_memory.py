@@ -152,7 +152,6 @@ def test_host_memory_may_be_unknown(machine, joint):
     assert MemoryOfRun(CPU, [], []).on_host(joint) is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="Linux alone tells a peak of resident memory")
 def test_memory_that_was_freed_before_does_not_hide_what_is_taken():
     def take():
         """Take 48 MiB in pieces, and free all but the last: the allocator keeps the others."""
@@ -162,6 +161,9 @@ def test_memory_that_was_freed_before_does_not_hide_what_is_taken():
     for _ in range(2):
         with device.resident_growth() as growth:
             kept.append(take())
+        if sys.platform != "linux":  # which alone tells a peak of resident memory
+            assert growth == []
+            continue
         (num_bytes,) = growth
         assert 46 * 2**20 < num_bytes < 60 * 2**20
 

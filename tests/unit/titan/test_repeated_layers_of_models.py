@@ -10,7 +10,7 @@ from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
 from tests.unit.core.capture.test_repeated_layers import assert_equal
 
-LAYERS = 6
+LAYERS = 5
 SHORT = ("--training.seq_len", "64", "--training.local_batch_size", "1")
 TENSOR = ("--parallelism.tensor_parallel_degree", "2")
 EXPERTS = ("--parallelism.expert_parallel_degree", "2")
@@ -38,7 +38,7 @@ QUICK = (CASES[3], CASES[10])
 
 
 def deep(family, ranks, flags):
-    """A rank of the debug model with six layers after those of another kind."""
+    """A rank of the debug model with five layers after those of another kind."""
     words = ["--module", f"graph_trainer.{family}", "--config", "debugmodel", *SHORT, *flags]
     config = load_config(words, world_size=ranks)
     model = config.model_spec.model

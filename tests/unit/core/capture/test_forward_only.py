@@ -20,6 +20,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import compute_nodes
 from graph_trainer.core.graph.signature import InputKind, OutputKind
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.bucketing.bucket_collectives import (
     BucketCollectivesOptions,
     Strategy,
@@ -39,11 +40,17 @@ OFF = ["bucket_collectives", "schedule_overlap"]
 """What gathers several parameters at a time."""
 
 
+CAPTURED = {}
+
+
 def forward_only(*, backward=False, fsdp=None, **model):
-    """A decoder sharded over four fake ranks, captured in eval mode."""
+    """A decoder sharded over four fake ranks, captured in eval mode the first time: a copy."""
     torch.manual_seed(0)
-    decoder = gt.simple_fsdp(Decoder(**model), fake_mesh(), **(fsdp or {})).eval()
-    return gt.capture(decoder, mean_square, (TOKENS,), backward=backward)
+    mesh, key = fake_mesh(), repr((backward, fsdp, model))
+    if key not in CAPTURED:
+        decoder = gt.simple_fsdp(Decoder(**model), mesh, **(fsdp or {})).eval()
+        CAPTURED[key] = gt.capture(decoder, mean_square, (TOKENS,), backward=backward)
+    return copy_graph(CAPTURED[key])
 
 
 def test_the_loss_is_the_only_output_and_says_so():

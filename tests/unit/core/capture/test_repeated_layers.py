@@ -117,13 +117,13 @@ def tied_across(layers):
 
 
 MODELS = {
-    "decoder": (lambda: Decoder(6), TOKENS),
+    "decoder": (lambda: Decoder(5), TOKENS),
     "tied embedding": (lambda: Decoder(5, tied=True), TOKENS),
     "checkpointed": (lambda: Decoder(5, checkpointed=True), TOKENS),
-    "random": (lambda: stack_of(*(Dropped() for _ in range(6))), X),
-    "random again": (lambda: stack_of(*(Recomputed() for _ in range(6))), X),
+    "random": (lambda: stack_of(*(Dropped() for _ in range(5))), X),
+    "random again": (lambda: stack_of(*(Recomputed() for _ in range(5))), X),
     "two kinds in turn": (
-        lambda: stack_of(*(Named(2.0 + i % 2) for i in range(9))),
+        lambda: stack_of(*(Named(2.0 + i % 2) for i in range(8))),
         X,
     ),
     "other layers first": (
@@ -139,8 +139,19 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("shards", "backward"), [(None, True), (3, True), (3, False)])
+WAYS = [(3, True), (3, False), (None, True)]
+"""Over how many ranks, and whether with backward: each model in the first, few in the others."""
+QUICK = ("decoder", "random again", "statistics")
+
+
+@pytest.mark.parametrize(
+    ("name", "shards", "backward"),
+    [
+        pytest.param(name, *way, marks=() if way == WAYS[0] or name in QUICK else pytest.mark.full)
+        for way in WAYS
+        for name in MODELS
+    ],
+)
 def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
     make, *args = MODELS[name]
     model = make()
@@ -383,12 +394,16 @@ LOOPS = [
     catching,
     with_norms_of_weights,
 ]
-WITHOUT_BACKWARD = [loop for loop in LOOPS if loop is not without_gradients_in_one]
+WITHOUT_BACKWARD = [
+    pytest.param(loop, False, marks=() if loop in LOOPS[-3:] else pytest.mark.full)
+    for loop in LOOPS
+    if loop is not without_gradients_in_one
+]
 
 
 @pytest.mark.parametrize(
     ("loop", "backward"),
-    [*((loop, True) for loop in LOOPS), *((loop, False) for loop in WITHOUT_BACKWARD)],
+    [*((loop, True) for loop in LOOPS), *WITHOUT_BACKWARD],
 )
 def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, backward, reasons):
     model = Loop(loop)

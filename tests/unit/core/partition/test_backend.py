@@ -1,6 +1,7 @@
 """gt.backend: torch.compile of a partitioned step repeats its partition."""
 
 import logging
+from functools import cache
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.lifetimes import bytes_kept
 from graph_trainer.core.graph.annotations import Role, role_of, set_offload
 from graph_trainer.core.graph.host_copies import WAIT_COPY
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
-from graph_trainer.testing import become, captured, mean_square
+from graph_trainer.testing import become, captured, fake_mesh, mean_square
 from tests.unit.core.capture.steps import batch, squares
 from tests.unit.core.graph.test_registered_effects import Blocks, runs_of
 from tests.unit.core.partition.test_partitioned_step import MODELS, gradients, net, partitioned
@@ -81,12 +83,22 @@ def assert_bits_are_eagers(name, compiler):
         torch.testing.assert_close(*found, rtol=0, atol=0, check_stride=True)
 
 
-def plain_decoder():
-    """A decoder on one of four fake ranks, its step as captured, and a batch."""
+@cache
+def _decoder():
     torch.manual_seed(0)
-    model, args = Decoder(), (torch.zeros(2, 3, dtype=torch.int64),)
-    joint = captured(model, *args)
-    return model, joint, args
+    model = Decoder()
+    return model, captured(model, torch.zeros(2, 3, dtype=torch.int64))
+
+
+def plain_decoder():
+    """A decoder on one of four fake ranks, its step as captured, and a batch.
+
+    It is the same decoder for all tests, which do not train it; each has a graph of its own.
+    """
+    model, joint = _decoder()
+    fake_mesh(4)
+    model.zero_grad()
+    return model, copy_graph(joint), (torch.zeros(2, 3, dtype=torch.int64),)
 
 
 def decoder(**config):

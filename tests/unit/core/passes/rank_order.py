@@ -22,6 +22,7 @@ import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, is_wait
+from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.testing import become, values_for
 
@@ -38,24 +39,25 @@ class OfRank:
     """The groups that the change made, or took part in making."""
 
 
-def world_of(
-    sizes: tuple[int, ...], make: Callable[[], JointGraph], change: Change | None = None
-) -> list[OfRank]:
-    """What `make` captures on every rank of a mesh of these sizes, and `change` does to it."""
-    found = []
+def worlds_of(
+    sizes: tuple[int, ...], make: Callable[[], JointGraph], change: Change
+) -> tuple[list[OfRank], list[OfRank]]:
+    """What `make` captures on every rank of a mesh of these sizes, and what `change` does to it."""
+    before, after = [], []
     for rank in range(math.prod(sizes)):
         become(rank, math.prod(sizes))
         joint = make()
+        before.append(_of_rank(copy_graph(joint), []))
         with mock.patch.object(dist, "new_group", wraps=dist.new_group) as new_group:
-            if change is not None:
-                change(joint)
-        made = [tuple(call.args[0]) for call in new_group.call_args_list]
+            change(joint)
         joint.validate()
-        groups = {
-            str(argument(c.node, "group_name")): c.ranks for c in collectives(joint, group_ranks)
-        }
-        found.append(OfRank(joint, groups, made))
-    return found
+        after.append(_of_rank(joint, [tuple(call.args[0]) for call in new_group.call_args_list]))
+    return before, after
+
+
+def _of_rank(joint: JointGraph, made: list[tuple[int, ...]]) -> OfRank:
+    groups = {str(argument(c.node, "group_name")): c.ranks for c in collectives(joint, group_ranks)}
+    return OfRank(joint, groups, made)
 
 
 def run_world(world: list[OfRank], *, integers: bool = False) -> list[list[torch.Tensor]]:

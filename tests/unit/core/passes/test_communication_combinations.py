@@ -17,7 +17,7 @@ from graph_trainer.core.ordering.sequences import issued_by
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.overlap.scheduler import ScheduleOverlapOptions
 from tests.examples import examples
-from tests.unit.core.passes.rank_order import OuterFirst, run_world, world_of
+from tests.unit.core.passes.rank_order import OuterFirst, run_world, worlds_of
 from tests.unit.core.simulation.machines import machine
 
 ALWAYS_ON = ("normalize_views", "functionalize_writes", "eliminate_dead_code")
@@ -79,14 +79,13 @@ chosen = st.fixed_dictionaries(
 @examples(8)
 @given(rows=st.integers(1, 4), layers=st.integers(1, 3), chosen=chosen)
 def test_any_combination(rows, layers, chosen):
-    before = world_of((2, 2), lambda: capture(rows, layers))
     sequences = {}
 
     def change(joint: JointGraph) -> None:
         run(joint, chosen)
         sequences[len(sequences)] = issued_by(joint, 4)
 
-    after = world_of((2, 2), lambda: capture(rows, layers), change)
+    before, after = worlds_of((2, 2), lambda: capture(rows, layers), change)
     prove_order(sequences, None)
     expected = run_world(before, integers=True)
     assert all(t.abs().max() < 2**50 for returned in expected for t in returned if t.numel())

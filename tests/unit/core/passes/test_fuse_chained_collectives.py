@@ -29,7 +29,7 @@ from tests.unit.core.passes.rank_order import (
     inner_first,
     outer_first,
     run_world,
-    world_of,
+    worlds_of,
 )
 from tests.unit.fake_ranks import Agreed
 from tests.unit.graphs import BACKWARD, FORWARD, GATHER, SCATTER, aten, c10d, unshards
@@ -66,8 +66,7 @@ CASES = [
 @both
 @pytest.mark.parametrize(("sizes", "make"), CASES)
 def test_one_collective_gives_every_rank_what_the_chain_gave(sizes, make, fuse, op):
-    before = world_of(sizes, lambda: make(*sizes))
-    after = world_of(sizes, lambda: make(*sizes), fuse)
+    before, after = worlds_of(sizes, lambda: make(*sizes), fuse)
     assert {len(calls(each.joint, op)) for each in before} == {len(sizes)}
     assert {len(calls(each.joint, op)) for each in after} == {1}
     assert same(before, after, op)
@@ -90,8 +89,7 @@ def test_another_order_of_ranks_gives_other_numbers(fuse, op):
         (call,) = calls(joint, op)
         call.args = (*call.args[:-1], dist.group.WORLD.group_name)
 
-    before = world_of((3, 2), lambda: outer_first(3, 2))
-    after = world_of((3, 2), lambda: outer_first(3, 2), in_row_order)
+    before, after = worlds_of((3, 2), lambda: outer_first(3, 2), in_row_order)
     assert not same(before, after, op)
 
 
@@ -99,8 +97,7 @@ def test_in_a_slice_of_a_larger_mesh_every_rank_makes_the_groups_of_all_slices()
     def make():
         return outer_first(3, 2, replicate=2)
 
-    before = world_of((2, 3, 2), make)
-    after = world_of((2, 3, 2), make, fuse_chained_all_gathers)
+    before, after = worlds_of((2, 3, 2), make, fuse_chained_all_gathers)
     slices = [(0, 2, 4, 1, 3, 5), (6, 8, 10, 7, 9, 11)]
     assert all(each.made == slices for each in after)
     assert [each.groups[calls(each.joint)[0].args[2]] for each in after] == [
