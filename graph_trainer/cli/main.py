@@ -22,6 +22,7 @@ from graph_trainer.cli.keys import (
     with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.text import error_text
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GraphTrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
