@@ -18,7 +18,8 @@ from graph_trainer.cli.keys import (
     DRY_RUN,
     SCHEMA,
     check_early,
-    flag_names,
+    completed_flags,
+    names_of_files,
     with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
@@ -142,14 +143,38 @@ def train(argv: Sequence[str]) -> int:
 
 
 def print_completion(argv: Sequence[str]) -> int:
-    """Print the script that completes commands, flags and file names in bash or zsh."""
+    """Print the script that completes commands, flags, values and file names in bash or zsh."""
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError("command line: write `completion bash` or `completion zsh`")
-    words = [*_COMMANDS, "--help", "--module", "--config", SCHEMA, DRY_RUN, *flag_names()]
+    flags = completed_flags()
+    cases = {flag: values for flag, values in flags.items() if values}
+    for module in (*flags["--module"], ""):
+        name = module.rpartition(".")[2]
+        cases[f"--config*{name}*"] = names_of_files(name or "llama3")
+    cases["*"] = [*_COMMANDS, *flags]
     if argv[0] == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    print(f"complete -o default -W '{' '.join(words)}' graph-trainer")
+    print("_graph_trainer_words() {\n  case $1 in")
+    print(*(f"    {flag}) echo '{' '.join(words)}' ;;" for flag, words in cases.items()), sep="\n")
+    print(_COMPLETE, end="")
     return 0
+
+
+_COMPLETE = r"""  esac
+}
+_graph_trainer() {
+  local word=${COMP_WORDS[COMP_CWORD]} flag=${COMP_WORDS[COMP_CWORD-1]}
+  local last=${word##*[,=]}
+  case $word$flag in  # --flag=value is three words in bash
+    =*) word= flag=$flag ;;
+    *=) flag=${COMP_WORDS[COMP_CWORD-2]} ;;
+    --*=*) flag=${word%%=*} ;;
+  esac
+  [ "$flag" != --config ] || flag="--config ${COMP_WORDS[*]}"
+  COMPREPLY=($(compgen -P "${word%"$last"}" -W "$(_graph_trainer_words "$flag")" -- "$last"))
+}
+complete -o default -F _graph_trainer graph-trainer
+"""
 
 
 def print_config(argv: Sequence[str]) -> int:

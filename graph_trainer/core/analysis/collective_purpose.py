@@ -29,10 +29,8 @@ def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[
     are the all-to-alls whose splits data decide, and those of its group, which exchange the counts.
     Of the others, a collective belongs to tensor parallelism if its group shares no two ranks with
     a data-parallel group: its members then compute on the same batch.
-
-    Args:
-        gradients: FQNs of the parameters whose gradients the graph returns. Without them a group of
-            tensor parallelism that is the only one to reduce gradients looks data-parallel.
+    `gradients` are the FQNs of those that the graph returns; without them the only group that
+    reduces any looks data-parallel.
     """
     data_parallel = data_parallel_groups(issued, gradients)
     of_experts = {c.ranks for c in issued if counts_of(c.node) is not None}
