@@ -163,14 +163,10 @@ def print_completion(argv: Sequence[str]) -> int:
 _COMPLETE = r"""  esac
 }
 _graph_trainer() {
-  local word=${COMP_WORDS[COMP_CWORD]} flag=${COMP_WORDS[COMP_CWORD-1]}
-  local last=${word##*[,=]}
-  case $word$flag in  # --flag=value is three words in bash
-    =*) word= flag=$flag ;;
-    *=) flag=${COMP_WORDS[COMP_CWORD-2]} ;;
-    --*=*) flag=${word%%=*} ;;
-  esac
+  local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]}
+  [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]}  # --flag=value is three words in bash
   [ "$flag" != --config ] || flag="--config ${COMP_WORDS[*]}"
+  local last=${word##*,}
   COMPREPLY=($(compgen -P "${word%"$last"}" -W "$(_graph_trainer_words "$flag")" -- "$last"))
 }
 complete -o default -F _graph_trainer graph-trainer
