@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -381,7 +382,9 @@ def _run(joint: JointGraph, step: PassStep) -> None:
         if isinstance(error, RuntimeError) and is_collective_failure(error):
             place = f"what pass '{step.graph_pass.name}' exchanges with other ranks"
             raise CollectiveError(place, reason_of(error)) from error
-        said = f"{type(error).__name__}: {error}"
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function's
+        own = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename]
+        said = f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
         raise PassError(_with_history(said, joint, step)) from error
 
 

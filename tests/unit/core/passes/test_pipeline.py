@@ -62,7 +62,8 @@ def test_a_failing_pass_is_named_with_those_before_it(error):
     with pytest.raises(gt.PassError) as caught:
         gt.run_passes(joint, config)
     said, ran = str(caught.value).split("\n")
-    assert "lost" in said
+    place = f" ({__file__}:{failing.__code__.co_firstlineno + 2})"
+    assert "lost" in said and said.endswith(place) == isinstance(error, KeyError)
     assert ran == "Raised by pass 'failing', after normalize_views, eliminate_dead_code"
     assert caught.value.__cause__ is error
 
