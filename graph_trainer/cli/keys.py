@@ -114,7 +114,9 @@ def completed_flags() -> dict[str, list[str]]:
     flags["--module"] = schema["properties"]["module"]["examples"]
     for key, of_type, value in _keys(schema, schema["$defs"]):
         if value:
-            flags.setdefault(f"--{key}", []).extend(_choices(value))
+            enums = re.findall(r'"enum": (\[.*?\])', json.dumps(value))  # of items too
+            known = [each for enum in enums for each in json.loads(enum)]
+            flags.setdefault(f"--{key}", []).extend(known)
             if key.endswith(".dataset") and of_type in ("text", "byte_bpe"):
                 flags[f"--{key}"] += ["stdlib", "text"]
     return {flag: list(dict.fromkeys(values)) for flag, values in flags.items()}
@@ -123,12 +125,6 @@ def completed_flags() -> dict[str, list[str]]:
 def names_of_files(folder: str) -> list[str]:
     """List the TOML files of a folder of configs/ by name."""
     return sorted(path.stem for path in (config_folders()[0] / folder).glob("*.toml"))
-
-
-def _choices(schema: Mapping[str, Any]) -> list[str]:
-    """List the values of an enumeration, or of that of a list's items."""
-    inner = [*schema.get("anyOf", ()), *[schema[key] for key in ("items",) if key in schema]]
-    return [*schema.get("enum", ()), *[value for each in inner for value in _choices(each)]]
 
 
 def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:

@@ -86,8 +86,9 @@ def _run(command: str, words: list[str]) -> int:
         print(f"graph-trainer {installed}")
         return 0
     if command not in _COMMANDS:
+        guess = did_you_mean(command, _COMMANDS, otherwise=".")
         raise ConfigError(
-            f"command line: there is no command {command}{did_you_mean(command, _COMMANDS)} "
+            f"command line: there is no command {command}{guess} "
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
         )
     function, about = _COMMANDS[command]

@@ -127,7 +127,7 @@ def wrong_type(
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         example = f"[{show(value)}]"
-    elif isinstance(value, str) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
+    elif re.fullmatch(_NUMBERS.get(kind, "$."), said := said.removesuffix(".0")):
         example = said
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example

@@ -504,20 +504,16 @@ def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
             ("checkpoint.folder", "dump_folder"),
         )
-    step = section.load_step if steps and section.load_step > 0 else max(steps, default=0)
-    # step 0 is a seed, of which the model alone is read; one that is damaged is passed over
+    step = section.load_step if section.load_step > 0 else max(steps, default=0)
+    path, holds = Path(folder, f"step-{step}"), {}
+    # step 0 is a seed, of which the model alone is read; a damaged checkpoint is passed over
     with contextlib.suppress(CheckpointError, OSError, EOFError, pickle.UnpicklingError):
-        path = Path(folder, f"step-{step}")
-        holds = DataReader(str(path)).read_metadata().state_dict_metadata if step else ()
-        if not section.exclude_from_loading and holds and "train_state.step" not in holds:
-            yield Problem(
-                "checkpoint.load_step",
-                f"{path} holds the model alone, as the last one of a run does where "
-                "checkpoint.last_save_model_only = true",
-                "Set an earlier one, or begin another run, with its own dump_folder and "
-                f"checkpoint.initial_load_path = {show(str(path))}.",
-                ("checkpoint.last_save_model_only", "dump_folder"),
-            )
+        holds = DataReader(str(path)).read_metadata().state_dict_metadata if step else {}
+    if holds and "train_state.step" not in holds and not section.exclude_from_loading:
+        problem = f"{path} holds the model alone, as does the last one of a run"
+        remedy = "Set an earlier one, or begin another run, with its own dump_folder and "
+        remedy += f"checkpoint.initial_load_path = {show(str(path))}."
+        yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
         return
     named = section.initial_load_path
