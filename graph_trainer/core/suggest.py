@@ -127,8 +127,10 @@ def wrong_type(
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         example = f"[{show(value)}]"
-    elif re.fullmatch(_NUMBERS.get(kind, "$."), said := said.removesuffix(".0")):
-        example = said
+    elif isinstance(value, str | float) and re.fullmatch(
+        _NUMBERS.get(kind, "$."), said.removesuffix(".0")
+    ):
+        example = said.removesuffix(".0")
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example
     if not is_flag:
