@@ -26,7 +26,7 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
-_OF_COMMANDS = f"""--help {SCHEMA} {DRY_RUN} --config --plan --to --world-size --compare --rank
+_OF_COMMANDS = f"""--help {SCHEMA} {DRY_RUN} --plan --to --world-size --compare --rank
 --verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache --json
 --html --trace --save --table"""
 _NO_KEYS = ("type", "unset", "module", "base")
@@ -107,24 +107,21 @@ def check_early(argv: Sequence[str]) -> None:
 
 def completed_flags() -> dict[str, list[str]]:
     """Return all flags, each with the values that a shell completes: none for most."""
-    schema = json.loads((config_folders()[0] / "schema.json").read_text("utf-8"))
+    configs = config_folders()[0]
+    schema = json.loads((configs / "schema.json").read_text("utf-8"))
     flags: dict[str, list[str]] = {flag: [] for flag in _OF_COMMANDS.split()}
-    flags["--like"] = ["graph_trainer", "torchtitan"]
-    flags["--hardware"] = names_of_files("hardware")
+    flags |= {"--config": [], "--hardware": [], "--like": ["graph_trainer", "torchtitan"]}
     flags["--module"] = schema["properties"]["module"]["examples"]
+    for file in sorted(configs.glob("*/*.toml")):
+        flags["--hardware" if file.parent.name == "hardware" else "--config"].append(file.stem)
     for key, of_type, value in _keys(schema, schema["$defs"]):
         if value:
-            enums = re.findall(r'"enum": (\[.*?\])', json.dumps(value))  # of items too
-            known = [each for enum in enums for each in json.loads(enum)]
-            flags.setdefault(f"--{key}", []).extend(known)
+            known = flags.setdefault(f"--{key}", [])
+            for enum in re.findall(r'"enum": (\[.*?\])', json.dumps(value)):  # of items too
+                known += json.loads(enum)
             if key.endswith(".dataset") and of_type in ("text", "byte_bpe"):
-                flags[f"--{key}"] += ["stdlib", "text"]
+                known += ["stdlib", "text"]
     return {flag: list(dict.fromkeys(values)) for flag, values in flags.items()}
-
-
-def names_of_files(folder: str) -> list[str]:
-    """List the TOML files of a folder of configs/ by name."""
-    return sorted(path.stem for path in (config_folders()[0] / folder).glob("*.toml"))
 
 
 def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:

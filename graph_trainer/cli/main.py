@@ -19,7 +19,6 @@ from graph_trainer.cli.keys import (
     SCHEMA,
     check_early,
     completed_flags,
-    names_of_files,
     with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
@@ -148,27 +147,21 @@ def print_completion(argv: Sequence[str]) -> int:
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError("command line: write `completion bash` or `completion zsh`")
     flags = completed_flags()
-    cases = {flag: values for flag, values in flags.items() if values}
-    for module in (*flags["--module"], ""):
-        name = module.rpartition(".")[2]
-        cases[f"--config*{name}*"] = names_of_files(name or "llama3")
-    cases["*"] = [*_COMMANDS, *flags]
+    words = {flag: known for flag, known in flags.items() if known} | {"*": [*_COMMANDS, *flags]}
+    cases = [f"    {flag}) words='{' '.join(known)}' ;;" for flag, known in words.items()]
     if argv[0] == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    print("_graph_trainer_words() {\n  case $1 in")
-    print(*(f"    {flag}) echo '{' '.join(words)}' ;;" for flag, words in cases.items()), sep="\n")
-    print(_COMPLETE, end="")
+    print(_COMPLETION.replace("CASES", "\n".join(cases)), end="")
     return 0
 
 
-_COMPLETE = r"""  esac
-}
-_graph_trainer() {
-  local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]}
+_COMPLETION = r"""_graph_trainer() {
+  local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]} words
   [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]}  # --flag=value is three words in bash
-  [ "$flag" != --config ] || flag="--config ${COMP_WORDS[*]}"
-  local last=${word##*,}
-  COMPREPLY=($(compgen -P "${word%"$last"}" -W "$(_graph_trainer_words "$flag")" -- "$last"))
+  case $flag in
+CASES
+  esac
+  COMPREPLY=($(compgen -P "${word%"${word##*,}"}" -W "$words" -- "${word##*,}"))
 }
 complete -o default -F _graph_trainer graph-trainer
 """

@@ -490,9 +490,8 @@ def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         return
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
-            problem = "the model has no names for Hugging Face's weights"
             remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."
-            yield Problem(f"checkpoint.{name}", problem, remedy)
+            yield Problem(f"checkpoint.{name}", "the model has no names of Hugging Face's", remedy)
     if is_remote(folder) or is_remote(section.initial_load_path or ""):
         return
     steps = [step for step, complete in steps_in(Path(folder)).items() if complete]

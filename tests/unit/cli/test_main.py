@@ -218,7 +218,7 @@ def test_a_shell_completes_commands_flags_and_values(shell, tmp_path, capsys):
         enter("graph-trainer bis\t", b"bisect-passes ")
         enter("\x15graph-trainer train --training.ste\t", b"--training.steps ")  # ^U: a new line
         enter("\x15graph-trainer plan --hardware a1\t", b"--hardware a100-80g ")
-        enter("\x15graph-trainer train --module qwen3 --config 30\t", b" --config 30b-a3b ")
+        enter("\x15graph-trainer train --config 30\t", b" --config 30b-a3b ")
         enter("\x15graph-trainer --compile.passes default,over\t", b" default,overlap_fsdp")
         process.kill()
     os.close(ours)
