@@ -26,6 +26,9 @@ DRY_RUN = "--dry-run"
 _FLAGS = "command line"
 _OLD = "a key of torchtitan before 0.3"
 _TYPES = {"boolean": bool, "integer": int, "number": int | float, "string": str, "array": list}
+_OF_COMMANDS = f"""--help {SCHEMA} {DRY_RUN} --plan --to --world-size --compare --rank
+--verify-order --all-ranks --memory-curve --expert-imbalance --routing --no-capture-cache --json
+--html --trace --save --table"""
 _NO_KEYS = ("type", "unset", "module", "base")
 
 _Known = dict[str, dict[str, dict[str, Any]]]
@@ -102,11 +105,23 @@ def check_early(argv: Sequence[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def flag_names() -> list[str]:
-    """List the flags of all keys."""
-    schema = json.loads((config_folders()[0] / "schema.json").read_text("utf-8"))
-    keys = [f"--{key}" for key, _, value in _keys(schema, schema["$defs"]) if value]
-    return list(dict.fromkeys(keys))
+def completed_flags() -> dict[str, list[str]]:
+    """Return all flags, each with the values that a shell completes: none for most."""
+    configs = config_folders()[0]
+    schema = json.loads((configs / "schema.json").read_text("utf-8"))
+    flags: dict[str, list[str]] = {flag: [] for flag in _OF_COMMANDS.split()}
+    flags |= {"--config": [], "--hardware": [], "--like": ["graph_trainer", "torchtitan"]}
+    flags["--module"] = schema["properties"]["module"]["examples"]
+    for file in sorted(configs.glob("*/*.toml")):
+        flags["--hardware" if file.parent.name == "hardware" else "--config"].append(file.stem)
+    for key, of_type, value in _keys(schema, schema["$defs"]):
+        if value:
+            known = flags.setdefault(f"--{key}", [])
+            for enum in re.findall(r'"enum": (\[.*?\])', json.dumps(value)):  # of items too
+                known += json.loads(enum)
+            if key.endswith(".dataset") and of_type in ("text", "byte_bpe"):
+                known += ["stdlib", "text"]
+    return {flag: list(dict.fromkeys(values)) for flag, values in flags.items()}
 
 
 def _wrong_value(key: str, value: Any, schema: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -149,6 +164,8 @@ def _keys(
     for option in schema.get("anyOf", [schema]):
         properties = classes.get(option.get("$ref", "")[8:], option).get("properties", {})
         kind = properties.get("type", {}).get("const", "")
+        if kind:
+            yield f"{path}type", "", {"enum": [kind]}
         for name in [each for each in properties if each not in _NO_KEYS]:
             value = properties[name]
             inner = list(_keys(value.get("items", value), classes, f"{path}{name}."))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 import torch
 
 from graph_trainer.cli.keys import variable, with_names_of_environment
+from graph_trainer.core.text import error_text
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE
 from graph_trainer.train import SHOWN_BY_LAUNCHER
@@ -216,7 +217,7 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(tracebacks, encoding="utf-8")
             error += f"\nThe tracebacks of the ranks that failed are in {file}"
-    print(f"error: {error}", file=sys.stderr, flush=True)
+    print(error_text(error), file=sys.stderr, flush=True)
     return max(code, 1)
 
 

@@ -18,10 +18,11 @@ from graph_trainer.cli.keys import (
     DRY_RUN,
     SCHEMA,
     check_early,
-    flag_names,
+    completed_flags,
     with_names_of_environment,
 )
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.text import error_text
 from graph_trainer.errors import ConfigError, GraphTrainerError
 
 _EXAMPLES = """\
@@ -65,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except GraphTrainerError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(error_text(error), file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -84,8 +85,9 @@ def _run(command: str, words: list[str]) -> int:
         print(f"graph-trainer {installed}")
         return 0
     if command not in _COMMANDS:
+        guess = did_you_mean(command, _COMMANDS, otherwise=".")
         raise ConfigError(
-            f"command line: there is no command {command}{did_you_mean(command, _COMMANDS)} "
+            f"command line: there is no command {command}{guess} "
             f"`graph-trainer --help` explains {', '.join(_COMMANDS)}."
         )
     function, about = _COMMANDS[command]
@@ -141,14 +143,28 @@ def train(argv: Sequence[str]) -> int:
 
 
 def print_completion(argv: Sequence[str]) -> int:
-    """Print the script that completes commands, flags and file names in bash or zsh."""
+    """Print the script that completes commands, flags, values and file names in bash or zsh."""
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError("command line: write `completion bash` or `completion zsh`")
-    words = [*_COMMANDS, "--help", "--module", "--config", SCHEMA, DRY_RUN, *flag_names()]
+    flags = completed_flags()
+    words = {flag: known for flag, known in flags.items() if known} | {"*": [*_COMMANDS, *flags]}
+    cases = [f"    {flag}) words='{' '.join(known)}' ;;" for flag, known in words.items()]
     if argv[0] == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
-    print(f"complete -o default -W '{' '.join(words)}' graph-trainer")
+    print(_COMPLETION.replace("CASES", "\n".join(cases)), end="")
     return 0
+
+
+_COMPLETION = r"""_graph_trainer() {
+  local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]} words
+  [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]}  # --flag=value is three words in bash
+  case $flag in
+CASES
+  esac
+  COMPREPLY=($(compgen -P "${word%"${word##*,}"}" -W "$words" -- "${word##*,}"))
+}
+complete -o default -F _graph_trainer graph-trainer
+"""
 
 
 def print_config(argv: Sequence[str]) -> int:

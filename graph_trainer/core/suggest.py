@@ -121,13 +121,13 @@ def wrong_type(
         nullable: whether the key may have no value, which a flag can say.
     """
     expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
-    kind, said = kinds[0], str(value).strip().lower()
+    kind, said = kinds[0], str(value).strip().lower().removesuffix(".0")
     _, example = _KINDS.get(kind, ("", "..."))
     if kind == "boolean" and said in ("false", "no", "off", "0"):
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         example = f"[{show(value)}]"
-    elif isinstance(value, str) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
+    elif not isinstance(value, int) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
         example = said
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example

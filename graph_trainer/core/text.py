@@ -21,6 +21,11 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
+def error_text(error: object) -> str:
+    """Write an error for a terminal, each of its lines broken at spaces."""
+    return "\n".join(wrapped(line, 100) for line in f"error: {error}".split("\n"))
+
+
 def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:
     """Write each row of a table as a line; the columns whose numbers are in `right` stand right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

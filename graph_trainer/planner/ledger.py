@@ -102,7 +102,7 @@ def ledger(
 
 def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:
     """Compute the row of a simulated graph. Linear in collectives."""
-    traffic = traffic_of(simulation.collectives)
+    traffic = traffic_of(simulation.collectives, dict(simulation.joint.gradients()))
     volumes: dict[tuple[str, str, Traffic], Volume] = {}
     for c in simulation.collectives:
         key = (c.kind, c.phase.value if c.phase else "", traffic[c.node])

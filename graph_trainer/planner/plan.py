@@ -133,8 +133,9 @@ class Plan:
     @property
     def headline(self) -> str:
         """What was planned, in one line."""
+        unit, size = ("B", 1e9) if self.num_parameters >= 1e7 else ("M", 1e6)
         return (
-            f"{model_name(self.config)}, {self.num_parameters / 1e9:.2f} B parameters, rank "
+            f"{model_name(self.config)}, {self.num_parameters / size:.2f} {unit} parameters, rank "
             f"{self.rank} of {self.world_size} on {self.hardware.name}, run by "
             f"{self.simulation.runtime.name}"
         )

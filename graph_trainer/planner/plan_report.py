@@ -121,19 +121,10 @@ def readable_report(plan: Plan) -> dict[str, Any]:
     for each in report["peak"]["largest"]:
         each["node"] = described(each["node"])
     for each in report["exposed_by_module"]:
-        each["purpose"] = PURPOSES[purpose(plan, each["role"])]
+        each["purpose"] = PURPOSES[each["role"]]
         held = each["holds_up"]
         each["holds_up"] = described(held) if held else "the end of the step"
     return report
-
-
-def purpose(plan: Plan, traffic: str) -> str:
-    """Return what communication is for, where the config knows more than the graph.
-
-    A graph whose only group reduces all gradients that are reduced looks data-parallel.
-    """
-    alone = plan.config.parallelism.tensor_parallel_degree == plan.world_size
-    return Traffic.TENSOR_PARALLEL.value if alone and traffic == Traffic.OTHER else traffic
 
 
 def _settings(plan: Plan) -> str:

@@ -72,7 +72,7 @@ class Slice:
 def slices(simulation: Simulation) -> Iterator[Slice]:
     """Yield the slices of every stream, then the exposed waits. Linear in nodes."""
     issued = {c.node: c for c in simulation.collectives}
-    traffic = traffic_of(simulation.collectives)
+    traffic = traffic_of(simulation.collectives, dict(simulation.joint.gradients()))
     timeline = simulation.timeline
     for event in timeline.events:
         node = event.node

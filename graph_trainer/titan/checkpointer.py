@@ -257,9 +257,7 @@ class CheckedCheckpointManager(CheckpointManager):
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
             refused = any(isinstance(e, CheckpointError) for e, _ in error.failures.values())
             remedy = (
-                " If it is the last one of a finished run it may contain the model alone: with "
-                "checkpoint.last_save_model_only = false a run can be continued beyond its last "
-                "step. Choose an earlier one with checkpoint.load_step, or give this one as "
+                " Choose an earlier one with checkpoint.load_step, or give this one as "
                 "checkpoint.initial_load_path of a new run."
             )
             raise CheckpointError(

@@ -18,6 +18,7 @@ from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.logging import logger
 
+from graph_trainer.errors import ConfigError
 from graph_trainer.titan.checkpoint_files import HF_INDEX
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.console import is_news
@@ -83,10 +84,15 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
     """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
 
     Raises:
+        ConfigError: a model that cannot be written for Hugging Face.
         CheckpointError: the checkpoint is damaged, or of another model; or the disk is full.
     """
     spec, assets = config.model_spec, Path(config.hf_assets_path)
-    assert spec is not None and spec.state_dict_adapter is not None
+    if spec is None or spec.state_dict_adapter is None:
+        raise ConfigError(
+            f"{checkpoint}: its model has no names for Hugging Face's weights. Give its ModelSpec "
+            'a state_dict_adapter, as the page "Bring your own model" says.'
+        )
     with torch.device("meta"):
         wanted = spec.model.build().state_dict()
     of_assets = str(assets) if (assets / HF_INDEX).is_file() else None  # as many files as there

@@ -38,8 +38,8 @@ def refused(folder: Path, name: str, *flags: str, plan: str = "plan.json") -> di
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         status = run(words(folder, plan, name, *flags))
-    errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-    return {"status": status, "error": "\n".join(errors)}
+    _, start, rest = said.getvalue().partition("error: ")
+    return {"status": status, "error": start + " ".join(rest.split())}
 
 
 def trained(folder: Path) -> dict[str, Any]:

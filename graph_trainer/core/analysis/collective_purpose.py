@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 
 from torch import fx
@@ -21,15 +22,17 @@ class Traffic(StrEnum):
     OTHER = "other"
 
 
-def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
+def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[fx.Node, Traffic]:
     """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
     FSDP's collectives have a role, and those of context parallelism a purpose. Expert parallelism's
     are the all-to-alls whose splits data decide, and those of its group, which exchange the counts.
     Of the others, a collective belongs to tensor parallelism if its group shares no two ranks with
     a data-parallel group: its members then compute on the same batch.
+    `gradients` are the FQNs of those that the graph returns; without them the only group that
+    reduces any looks data-parallel.
     """
-    data_parallel = data_parallel_groups(issued)
+    data_parallel = data_parallel_groups(issued, gradients)
     of_experts = {c.ranks for c in issued if counts_of(c.node) is not None}
     known: dict[tuple[int, ...], Traffic] = {}
     traffic = {}
@@ -48,8 +51,10 @@ def traffic_of(issued: list[Collective]) -> dict[fx.Node, Traffic]:
     return traffic
 
 
-def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
-    """Return the groups that gather parameters, or reduce all gradients that are reduced.
+def data_parallel_groups(
+    issued: list[Collective], gradients: Iterable[str] = ()
+) -> set[tuple[int, ...]]:
+    """Return the groups that gather parameters, or reduce all gradients that are reduced or named.
 
     A group of tensor parallelism reduces only the gradients of parameters that it does not shard.
     """
@@ -57,6 +62,6 @@ def data_parallel_groups(issued: list[Collective]) -> set[tuple[int, ...]]:
     for c in issued:
         if c.role is Role.REDUCE_GRAD:
             reduced.setdefault(c.ranks, set()).update(c.parameters)
-    every = set().union(*reduced.values())
+    every = set(gradients).union(*reduced.values())
     gathering = {c.ranks for c in issued if c.role is Role.UNSHARD}
     return gathering | {ranks for ranks, parameters in reduced.items() if parameters == every}

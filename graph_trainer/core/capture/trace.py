@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -90,6 +92,8 @@ class StepTrace:
                 mode,
                 self.scopes.trace(self.model),
                 Assignments(),
+                # which logs the traceback of what is explained below
+                patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True),
             ):
                 traced = make_fx(lambda flat: self.run(flat), _allow_non_fake_inputs=True)
                 graph_module = traced(fakes)

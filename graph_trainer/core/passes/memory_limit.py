@@ -13,13 +13,10 @@ from graph_trainer.core.passes.report import Report
 from graph_trainer.core.simulation.detect import detect_for
 from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
-from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
 KEY = "compile.memory_limit_gib"
-COLUMNS = WIDTH - len("error: ")
-"""Of a refusal, which a rank prints with "error: " before it."""
 
 
 class DeviceMemory(NamedTuple):
@@ -146,7 +143,7 @@ class Budget:
                     "compile.offload_activations.min_bytes, fewer gt.offload(); or recompute: "
                     f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
                 )
-                raise MemoryLimitError(wrapped(said, COLUMNS))
+                raise MemoryLimitError(said)
         if self._limit is not None or self._device_memory is unknown:
             return
         room, here = self._device_memory(joint), detect_for(joint).hardware
@@ -178,7 +175,7 @@ class Budget:
         """Return an error with what this rank needs, what each pass did, and what would help."""
         memory = self.memory(joint, hardware)
         helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
-        said = wrapped(f"{said} {what_is_needed(memory, hardware)}.", COLUMNS)
+        said = f"{said} {what_is_needed(memory, hardware)}."
         return MemoryLimitError(f"{said}\n{report}\n{remedy} {helps}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
@@ -258,9 +259,8 @@ def run_tags(joint: JointGraph, config: PassConfig) -> None:
             joint.graph.lint()
             joint.check_phases()
         except (RuntimeError, VerificationError) as error:
-            raise VerificationError(
-                f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
-            ) from error
+            said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
+            raise VerificationError(_with_history(said, joint, step)) from error
 
 
 def with_policy(config: PassConfig, policy: ActivationPolicy, **more: Any) -> PassConfig:
@@ -395,28 +395,31 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
             may_change_sums = step.graph_pass.changes_sums and not step.context.settings.bitwise
             verified = numbers.check(joint, changes_sums=may_change_sums)
     except VerificationError as error:
-        raise VerificationError(
-            f"pass '{step.graph_pass.name}' (after {', '.join(joint.history) or 'no other pass'}) "
-            f"left an invalid graph: {error}"
-        ) from error
+        said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
+        raise VerificationError(_with_history(said, joint, step)) from error
     joint.history.append(step.graph_pass.name)
     return seconds, verified
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:
     """Run a pass, naming it in what it raises."""
-    name = step.graph_pass.name
-    ran = ", ".join(joint.history) or "no other pass"
     try:
         step.run(joint)
     except CollectiveError:  # no fault of the pass that waited for the lost rank
         raise
     except GraphTrainerError as error:
-        raise type(error)(f"pass '{name}' (after {ran}): {error}") from error
+        raise type(error)(_with_history(str(error), joint, step)) from error
     except Exception as error:
         if isinstance(error, RuntimeError) and is_collective_failure(error):
-            place = f"what pass '{name}' exchanges with other ranks"
+            place = f"what pass '{step.graph_pass.name}' exchanges with other ranks"
             raise CollectiveError(place, reason_of(error)) from error
-        raise PassError(
-            f"pass '{name}' (after {ran}) failed: {type(error).__name__}: {error}"
-        ) from error
+        frames = traceback.extract_tb(error.__traceback__)[1:]  # without this function's
+        own = [f for f in frames if f.filename == frames[min(1, len(frames) - 1)].filename]
+        said = f"{type(error).__name__}: {error} ({own[-1].filename}:{own[-1].lineno})"
+        raise PassError(_with_history(said, joint, step)) from error
+
+
+def _with_history(said: str, joint: JointGraph, step: PassStep) -> str:
+    """Add to a message a line with the pass and those that ran before it."""
+    after = ", ".join(joint.history) or "no other"
+    return f"{said}\nRaised by pass '{step.graph_pass.name}', after {after}"

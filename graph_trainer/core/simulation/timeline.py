@@ -110,7 +110,7 @@ def play(
     take time too.
     """
     by_node = {c.node: c for c in issued}
-    traffic = traffic_of(issued)
+    traffic = traffic_of(issued, dict(joint.gradients()))
     names = stream_names(issued)
     roots, kinds = storage_roots(joint.graph), collective_kinds(joint.graph)
     copies = {c.node: runtime.copy_seconds(c, hardware) for c in issued}

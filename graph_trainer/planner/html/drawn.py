@@ -12,7 +12,7 @@ from graph_trainer.core.graph.annotations import module_of, phase_of
 from graph_trainer.core.simulation.op_costs import CostKind
 from graph_trainer.core.simulation.timeline import COMPUTE, FROM_HOST, TO_HOST
 from graph_trainer.planner.plan import Plan
-from graph_trainer.planner.plan_report import CATEGORIES, PURPOSES, purpose
+from graph_trainer.planner.plan_report import CATEGORIES, PURPOSES
 from graph_trainer.planner.trace import WAIT, WAITS, nanoseconds, slices, tracks
 
 KINDS = {
@@ -86,7 +86,7 @@ def _lanes(plan: Plan, texts: dict[str, int]) -> list[dict[str, Any]]:
             position[each.node],
             each.start,
             each.end - each.start,
-            kinds[purpose(plan, each.kind)],
+            kinds[each.kind],
             each.bytes,
             each.cost.flops if each.cost else 0,
             texts[(collective.parameter if collective else "") or ""],

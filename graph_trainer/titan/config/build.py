@@ -297,7 +297,7 @@ def build_config(
         entry: the registry entry, whose keys are suggested for misspelt ones.
         origins: which keys file and flags set.
     """
-    builder = _Builder(origins, list(settable_keys(entry)))
+    builder = _Builder(origins, [*settable_keys(entry), "config", "module"])
     config = builder.section(type(entry), table, "")
     return config, builder.problems
 

@@ -1,9 +1,11 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
+import contextlib
 import copy
 import itertools
 import math
 import os
+import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -27,7 +29,7 @@ from graph_trainer.core.passes.catalogue import (
 )
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.suggest import did_you_mean, show
-from graph_trainer.errors import ConfigError, PassError
+from graph_trainer.errors import CheckpointError, ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
     POLICIES,
@@ -37,6 +39,7 @@ from graph_trainer.titan.activation_policies import (
     activation_settings,
 )
 from graph_trainer.titan.checkpoint_files import is_complete, steps_in
+from graph_trainer.titan.checkpoint_reader import DataReader
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.build import type_of
 from graph_trainer.titan.config.check_parallelism import (
@@ -485,6 +488,10 @@ def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     folder = os.path.join(config.dump_folder, getattr(section, "folder", ""))
     if not isinstance(section, CheckpointManager.Config) or not section.enable:
         return
+    for name in ("initial_load_in_hf", "last_save_in_hf"):
+        if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
+            remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."
+            yield Problem(f"checkpoint.{name}", "the model has no names of Hugging Face's", remedy)
     if is_remote(folder) or is_remote(section.initial_load_path or ""):
         return
     steps = [step for step, complete in steps_in(Path(folder)).items() if complete]
@@ -496,6 +503,16 @@ def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
             ("checkpoint.folder", "dump_folder"),
         )
+    step = section.load_step if section.load_step > 0 else max(steps, default=0)
+    path, holds = Path(folder, f"step-{step}"), {}
+    # step 0 is a seed, of which the model alone is read; a damaged checkpoint is passed over
+    with contextlib.suppress(CheckpointError, OSError, EOFError, pickle.UnpicklingError):
+        holds = DataReader(str(path)).read_metadata().state_dict_metadata if step else {}
+    if holds and "train_state.step" not in holds and not section.exclude_from_loading:
+        problem = f"{path} holds the model alone, as does the last one of a run"
+        remedy = "Set an earlier one, or begin another run, with its own dump_folder and "
+        remedy += f"checkpoint.initial_load_path = {show(str(path))}."
+        yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
         return
     named = section.initial_load_path

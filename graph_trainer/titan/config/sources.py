@@ -359,6 +359,7 @@ def find_config(module: str, name: str) -> Path | None:
         return None
     known = sorted({p.stem for folder in folders for p in folder.glob("*.toml")}) or [*functions]
     guess = did_you_mean(candidates[-1], known, GUESS)
+    guess = f"Did you mean {name}.toml? " if os.path.isfile(f"{name}.toml") else guess
     raise ConfigError(
         f"--config {name}: {module} has no config of that name. {guess}"
         f"Known configs: {', '.join(known)}; or give a path to a .toml file."

@@ -169,13 +169,13 @@ def test_a_file_of_torchtitans_is_recognised_and_each_of_its_keys_explained(file
 
 
 def test_what_stands_for_a_key_of_torchtitans_is_a_key_of_ours():
-    from graph_trainer.cli.keys import flag_names
+    from graph_trainer.cli.keys import completed_flags
 
     moved = tomli.loads((ROOT / "configs/torchtitan_keys.toml").read_text())
     named = re.findall(r"\bWrite ((?:\w+\.)+\w+)", " ".join(moved.values()))
     assert len(named) > 15
-    assert not {f"--{key}" for key in named} - {*flag_names()}
-    assert not {f"--{key}" for key in moved} & {*flag_names()}
+    assert not {f"--{key}" for key in named} - {*completed_flags()}
+    assert not {f"--{key}" for key in moved} & {*completed_flags()}
 
 
 def test_a_typo_costs_no_import_of_torch(file):

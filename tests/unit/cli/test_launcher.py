@@ -299,7 +299,7 @@ def test_the_error_of_the_first_rank_is_all_that_is_shown(
     failing.fail(1, error, at=100.25)
     assert failing.start() == code
     file = failing.folder / "out" / "tracebacks.txt"
-    tracebacks = f"\nThe tracebacks of the ranks that failed are in {file}\n"
+    tracebacks = f"\nThe tracebacks of the ranks that failed are in\n  {file}\n"
     assert capsys.readouterr() == ("", shown + tracebacks)
     assert re.findall(r"^rank (\d)\nTraceback ", file.read_text(), re.M) == ["1", "0"]
 

@@ -29,7 +29,7 @@ def refused(capsys, monkeypatch, tmp_path):
         out, err = capsys.readouterr()
         assert (code, out) == (2, "") and "Traceback" not in err
         assert sorted(tmp_path.iterdir()) == before
-        return err.replace(str(tmp_path), "TMP")
+        return " ".join(err.replace(str(tmp_path), "TMP").split())
 
     return run
 

@@ -1,6 +1,6 @@
 """Where prose is broken into lines."""
 
-from graph_trainer.core.text import wrapped
+from graph_trainer.core.text import error_text, wrapped
 
 
 def test_lines_break_at_spaces_and_never_inside_a_setting():
@@ -10,3 +10,10 @@ def test_lines_break_at_spaces_and_never_inside_a_setting():
     assert wrapped("x" * 200) == "x" * 200
     row = "after   " * 20
     assert wrapped(row) == row
+
+
+def test_an_error_keeps_its_lines_and_none_is_wider_than_100_columns():
+    text = error_text("a: " + "words " * 40 + "\nRaised by " + "pass_of_mine, " * 10)
+    assert max(map(len, text.splitlines())) <= 100 and text.startswith("error: a: words words")
+    assert "words\nRaised by pass_of_mine" in text.replace(" \n", "\n")
+    assert text.split() == f"error: a: {'words ' * 40}Raised by {'pass_of_mine, ' * 10}".split()

@@ -93,7 +93,7 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     def refused(*words: str) -> str:
         assert main(["export", *words]) == 2
         assert not folder.exists()
-        return capsys.readouterr().err
+        return " ".join(capsys.readouterr().err.split())
 
     assert "is no checkpoint" in refused(str(checkpoint.parent), "--to", str(folder))
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")

@@ -97,23 +97,23 @@ def schedule_overlap(
             f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
             f"{options.max_peak_growth:.1%}"
         )
-    joint.remarks += _remarks_on(graph, order, before, after)
+    joint.remarks += _remarks_on(joint, graph, order, before, after)
 
 
 def _remarks_on(
-    graph: ScheduleGraph, order: Sequence[int], before: Timeline, after: Timeline
+    joint: JointGraph, graph: ScheduleGraph, order: Sequence[int], *played: Timeline
 ) -> list[str]:
     """Describe what moved, in one line, and the collectives whose waits changed, a line each.
 
     A collective's line has how long compute waits for it now. `order` has the places of the old
-    order, in the new one. Linear in nodes.
+    order, in the new one; `played` is before and after. Linear in nodes.
     """
-    traffic = traffic_of(graph.issued)
+    traffic = traffic_of(graph.issued, dict(joint.gradients()))
     old, new = _computed_before(graph, range(len(order))), _computed_before(graph, order)
     earlier = {graph.nodes[place]: old[place] - new[place] for place in graph.group}
     was: dict[fx.Node, float] = defaultdict(float)
     now: dict[fx.Node, float] = defaultdict(float)
-    for exposed, timeline in ((was, before), (now, after)):
+    for exposed, timeline in zip((was, now), played, strict=True):
         for each in timeline.exposed:
             exposed[each.collective.node] += each.seconds
     sums = []

@@ -20,7 +20,7 @@ from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext, SlowestStep
-from graph_trainer.core.passes.memory_limit import COLUMNS, KEY, what_is_needed, what_would_help
+from graph_trainer.core.passes.memory_limit import KEY, what_is_needed, what_would_help
 from graph_trainer.core.passes.plan_memory.items import (
     Item,
     agreed_on,
@@ -32,7 +32,6 @@ from graph_trainer.core.passes.plan_memory.solver import Block, Choice, between,
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.passes.tag_activations import FIRST_AC_GRAPH_ID
 from graph_trainer.core.simulation.simulate import need_of, predicted_memory
-from graph_trainer.core.text import wrapped
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.errors import MemoryLimitError, PassError
 
@@ -202,12 +201,10 @@ class _Planner:
             said = (
                 f"{KEY} = {gib(limit)}: the step needs {gib(least)} GiB on the rank that needs "
                 "most even with everything recomputed. This rank needs "
-                f"{what_is_needed(memory, self._hardware)}."
-            )
-            raise MemoryLimitError(
-                f"{wrapped(said, COLUMNS)}\n"
+                f"{what_is_needed(memory, self._hardware)}.\n"
                 f"Set {KEY} to {least / GIB + 0.005:.2f} or more, or set {helps}"
             )
+            raise MemoryLimitError(said)
         within = self._last_within(limit, lambda number: self._simulated(number).needed)
         # where none fits with them, passes that are optional are rolled back
         last = self._last_within(limit, self._least) if within is None else within

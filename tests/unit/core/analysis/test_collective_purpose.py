@@ -72,3 +72,14 @@ def test_a_group_that_reduces_some_gradients_is_tensor_parallel(gathered):
         *[Traffic.REDUCE_GRAD] * 3,
         Traffic.OTHER,
     ]
+
+
+def test_a_group_that_alone_reduces_gradients_and_not_all_is_tensor_parallel():
+    """Without data parallelism nothing else reduces; with DDP the only group reduces them all."""
+    entries = [collective(ranks=TP), replace(collective(ranks=TP, role=REDUCE), parameter="norm")]
+    for gradients, expected in (
+        (("norm", "linear"), Traffic.TENSOR_PARALLEL),
+        (("norm",), Traffic.OTHER),
+    ):
+        found = traffic_of(entries, gradients)
+        assert [found[e.node] for e in entries] == [expected, Traffic.REDUCE_GRAD]

@@ -261,6 +261,13 @@ def test_a_table_outside_the_model_is_a_constant():
     check_against_eager(net(), lambda m, x: (m(x) * table).mean(), X)
 
 
+def test_torch_logs_no_traceback_beside_the_error(caplog):
+    model = model_of(lambda module, x: x * torch.ones(3))
+    with pytest.raises(gt.CaptureError, match="in module '0.1' at .*test_capture_refusals.py"):
+        gt.capture(model, mean, (X,))
+    assert "failed while attempting" not in caplog.text
+
+
 def test_a_failed_capture_does_not_spoil_the_next():
     model = net()
     code = gt.capture(model, squares, batch()).graph_module.code

@@ -3,12 +3,16 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from graph_trainer.cli.launcher import prepare
 from graph_trainer.cli.main import main
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.checkpoint_reader import METADATA
+from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.export import export
 
 
 @pytest.fixture
@@ -65,6 +69,33 @@ def test_weights_of_hugging_face_that_are_not_there(load, tmp_path: Path) -> Non
     assert "no safetensors" in refused(load, initial_load_in_hf=True, initial_load_path=tmp_path)
     (tmp_path / "model.safetensors").touch()
     load(initial_load_in_hf=True, initial_load_path=tmp_path)
+
+
+def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None:
+    """As torchtitan saves it at the last step: the first thing that a second start meets."""
+    weight = {"weight": torch.zeros(1)}
+    folder = tmp_path / "run/checkpoint"
+    dcp.save(weight | {"train_state.step": torch.zeros(1)}, checkpoint_id=folder / "step-3")
+    dcp.save(weight, checkpoint_id=folder / "step-6")
+    for said in (refused(load), refused(load, load_step=6)):
+        assert f"{folder}/step-6 holds the model alone" in said and "initial_load_path" in said
+    load(load_step=3)
+    load(exclude_from_loading="train_state")
+    dcp.save(weight, checkpoint_id=tmp_path / "seed/checkpoint/step-0")
+    load_config(
+        ["--checkpoint.enable", "--dump_folder", str(tmp_path / "seed")], reads_checkpoint=True
+    )
+
+
+def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
+    words = ["--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only"]
+    config = load_config(["--checkpoint.enable", *words])
+    check_config(config, 2, reads_checkpoint=True)
+    config.model_spec.state_dict_adapter = None
+    with pytest.raises(ConfigError, match="checkpoint.last_save_in_hf = true: the model has no"):
+        check_config(config, 2, reads_checkpoint=True)
+    with pytest.raises(ConfigError, match="Give its ModelSpec a state_dict_adapter"):
+        export(tmp_path / "step-3", tmp_path / "exported", config)
 
 
 def test_nothing_is_asked_of_a_run_without_checkpoints_or_of_remote_storage(load) -> None:
