@@ -69,7 +69,7 @@ def test_the_curve_has_fixed_policies_and_limits_that_are_kept(plan):
 
 
 def test_fixed_policies_are_drawn_for_a_config_that_plans_parameters(monkeypatch):
-    monkeypatch.setattr(changes, "_LIMITS", 2)
+    monkeypatch.setattr(changes, "_PLANS", 2)
     flags = [*BUDGET, "--parallelism.fsdp_reshard_after_forward", "auto"]
     config = load_config(
         ["--training.seq_len", "1024", "--training.local_batch_size", "8", *flags], world_size=4
