@@ -16,6 +16,7 @@ from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of,
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, need_of, predicted_memory
+from graph_trainer.core.text import error_text
 from graph_trainer.core.training.step_cache import TrainStep
 from graph_trainer.core.units import GIB, gib
 from graph_trainer.testing import assert_same, code, mean_square, run
@@ -50,12 +51,11 @@ def peak(joint):
 
 
 def prose(error):
-    """The message in one line; its lines fit beside torchrun's prefix and what a rank prints."""
-    first, *_ = lines = str(error).splitlines()
-    prefix = len("[rank0]:error: ")
+    """The message in one line; what is printed of it fits 100 columns."""
+    lines = error_text(error).splitlines()
     place = next(i for i, line in enumerate(lines) if line.startswith("after "))  # the ledger
-    assert 60 < prefix + len(first) <= 100
-    assert all(prefix + len(line) <= 100 for line in lines[:place])
+    assert len(lines[0]) > 60
+    assert all(len(line) <= 100 for line in lines[:place])
     return " ".join(str(error).split())
 
 
