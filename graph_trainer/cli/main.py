@@ -147,7 +147,8 @@ def print_completion(argv: Sequence[str]) -> int:
     if list(argv) not in (["bash"], ["zsh"]):
         raise ConfigError("command line: write `completion bash` or `completion zsh`")
     flags = completed_flags()
-    words = {flag: known for flag, known in flags.items() if known} | {"*": [*_COMMANDS, *flags]}
+    words = {"''": [*_COMMANDS], "completion": ["bash", "zsh"]}
+    words |= {flag: known for flag, known in flags.items() if known} | {"*": [*flags]}
     cases = [f"    {flag}) words='{' '.join(known)}' ;;" for flag, known in words.items()]
     if argv[0] == "zsh":
         print("autoload -U +X compinit bashcompinit && compinit && bashcompinit")
@@ -158,6 +159,7 @@ def print_completion(argv: Sequence[str]) -> int:
 _COMPLETION = r"""_graph_trainer() {
   local word=${COMP_WORDS[COMP_CWORD]#=} flag=${COMP_WORDS[COMP_CWORD-1]} words
   [ "$flag" != = ] || flag=${COMP_WORDS[COMP_CWORD-2]}  # --flag=value is three words in bash
+  [ "$COMP_CWORD" != 1 ] || flag=
   case $flag in
 CASES
   esac

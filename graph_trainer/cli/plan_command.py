@@ -375,8 +375,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--memory-curve",
         action="store_true",
-        help="also plan the run under every fixed activation policy and under eight memory "
-        "limits: step time over memory, as a table, on the page and in the JSON",
+        help="also plan the run under every fixed activation policy and under plans of "
+        "memory from the least to the most: step time over memory, as a table, on the page and in "
+        "the JSON",
     )
     parser.add_argument(
         "--expert-imbalance",

@@ -6,12 +6,12 @@ import textwrap
 from collections.abc import Container, Sequence
 
 WIDTH = 92
-"""Columns of a line: 100 with torchrun's "[rank0]:" before it."""
+"""Columns of a line that a rank prints: 100 with torchrun's "[rank0]:" before it."""
 
 
 def wrapped(line: str, width: int = WIDTH) -> str:
     """Break a line at spaces after at most `width` columns, never inside `a = b` or a word."""
-    if len(line) <= width or "   " in line.strip():  # a row of a table
+    if len(line) <= width or "  " in line.strip():  # a row of a table
         return line
     kept = line.replace(" = ", "\0=\0")
     indent = " " * (len(line) - len(line.lstrip()) + 2)
@@ -21,9 +21,9 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def error_text(error: object) -> str:
+def error_text(error: object, width: int = 100) -> str:
     """Write an error for a terminal, each of its lines broken at spaces."""
-    return "\n".join(wrapped(line, 100) for line in f"error: {error}".split("\n"))
+    return "\n".join(wrapped(line, width) for line in f"error: {error}".split("\n"))
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Container[int]) -> list[str]:

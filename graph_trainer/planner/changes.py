@@ -39,7 +39,7 @@ _PLANS = 9
 
 _SHARDED = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
 
-_LEAST = 0.005
+_LEAST = 0.01
 """The smallest saving that is worth a mention, as a part of the whole."""
 
 
@@ -68,7 +68,7 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 
 
 def changes_that_help(plan: Plan) -> Iterator[Change]:
-    """Yield the changes of HELPS that a run does not have yet.
+    """Yield the changes of HELPS that a run does not have yet and that may free enough at its peak.
 
     Where a limit or a table decides what is kept, the only one is a limit of what the device has.
     """
@@ -79,7 +79,10 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     checkpointing = config.activation_checkpoint
     policy = type(checkpointing).__qualname__ if checkpointing else ""
-    for key in itertools.chain.from_iterable(each.keys for each in HELPS):
+    at_peak = plan.simulation.memory.peak_by_category()
+    enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
+    helps = [h for h in HELPS if not h.frees or sum(at_peak[c] for c in h.frees) >= enough]
+    for key in itertools.chain.from_iterable(each.keys for each in helps):
         match key:
             case "parallelism.fsdp_reshard_after_forward":
                 if parallelism.fsdp_reshard_after_forward != "always":
@@ -300,8 +303,9 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
     """Plan the run under every fixed policy, and under plans of memory from the least to the most.
 
     The step is captured at most once. At most `processes` plan at once. A plan's limit is what it
-    needs, so that it is what the limit gives; parameters are kept unsharded or gathered again as
-    the plan chooses ("auto"). A plan that is slower than one of less memory is left out.
+    needs, rounded up: a run with this limit takes no longer. Parameters are kept unsharded or
+    gathered again as the plan chooses ("auto"). A plan that is no faster than one of less memory is
+    left out.
 
     Raises:
         CaptureError, PassError, VerificationError: as `make_plan`.
@@ -309,9 +313,9 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
     run = FakeRank(plan.config, plan.world_size, plan.rank, plan.hardware.device)
     passes = replace(run.pass_config(hardware=plan.hardware), memory_limit_gib=0.0)
 
-    def summed_up(change: Change, trial: JointGraph, last: str, seconds: float) -> Outcome:
+    def summed_up(change: Change, trial: JointGraph) -> Outcome:
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
-        rows = [row_of(simulation, last, seconds)]
+        rows = [row_of(simulation, "", 0.0)]
         return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
 
     def fixed(policy: ActivationPolicy) -> Outcome:
@@ -321,8 +325,8 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         if of_policy == passes and not plan.limit_bytes:
             return outcome_of({POLICY: policy}, plan)
         trial = plan.captures.of(run)
-        last = run_passes(trial, of_policy).last
-        return summed_up({POLICY: policy}, trial, last.name, last.seconds)
+        run_passes(trial, of_policy)
+        return summed_up({POLICY: policy}, trial)
 
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
     outcomes = in_processes(
@@ -338,9 +342,9 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
     plans = plans_between(captured, context, _PLANS)
 
     def between(each: tuple[int, Callable[[], JointGraph]]) -> Outcome:
-        outcome = summed_up({POLICY: "budget"}, each[1](), plan_memory.name, 0.0)
-        limit = math.ceil(outcome.needed_bytes / GIB * 100) / 100
-        return replace(outcome, config=outcome.config | {KEY: f"{limit:.2f}"})
+        outcome = summed_up({POLICY: "budget"}, each[1]())
+        limit = math.ceil(outcome.needed_bytes / GIB * 1e4) / 1e4
+        return replace(outcome, config=outcome.config | {KEY: f"{limit:.4f}"})
 
     limited = in_processes(
         between,

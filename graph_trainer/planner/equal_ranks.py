@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import sys
 from collections import defaultdict
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from graph_trainer.core.analysis.mesh_groups import RankClasses
+from graph_trainer.core.capture.side_effects import is_installed_file
 from graph_trainer.core.graph.annotations import (
     annotations_of,
     local_slice_group,
@@ -44,11 +46,15 @@ def shortened(config: GraphTrainerConfig) -> GraphTrainerConfig:
     """Leave out of a model all but the first two and the last of layers that follow each other and
     are configured alike, initial values aside.
 
-    What ranks compute in one of them they compute in each, as other ranks do or otherwise.
+    In models of installed packages, what ranks compute in one of them they compute in each, as
+    other ranks do or otherwise. A model of the user's own, which may know its layers by their
+    numbers, stays as it is.
     """
     spec = config.model_spec
     layers = getattr(spec and spec.model, "layers", None)
     if spec is None or not isinstance(layers, list) or config.compile.full_capture:
+        return config
+    if not is_installed_file(sys.modules[type(spec.model).__module__].__file__ or ""):
         return config
     kinds = [_without_initial_values(layer) for layer in layers]
     kept = []

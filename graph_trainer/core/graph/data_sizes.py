@@ -28,7 +28,7 @@ class Exchange(NamedTuple):
 
 
 class _Numbers(dict[object, int]):
-    """The number of each symbol, which does not change once it has been read."""
+    """The number of each symbol, which must not be set again once it has been read."""
 
     def __init__(self, numbers: Mapping[object, int] = {}) -> None:
         super().__init__(numbers)

@@ -98,8 +98,8 @@ class RunSettings:
     memory_limit_gib: float | None = None
     """The GiB that a device must have at most, parameters, gaps of the allocator and the reserve of
     the hardware's profile included (`need_of`): an optional pass that breaks the limit is rolled
-    back, and a graph that breaks it without them is refused. None for no limit but what the device
-    has, where `PassConfig.device_memory` tells that; 0 for none."""
+    back where no later pass mends it, and a graph that breaks it without them is refused. None for
+    no limit but what the device has, where `PassConfig.device_memory` tells that; 0 for none."""
 
     other_memory: OtherMemoryOf = lambda joint: NO_OTHER_MEMORY
     """What counts against the limit beside the graph and its inputs, given the graph."""

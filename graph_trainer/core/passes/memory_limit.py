@@ -104,7 +104,8 @@ class Budget:
         """Return the note of the report on a pass that was rolled back, given bytes needed."""
         return (
             f"rolled back: it raises what the step needs by {gib(after - before)} GiB to "
-            f"{gib(after)} GiB, optimizer included; {KEY} is {self._limit:g}"
+            f"{gib(after)} GiB, optimizer included, and no later pass lowers that enough; {KEY} is "
+            f"{self._limit:g}"
         )
 
     def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:

@@ -39,7 +39,13 @@ from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.report import PassReport, Report, graph_state, is_same_state, measure
 from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
-from graph_trainer.errors import CollectiveError, GraphTrainerError, PassError, VerificationError
+from graph_trainer.errors import (
+    CollectiveError,
+    GraphTrainerError,
+    MemoryLimitError,
+    PassError,
+    VerificationError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +122,10 @@ def pass_by_pass(
 ) -> Iterator[PassReport]:
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
-    Arguments and errors are those of `run_passes`. A pass that is only optional and raises the
-    need of memory above the limit is rolled back before the next pass runs, unless the passes after
-    it bring the need back within the limit. The code of the
-    graph module is generated once, at the end.
+    Arguments and errors are those of `run_passes`. A pass that is only optional and raises the need
+    of memory above the limit is rolled back before the next pass runs, unless the passes after it
+    bring the need back within the limit. The code of the graph module is generated once, at the
+    end.
 
     Returns:
         an iterator of the report's rows: first the graph as captured, then the graph after each
@@ -193,8 +199,12 @@ def _ends_within(joint: JointGraph, later: Sequence[PassStep], budget: Budget) -
     if not later:
         return False
     trial = copy_graph(joint)
-    for step in later:
-        _run(trial, step)
+    try:
+        for step in later:
+            _run(trial, step)
+            trial.history.append(step.graph_pass.name)
+    except MemoryLimitError:  # of a plan of memory, on all ranks
+        return False
     return not budget.is_over(trial)
 
 

@@ -5,7 +5,6 @@ import copy
 import itertools
 import math
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -29,7 +28,7 @@ from graph_trainer.core.passes.catalogue import (
 )
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.suggest import did_you_mean, show
-from graph_trainer.errors import CheckpointError, ConfigError, PassError
+from graph_trainer.errors import ConfigError, PassError
 from graph_trainer.titan.activation_policies import (
     NEEDS_CAPTURE,
     POLICIES,
@@ -38,8 +37,8 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
-from graph_trainer.titan.checkpoint_files import is_complete, steps_in
-from graph_trainer.titan.checkpoint_reader import DataReader
+from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
+from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.build import type_of
 from graph_trainer.titan.config.check_parallelism import (
@@ -482,6 +481,16 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
         )
 
 
+def _holds_model_alone(checkpoint: Path) -> bool:
+    if not (checkpoint / METADATA).is_file():
+        return (checkpoint / HF_INDEX).is_file()
+    # damaged bytes raise anything; such a checkpoint is passed over later
+    with contextlib.suppress(Exception):
+        states = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
+        return "train_state.step" not in states
+    return False
+
+
 def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Check that the checkpoint which the run would begin with is there."""
     section = config.checkpoint
@@ -503,14 +512,13 @@ def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
             ("checkpoint.folder", "dump_folder"),
         )
-    step = section.load_step if section.load_step > 0 else max(steps, default=0)
-    path, holds = Path(folder, f"step-{step}"), {}
-    # step 0 is a seed, of which the model alone is read; a damaged checkpoint is passed over
-    with contextlib.suppress(CheckpointError, OSError, EOFError, pickle.UnpicklingError):
-        holds = DataReader(str(path)).read_metadata().state_dict_metadata if step else {}
-    if holds and "train_state.step" not in holds and not section.exclude_from_loading:
+    step = section.load_step if section.load_step >= 0 else max(steps, default=0)
+    path = Path(folder, f"step-{step}")
+    # of step 0, a seed, the model alone is read
+    if step and "train_state" not in section.exclude_from_loading and _holds_model_alone(path):
         problem = f"{path} holds the model alone, as does the last one of a run"
-        remedy = "Set an earlier one, or begin another run, with its own dump_folder and "
+        remedy = "Set an earlier one, or begin" if min(steps) < step else "Begin"
+        remedy += " another run, with its own dump_folder and "
         remedy += f"checkpoint.initial_load_path = {show(str(path))}."
         yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect

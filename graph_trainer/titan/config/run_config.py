@@ -118,10 +118,10 @@ class GraphCompileConfig(CompileConfig):
     The GiB that a device must have at most, as predicted: parameters, buffers, batch, optimizer
     state, gradients, what the graph allocates, and on a GPU the gaps that the allocator leaves and
     the reserve of the hardware's profile (`graph-trainer plan` shows both). An optional pass
-    (bucketing, overlap) that needs more is rolled back; a step that needs more without such passes
-    is refused before it runs. Unset for what the device has: free memory on a GPU, available
-    memory divided by the ranks of the machine on CPU. It refuses steps and rolls no pass back.
-    0 refuses nothing.
+    (bucketing, overlap) after which a step needs more is rolled back, unless later passes bring it
+    within the limit; a step that needs more without such passes is refused before it runs. Unset
+    for what the device has: free memory on a GPU, available memory divided by the ranks of the
+    machine on CPU. It refuses steps and rolls no pass back. 0 refuses nothing.
     """
 
     allow_offload: bool = False

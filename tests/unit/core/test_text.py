@@ -8,7 +8,7 @@ def test_lines_break_at_spaces_and_never_inside_a_setting():
     lines = wrapped(text).splitlines()
     assert [line.strip() for line in lines] == [text[:75], text[76:]]
     assert wrapped("x" * 200) == "x" * 200
-    row = "after   " * 20
+    row = "after  " * 20
     assert wrapped(row) == row
 
 

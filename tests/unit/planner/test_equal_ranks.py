@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -229,6 +230,14 @@ def test_of_layers_that_are_alike_three_are_traced(module, flavor, layers):
     assert short[0] is not whole[0], "building a model writes to its config"
     config.compile.full_capture = True
     assert shortened(config).model_spec.model.layers == whole
+
+
+def test_of_a_model_of_ones_own_all_layers_are_traced(monkeypatch):
+    config = load_config([*FLAGS], world_size=2)
+    assert shortened(config) is not config
+    home = sys.modules[type(config.model_spec.model).__module__]
+    monkeypatch.setattr(home, "__file__", __file__)
+    assert shortened(config) is config
 
 
 def test_layers_that_differ_are_all_traced():

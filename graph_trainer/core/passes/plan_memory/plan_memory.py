@@ -109,8 +109,9 @@ def plans_between(
 ) -> list[tuple[int, Callable[[], JointGraph]]]:
     """Choose plans of memory from the one that keeps least to the one that keeps most.
 
-    At most `count`, and closer where little is kept, as time changes fastest there. None of them
-    depends on a limit, so that each is simulated once, where a search within a limit takes several.
+    At most `count`, two or more, and closer where little is kept, as time changes fastest there.
+    None of them depends on a limit, so that each is simulated once, where a search within a limit
+    takes several.
 
     Args:
         joint: the graph before `plan_memory`; it stays as it is.

@@ -168,6 +168,22 @@ def test_an_optional_pass_is_kept_where_a_later_one_brings_the_step_back_within(
     assert joint.history[-1] == "idle" and described(joint) == described(plain)
 
 
+def test_an_optional_pass_with_which_nothing_can_be_planned_is_rolled_back():
+    early = dataclasses.replace(hungry(100_000), stage=Stage.CLEANUP)
+    config = gt.PassConfig(
+        passes=["default", early],
+        activation_policy="budget",
+        hardware=load_hardware("cpu"),
+        other_memory=lambda joint: NOTHING,
+    )
+    alone = dataclasses.replace(config, passes=["default"], memory_limit_gib=1.0)
+    joint = captured_decoder()
+    gt.run_passes(joint, dataclasses.replace(alone, activation_policy="full"))
+    limit = (peak(joint) + 100_000) / GIB
+    report = gt.run_passes(captured_decoder(), dataclasses.replace(config, memory_limit_gib=limit))
+    assert [row.name for row in report.rows if row.rolled_back] == ["hungry"]
+
+
 def test_a_pass_that_breaks_the_limit_after_an_optional_one_is_refused_with_the_remedy(high):
     """Each of the two is within the limit alone; the optional one was kept before the other ran."""
     passes = ["default", "overlap_fsdp", hungry(500, optional=False)]

@@ -79,6 +79,14 @@ def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None
     dcp.save(weight, checkpoint_id=folder / "step-6")
     for said in (refused(load), refused(load, load_step=6)):
         assert f"{folder}/step-6 holds the model alone" in said and "initial_load_path" in said
+        assert "Set an earlier one" in said
+    (folder / "step-6/.metadata").write_bytes(bytes(64))
+    load()  # damaged: the one before is taken when it is read
+    (folder / "step-6/.metadata").unlink()
+    (folder / "step-6/model.safetensors.index.json").write_text("{}")
+    assert "step-6 holds the model alone" in refused(load), "as Hugging Face has it"
+    dcp.save(weight, checkpoint_id=folder / "step-0")
+    load(load_step=0)  # a seed
     load(load_step=3)
     load(exclude_from_loading="train_state")
     dcp.save(weight, checkpoint_id=tmp_path / "seed/checkpoint/step-0")
