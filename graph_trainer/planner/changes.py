@@ -146,7 +146,8 @@ def advise(
             captures=plan.captures,
         )
 
-    configs = loaded(list(changes_that_help(plan)), load)
+    # those that need a capture of their own, which take longest, come last in HELPS
+    configs = loaded(list(changes_that_help(plan))[::-1], load)
     outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [
