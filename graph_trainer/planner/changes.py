@@ -39,7 +39,7 @@ _PLANS = 9
 
 _SHARDED = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.GRADIENTS)
 
-_LEAST = 0.01
+_LEAST = 0.005
 """The smallest saving that is worth a mention, as a part of the whole."""
 
 
@@ -68,7 +68,7 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 
 
 def changes_that_help(plan: Plan) -> Iterator[Change]:
-    """Yield the changes of HELPS that a run does not have yet and that may free enough at its peak.
+    """Yield the changes of HELPS that a run does not have yet.
 
     Where a limit or a table decides what is kept, the only one is a limit of what the device has.
     """
@@ -79,10 +79,7 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     checkpointing = config.activation_checkpoint
     policy = type(checkpointing).__qualname__ if checkpointing else ""
-    at_peak = plan.simulation.memory.peak_by_category()
-    enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
-    helps = [h for h in HELPS if not h.frees or sum(at_peak[c] for c in h.frees) >= enough]
-    for key in itertools.chain.from_iterable(each.keys for each in helps):
+    for key in itertools.chain.from_iterable(each.keys for each in HELPS):
         match key:
             case "parallelism.fsdp_reshard_after_forward":
                 if parallelism.fsdp_reshard_after_forward != "always":
@@ -146,8 +143,7 @@ def advise(
             captures=plan.captures,
         )
 
-    # those that need a capture of their own, which take longest, come last in HELPS
-    configs = loaded(list(changes_that_help(plan))[::-1], load)
+    configs = loaded(list(changes_that_help(plan)), load)
     outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [

@@ -378,11 +378,6 @@ def test_what_is_used_to_the_full_is_no_advice():
     assert not any("parallelism.expert_parallel_degree" in change for change in fewer)
     words = ["--training.local_batch_size", "1", "--loss.type", "cross_entropy"]
     assert not any("training.local_batch_size" in change for change in tried(*words))
-    # of two GiB, most of them reserved, activations are too few to be worth a plan
-    plan = planned()
-    plan = dataclasses.replace(plan, hardware=dataclasses.replace(plan.hardware, memory_gib=0.1))
-    keys = {key for change in changes.changes_that_help(plan) for key in change}
-    assert "parallelism.tensor_parallel_degree" in keys and "training.seq_len" not in keys
 
 
 def test_comparison_has_every_combination_those_that_fit_first():
