@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from graph_trainer.cli.keys import CommandParser
 from graph_trainer.errors import ConfigError
 
 _ABOUT = """\
@@ -16,16 +16,20 @@ the run's flags. Flags belong to the config: --checkpoint.export_dtype bfloat16 
 
 def main(argv: Sequence[str]) -> int:
     """Export a checkpoint, or raise a GraphTrainerError."""
-    parser = argparse.ArgumentParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
+    parser = CommandParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
     given, rest = parser.parse_known_args(argv)
-    from graph_trainer.titan.checkpoint_files import is_complete
+    from graph_trainer.titan.checkpoint_files import is_complete, steps_in
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.export import export
 
     if not is_complete(given.checkpoint):
-        raise ConfigError(f"{given.checkpoint} is no checkpoint: name a folder step-N of a run.")
+        steps = [
+            f"step-{step}" for step, complete in steps_in(given.checkpoint).items() if complete
+        ]
+        inside = f"one of its folders {', '.join(steps)}" if steps else "a folder step-N of a run"
+        raise ConfigError(f"{given.checkpoint} is no checkpoint: name {inside}.")
     if given.to.exists():
         raise ConfigError(f"--to {given.to}: it exists. Name a new folder.")
     run = given.checkpoint.resolve().parent.parent

@@ -3,12 +3,13 @@ by themselves, and what a shell completes. The loader of configs checks more, af
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from graph_trainer.core.suggest import (
     AS_SECTION,
@@ -36,6 +37,14 @@ _Known = dict[str, dict[str, dict[str, Any]]]
 where the key is a section."""
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser of a command's own flags, whose errors are ours."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a ConfigError in place of a page of usage."""
+        raise ConfigError(f"{message}. `{self.prog} --help` explains its flags.")
+
+
 def check_early(argv: Sequence[str]) -> None:
     """Refuse unknown keys of the file and of the flags, and wrong types in the file.
 
@@ -50,7 +59,11 @@ def check_early(argv: Sequence[str]) -> None:
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             value = value if equals or after.startswith("--") else after
-            flags[name[2:].replace("-", "_")] = value
+            key = name[2:].replace("-", "_")
+            if key in ("config", "module") and flags.get(key, value) != value:
+                both = f"{name} {flags[key]} and {name} {value}"
+                raise ConfigError(f"{_FLAGS}: {both}: which of the two? Keep one.")
+            flags[key] = value
     table: dict[str, Any] = {}
     config = flags.get("config", "")
     is_pipe = os.path.exists(config) and not os.path.isfile(config)  # which is read once

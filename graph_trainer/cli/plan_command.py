@@ -14,6 +14,7 @@ from typing import IO
 
 from rich.console import Group, RenderableType
 
+from graph_trainer.cli.keys import CommandParser
 from graph_trainer.cli.launcher import prepare
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
@@ -324,8 +325,8 @@ def _print(tables: RenderableType, files: Iterable[Path]) -> None:
     print_table(tables, stderr=stdout_is_a_file)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog="graph-trainer plan",
         description=_DESCRIPTION,
         epilog=_EXAMPLES,

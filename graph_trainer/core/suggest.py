@@ -54,7 +54,7 @@ AS_SECTION = "Write its keys under a [{key}] heading, or as --{key}.key value."
 _KINDS = {
     "boolean": ("true or false", "true"),
     "integer": ("an integer", "1"),
-    "number": ("a number", "0.5"),
+    "number": ("a number", "1e-3"),
     "string": ("a string", '"text"'),
     "array": ("a list", "[...]"),
     "object": ("a table", "{ key = value }"),

@@ -30,6 +30,8 @@ _SHOWN = 8
 _MAKES_GRAPHS = re.compile(
     r"(versions|module|base|training|parallelism|compile|activation_checkpoint|loss)(\.|$)"
 )
+_OF_BATCHES = ("training.local_batch_size:", "training.seq_len:")
+"""Differences that change every graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,8 @@ def load_config_and_plan(
 
     Raises:
         ConfigError: bad input; or, before any process group is created, no --config beside the
-            plan, a plan for another number of ranks, another list of passes, more memory than
-            there is, or a run that captures nothing.
+            plan, a plan for another number of ranks, other batches, another list of passes, more
+            memory than there is, or a run that captures nothing.
     """
     values, rest = take_flags(words, {FLAG: "plan.json, which `graph-trainer plan --save` writes"})
     if FLAG not in values or {"-h", "--help"} & {*rest}:
@@ -131,7 +133,14 @@ def load_config_and_plan(
             "them as planned, or write the plan again with `graph-trainer plan --save`."
         )
     _check_memory(plan, path, config.compile.memory_limit_gib)
-    return config, PlanCheck.of(plan, path, config)
+    check = PlanCheck.of(plan, path, config)
+    for each in check.differences:
+        if each.startswith(_OF_BATCHES):  # what is captured shows the others, if they matter
+            raise ConfigError(
+                f"{FLAG} {path}: {each}. Train what was planned, or write the plan again with "
+                "`graph-trainer plan --save`, or leave out --plan."
+            )
+    return config, check
 
 
 def _check_memory(plan: SavedPlan, path: Path, limit: float | None) -> None:

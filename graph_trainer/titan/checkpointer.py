@@ -69,7 +69,7 @@ class CheckedCheckpointManager(CheckpointManager):
 
     def __init__(self, config: Config, **components: Any) -> None:
         super().__init__(config, **components)
-        self._verify = config.verify
+        self._verify, self._load_step = config.verify, config.load_step
         self._saving = ""  # the checkpoint that is, or was last, written
         self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
         self.beside_weights: Callable[[torch.dtype, Path], object] = lambda dtype, folder: None
@@ -185,6 +185,19 @@ class CheckedCheckpointManager(CheckpointManager):
                 if len(kept) >= self.keep_latest_k and step < kept[self.keep_latest_k - 1]:
                     self.purge_queue.put(self._create_checkpoint_id(step))
 
+    def _steps(self) -> dict[int, bool]:
+        """Return `steps_in` of the folder as the first rank sees it."""
+        from_first_rank = [steps_in(Path(self.folder))]
+        dist.broadcast_object_list(from_first_rank, src=0)
+        return from_first_rank[0]
+
+    def newest_step(self) -> int:
+        """Return the step of the newest complete checkpoint, which a run goes on from; 0 where it
+        begins anew, with a step that is named, or on remote storage."""
+        if not self.enable or self._load_step != -1 or filesystem.is_remote(self.folder):
+            return 0
+        return max((step for step, complete in self._steps().items() if complete), default=0)
+
     def _load(self, step: int = -1) -> bool:
         """Load a step, or the newest that is complete and undamaged, the same on every rank.
 
@@ -193,10 +206,8 @@ class CheckedCheckpointManager(CheckpointManager):
         """
         if step != -1 or filesystem.is_remote(self.folder):
             return super()._load(step)
-        from_first_rank = [steps_in(Path(self.folder))]
-        dist.broadcast_object_list(from_first_rank, src=0)
         damaged: list[str] = []
-        for newest, complete in from_first_rank[0].items():
+        for newest, complete in self._steps().items():
             path = self._create_checkpoint_id(newest)
             if not complete:
                 logger.warning(f"The checkpoint {path} was never completed and is not used")

@@ -36,9 +36,11 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> str:
     Args:
         known: the keys of such a file, of which the one like an unknown key is named.
     """
-    # An unknown key comes first: it may be the misspelt name of one that is missing.
+    # The schema comes first: all else may be right in a file of another kind. Then an unknown key,
+    # which may be the misspelt name of one that is missing.
     errors = error.errors(include_url=False)
-    first = min(errors, key=lambda each: each["type"] != "extra_forbidden")
+    errors.sort(key=lambda each: (each["loc"] != ("schema",), each["type"] != "extra_forbidden"))
+    first = errors[0]
     key, problem, given = ".".join(map(str, first["loc"])), first["msg"], first["input"]
     if first["type"] == "extra_forbidden":
         problem += did_you_mean(str(first["loc"][-1]), known, "; did you mean {}?")

@@ -299,8 +299,10 @@ def registry_module(name: str, where: str | None = None) -> ModuleType:
             "graph_trainer.titan.trainer.GraphTrainer.Config:` in config_registry.py."
         )
     known = list(known_modules())
+    own = [each.parent.name for each in here.glob("*/config_registry.py")]
+    short = [each.rpartition(".")[2] for each in known]
     raise ConfigError(
-        f"{asked}: no such module of configs. {did_you_mean(name, known, GUESS)}"
+        f"{asked}: no such module of configs. {did_you_mean(name, [*known, *short, *own], GUESS)}"
         f"Known modules: {', '.join(known)}; or name a package of your own with a "
         "config_registry module."
     )

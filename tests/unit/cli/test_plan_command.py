@@ -75,6 +75,7 @@ BAD = {
     ),
     "rank below none": (["--world-size", "8", "--rank", "-1"], "--rank -1: there are 8 ranks"),
     "rank that is no number": (["--rank", "first"], "--rank: invalid int value: 'first'"),
+    "a flag without its value": (["--rank"], "--rank: expected one argument. `graph-trainer plan"),
     "unknown runtime": (["--like", "torchtitam"], "choose from 'graph_trainer', 'torchtitan'"),
     "two flags, one file": (["--json", "TMP/x", "--trace", "TMP/x"], "both write TMP/x"),
     "comparison without values": (["--compare", "training.seq_len"], "write key=value,value"),

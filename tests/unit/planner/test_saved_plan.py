@@ -100,6 +100,7 @@ OPS = ("fingerprint", "ops")
 @pytest.mark.parametrize(
     ("keys", "value", "problem"),
     [
+        (["schema"], "graph_trainer.plan/2", 'schema = "graph_trainer.plan/2": Input should be'),
         (["world_sise"], 3, "world_sise = 3: Extra inputs are not permitted"),
         (["world_size"], "2", 'world_size = "2": Input should be a valid integer'),
         (["world_size"], float("nan"), "world_size = nan: Input should be a valid integer"),

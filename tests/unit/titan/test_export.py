@@ -95,7 +95,10 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
         assert not folder.exists()
         return " ".join(capsys.readouterr().err.split())
 
-    assert "is no checkpoint" in refused(str(checkpoint.parent), "--to", str(folder))
+    said = refused(str(checkpoint.parent), "--to", str(folder))
+    assert f"is no checkpoint: name one of its folders {checkpoint.name}." in said
+    assert "name a folder step-N of a run" in refused(str(tmp_path), "--to", str(folder))
+    assert "required: checkpoint. `graph-trainer export --help`" in refused("--to", str(folder))
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
     said = refused(str(checkpoint), "--to", str(folder), *other)
     assert "cannot be loaded: rank 0: " in said

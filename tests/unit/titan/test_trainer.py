@@ -46,6 +46,23 @@ def test_each_captured_graph_is_logged_once(backward):
         }
 
 
+def test_a_run_that_is_at_its_end_captures_nothing():
+    looked_at = []
+
+    class Run:
+        config = SimpleNamespace(training=SimpleNamespace(steps=2))
+        checkpointer = SimpleNamespace(newest_step=lambda: Run.newest)
+        captured_step = None
+
+        @property
+        def dataloader(self):
+            looked_at.append(self.newest)
+
+    for Run.newest in (1, 2, 3):
+        GraphTrainer._prepare_first_graph(Run())
+    assert looked_at == [1]
+
+
 @pytest.mark.parametrize(("device", "grew"), [("cpu", [2**29]), ("cuda", []), ("cpu", [])])
 def test_the_memory_of_the_second_step_is_measured_and_logged(monkeypatch, device, grew):
     """`grew` is empty where the system tells nothing."""

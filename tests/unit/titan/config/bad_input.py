@@ -112,7 +112,7 @@ IN_FILES = (
     *KEYS_AND_TYPES,
     Bad(
         f"lr_scheduler.min_lr_factor = 1{'0' * 70}",
-        "Write lr_scheduler.min_lr_factor = 0.5",
+        "Write lr_scheduler.min_lr_factor = 1e-3",
         f"[lr_scheduler]\nmin_lr_factor = {10**400}",
     ),
     Bad(

@@ -216,6 +216,14 @@ def test_a_module_without_entries_is_told_what_one_is(own_package):
         load_config(["--module", "mygpt", "--config", "small"])
 
 
+@pytest.mark.parametrize(("name", "guess"), [("mylama", "myllama"), ("lama3", "llama3")])
+def test_a_misspelt_module_of_ones_own_or_of_ours_is_guessed(own_package, monkeypatch, name, guess):
+    own_package("myllama", " -> GraphTrainer.Config")
+    monkeypatch.chdir("..")
+    with pytest.raises(ConfigError, match=f"no such module of configs. Did you mean {guess}?"):
+        load_config(["--module", name, "--config", "small"])
+
+
 def test_type_flags_choose_components():
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
