@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import resource
@@ -214,6 +215,7 @@ def _serve(
 ) -> None:
     """Do items until the other process ends, or ends this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process of a terminal
+    gc.freeze()  # what was made before the fork: to look through it for cycles copies its memory
     others_end.close()  # the fork has copied it: while it is open here, no end of it is seen
     with contextlib.suppress(EOFError, BrokenPipeError):
         for _ in range(most):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Any, NamedTuple, cast
 
@@ -127,13 +128,13 @@ class _Traffic:
     def __init__(self, graph: fx.Graph, fusion: Fusion) -> None:
         self._fusion = fusion
         self._roots = storage_roots(graph)
-        self._moved = _moved(graph)
+        self._size = _sizes(graph)
         self._read: dict[int, set[Any]] = {}
 
     def of(self, node: fx.Node) -> tuple[int, bool]:
         """Return the bytes that a node moves, and whether a launch belongs to it."""
         group = self._fusion.group.get(node)
-        written, reads = self._moved[node]
+        written, reads = _moved(node, self._size)
         if group is None:
             return written + sum(reads.values()), True
         launches = group not in self._read
@@ -148,11 +149,10 @@ class _Traffic:
         return moved, launches
 
 
-@once_per_node
-def _moved(node: fx.Node) -> tuple[int, dict[fx.Node, int]]:
+def _moved(node: fx.Node, size: Mapping[fx.Node, int]) -> tuple[int, dict[fx.Node, int]]:
     """Return the bytes that a node writes, and those that it reads of each input."""
-    written, schema = _size(node), schema_of(node)
-    reads = {source: _size(source) for source in inputs_of(node)}
+    written, schema = size[node], schema_of(node)
+    reads = {source: size[source] for source in inputs_of(node)}
     name = "" if schema is None else schema.name
     if name in _WRITE_ONE_PART:
         ranks = argument(node, "group_size")
@@ -166,8 +166,9 @@ def _moved(node: fx.Node) -> tuple[int, dict[fx.Node, int]]:
     return written, reads
 
 
-def _size(node: fx.Node) -> int:
-    # an expanded dimension counts once
+@once_per_node
+def _sizes(node: fx.Node) -> int:
+    """Return the bytes of a node's tensors, in which an expanded dimension counts once."""
     return sum(min(nbytes_of(t), storage_bytes(t)) for t in tensors_of(node))
 
 
