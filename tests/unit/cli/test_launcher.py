@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -323,3 +324,16 @@ def test_a_rank_that_ended_without_a_word(
     shown = capsys.readouterr().err
     assert shown.startswith("error: rank 3: ") and said in shown
     assert not (failing.folder / "out").exists()
+
+
+def test_a_config_is_checked_without_inductor():
+    """Its import takes a quarter of the time; the environment of the ranks stays as it was."""
+    words = ["--config", "debugmodel", "--training.local_batch_size", "0"]
+    check = (
+        "import os, sys; from graph_trainer.cli.main import main; before = dict(os.environ)\n"
+        f"assert main(['train', *{words}]) == 2 and os.environ == before\n"
+        "assert 'torchtitan.trainer' in sys.modules\n"
+        "assert 'torch._inductor.compile_fx' not in sys.modules\n"
+    )
+    said = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert said.returncode == 0 and "training.local_batch_size = 0" in said.stderr, said.stderr

@@ -34,7 +34,7 @@ aten = torch.ops.aten
 FACTS = (
     *(value_storages, storage_roots, writes_of, access_order, lifetimes._uses, lifetimes._sizes),
     *(lifetimes._plain_lifetimes, lifetimes._stored_bytes, free_nodes, fusible_nodes),
-    *(written_by_node, collective_kinds, once_nodes, op_costs._moved, op_costs._flops_by_node),
+    *(written_by_node, collective_kinds, once_nodes, op_costs._sizes, op_costs._flops_by_node),
 )
 
 
@@ -240,7 +240,7 @@ def test_facts_of_a_copy_are_of_its_nodes_and_change_alone():
     before = [shown(fact(original.graph)) for fact in FACTS]
     copied = copy_graph(original).graph
     assert [shown(fact(copied)) for fact in FACTS] == before
-    of_copy = {n for _, reads in op_costs._moved(copied).values() for n in reads}
+    of_copy = {n for written in written_by_node(copied).values() for n in written}
     assert of_copy and of_copy <= set(copied.nodes)
     for graph in (copied, fresh):
         change_argument(graph)
