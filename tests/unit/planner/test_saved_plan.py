@@ -100,7 +100,6 @@ OPS = ("fingerprint", "ops")
 @pytest.mark.parametrize(
     ("keys", "value", "problem"),
     [
-        (["schema"], "graph_trainer.plan/2", 'schema = "graph_trainer.plan/2": Input should be'),
         (["world_sise"], 3, "world_sise = 3: Extra inputs are not permitted"),
         (["world_size"], "2", 'world_size = "2": Input should be a valid integer'),
         (["world_size"], float("nan"), "world_size = nan: Input should be a valid integer"),
@@ -131,6 +130,13 @@ def test_a_changed_plan_is_refused_with_its_key(document, tmp_path, keys, value,
     message = str(refused.value)
     assert message.startswith(f"--plan {path}: ") and problem in message, message
     assert "Name a file that `graph-trainer plan --save` wrote, or write the" in message
+
+
+def test_a_file_of_another_kind_is_told_by_its_schema(document, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"headline": "of --json"} | document | {"schema": "other/2"}))
+    with pytest.raises(ConfigError, match='schema = "other/2": Input should be'):
+        read_plan(path)
 
 
 def test_a_class_of_another_rank_is_refused(document, tmp_path):
