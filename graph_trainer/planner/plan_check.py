@@ -32,6 +32,10 @@ _MAKES_GRAPHS = re.compile(
 )
 _OF_BATCHES = ("training.local_batch_size:", "training.seq_len:")
 """Differences that change every graph."""
+_INSTEAD = (
+    "Train what was planned, or write the plan again with `graph-trainer plan --save`, or leave "
+    "out --plan."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,7 @@ class PlanCheck:
             )
             raise VerificationError(
                 f"rank {rank} captured another step than {self.path} has: {difference}. {cause}. "
-                "Train what was planned, or write the plan again with `graph-trainer plan --save`, "
-                "or leave out --plan."
+                f"{_INSTEAD}"
             )
 
     def remark(self) -> str:
@@ -136,10 +139,7 @@ def load_config_and_plan(
     check = PlanCheck.of(plan, path, config)
     for each in check.differences:
         if each.startswith(_OF_BATCHES):  # what is captured shows the others, if they matter
-            raise ConfigError(
-                f"{FLAG} {path}: {each}. Train what was planned, or write the plan again with "
-                "`graph-trainer plan --save`, or leave out --plan."
-            )
+            raise ConfigError(f"{FLAG} {path}: {each}. {_INSTEAD}")
     return config, check
 
 

@@ -191,11 +191,13 @@ class CheckedCheckpointManager(CheckpointManager):
         dist.broadcast_object_list(from_first_rank, src=0)
         return from_first_rank[0]
 
-    def newest_step(self) -> int:
-        """Return the step of the newest complete checkpoint, which a run goes on from; 0 where it
-        begins anew, with a step that is named, or on remote storage."""
-        if not self.enable or self._load_step != -1 or filesystem.is_remote(self.folder):
+    def step_to_load(self) -> int:
+        """Return the step of the checkpoint that a run goes on from: the one that is named, or the
+        newest that is complete; 0 where it begins anew, and on remote storage."""
+        if not self.enable or filesystem.is_remote(self.folder):
             return 0
+        if self._load_step != -1:
+            return self._load_step
         return max((step for step, complete in self._steps().items() if complete), default=0)
 
     def _load(self, step: int = -1) -> bool:

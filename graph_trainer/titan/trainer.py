@@ -297,7 +297,7 @@ class GraphTrainer(Trainer):
         or anything trains. A loader of a user's own may give other batches: its first one does it.
         A run that goes on from a checkpoint of its last step captures nothing.
         """
-        if self.checkpointer.newest_step() >= self.config.training.steps:
+        if self.checkpointer.step_to_load() >= self.config.training.steps:
             return
         known = isinstance(self.dataloader, (TextDataLoader, HuggingFaceTextDataLoader))
         if not known or not isinstance(self.captured_step, TrainStep):

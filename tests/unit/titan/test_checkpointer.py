@@ -68,18 +68,18 @@ def test_unfinished_and_damaged_checkpoints_are_neither_loaded_nor_kept_in_place
     assert steps(manager) == [3, 4, 5, 6]
 
 
-def test_a_run_goes_on_from_its_newest_complete_checkpoint(
+def test_a_run_goes_on_from_the_checkpoint_that_is_named_or_the_newest_complete_one(
     manager: CheckedCheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert manager.newest_step() == 0
+    assert manager.step_to_load() == 0
     (saved(manager, 3).with_name("step-7")).mkdir()
-    assert manager.newest_step() == 3
+    assert manager.step_to_load() == 3
     with monkeypatch.context() as patch:
-        patch.setattr(manager, "_load_step", 3)
-        assert manager.newest_step() == 0
+        patch.setattr(manager, "_load_step", 2)
+        assert manager.step_to_load() == 2
     with monkeypatch.context() as patch:
         patch.setattr(manager, "enable", False)
-        assert manager.newest_step() == 0
+        assert manager.step_to_load() == 0
 
 
 def test_a_checkpoint_replaces_what_its_folder_holds(manager: CheckedCheckpointManager) -> None:

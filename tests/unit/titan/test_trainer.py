@@ -51,7 +51,7 @@ def test_a_run_that_is_at_its_end_captures_nothing():
 
     class Run:
         config = SimpleNamespace(training=SimpleNamespace(steps=2))
-        checkpointer = SimpleNamespace(newest_step=lambda: Run.newest)
+        checkpointer = SimpleNamespace(step_to_load=lambda: Run.newest)
         captured_step = None
 
         @property

@@ -220,7 +220,7 @@ def test_a_module_without_entries_is_told_what_one_is(own_package):
 def test_a_misspelt_module_of_ones_own_or_of_ours_is_guessed(own_package, monkeypatch, name, guess):
     own_package("myllama", " -> GraphTrainer.Config")
     monkeypatch.chdir("..")
-    with pytest.raises(ConfigError, match=f"no such module of configs. Did you mean {guess}?"):
+    with pytest.raises(ConfigError, match=rf"no such module of configs. Did you mean {guess}\?"):
         load_config(["--module", name, "--config", "small"])
 
 
