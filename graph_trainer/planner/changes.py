@@ -11,7 +11,7 @@ from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import ActivationPolicy
 from graph_trainer.core.passes.memory_limit import HELPS, KEY
-from graph_trainer.core.passes.pipeline import run_before, run_passes, with_policy
+from graph_trainer.core.passes.pipeline import pass_by_pass, run_before, with_policy
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory, plans_between
 from graph_trainer.core.runtime.backends.registry import BACKENDS, find_backend
 from graph_trainer.core.simulation.simulate import simulate
@@ -322,7 +322,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         if of_policy == passes and not plan.limit_bytes:
             return outcome_of({POLICY: policy}, plan)
         trial = plan.captures.of(run)
-        run_passes(trial, of_policy)
+        list(pass_by_pass(trial, of_policy))
         return summed_up({POLICY: policy}, trial)
 
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")

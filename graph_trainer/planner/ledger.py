@@ -9,7 +9,7 @@ from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
-from graph_trainer.core.passes.report import PassReport
+from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.processes import Aside
 
@@ -77,7 +77,7 @@ def ledger(
         simulation = simulate(joint)
         return row_of(simulation, "", 0.0)
 
-    made: list[tuple[PassReport, Callable[[], LedgerRow]]] = []
+    made: list[tuple[PassRun, Callable[[], LedgerRow]]] = []
     with Aside(processes) as aside:
         for report in pass_by_pass(joint, passes, on_pass=on_pass, agreement=agreement):
             if not made or report.changed:

@@ -19,7 +19,7 @@ from graph_trainer.core.passes.bucketing.bucket_collectives import bucket_collec
 from graph_trainer.core.passes.memory_limit import host_memory_of
 from graph_trainer.core.passes.overlap.overlap_fsdp import OverlapFsdpOptions, overlap_fsdp
 from graph_trainer.core.passes.overlap.schedule_overlap import schedule_overlap
-from graph_trainer.core.passes.pipeline import PassConfig, run_passes, with_policy
+from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass, with_policy
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
 from graph_trainer.core.passes.plan_memory.table import MemoryTable
 from graph_trainer.core.simulation.hardware import Hardware
@@ -252,7 +252,7 @@ def make_plan(
             joint, passes, look, on_pass=on_progress, agreement=agreement, processes=processes
         )
     else:
-        last = run_passes(joint, passes, agreement=agreement, on_pass=on_progress).last
+        *_, last = pass_by_pass(joint, passes, agreement=agreement, on_pass=on_progress)
         simulation = look(joint)
         rows = [row_of(simulation, last.name, last.seconds)]
     plan = plan_of(config, run, passes, rows, simulation)

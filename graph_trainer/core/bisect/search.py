@@ -13,7 +13,7 @@ from graph_trainer.core.analysis.node_diff import NodeDifference, first_differin
 from graph_trainer.core.bisect.check_capture import check_capture
 from graph_trainer.core.bisect.replay import Runs
 from graph_trainer.core.capture.trace import LossFn
-from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.snapshot import copy_graph
 from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
@@ -123,13 +123,14 @@ def bisect_passes(
         return loss_fn(model, *args, **(kwargs or {}))
 
     while True:
-        report = _or_fail_on_all_ranks(lambda: next(steps, None), ranks)
-        if report is None:
+        done = _or_fail_on_all_ranks(lambda: next(steps, None), ranks)
+        if done is None:
             return Verdict(prefixes, len(reference), [])
         check_order_across_ranks(joint, ranks)
         mine = compare(reference, runs.graph(joint))
-        gathered = ranks.gather((report.nodes, mine))
-        prefix = Prefix(report.name, gathered[0][0], [differences for _, differences in gathered])
+        nodes = sum(1 for _ in compute_nodes(joint.graph))
+        gathered = ranks.gather((nodes, mine))
+        prefix = Prefix(done.name, gathered[0][0], [differences for _, differences in gathered])
         prefixes.append(prefix)
         place = f"{len(prefixes) - 1} of {total} passes, up to {prefix.name}" if before else CAPTURE
         words = f"differs on {len(prefix.ranks)} of {len(prefix.differences)} ranks"

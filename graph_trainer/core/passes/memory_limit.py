@@ -77,6 +77,11 @@ class Budget:
         self._follows_plan = follows_plan
         self._latest: tuple[JointGraph, int] | None = None
 
+    @property
+    def may_refuse(self) -> bool:
+        """Whether there is a limit of device memory, the device's own included."""
+        return bool(self._limit) or (self._limit is None and self._device_memory is not unknown)
+
     def memory(self, joint: JointGraph, hardware: Hardware) -> Memory:
         """Predict the memory of a step on this rank. Linear in nodes."""
         return predicted_memory(joint, hardware, self._context.settings.other_memory(joint))
@@ -108,11 +113,11 @@ class Budget:
             f"{self._limit:g}"
         )
 
-    def check(self, joint: JointGraph, report: Report, raised: Mapping[str, int]) -> None:
+    def check(self, joint: JointGraph, report: Report | None, raised: Mapping[str, int]) -> None:
         """Refuse a graph that needs more than the limit allows or than device and host have.
 
         Args:
-            report: of all passes.
+            report: of all passes; None unless `may_refuse`.
             raised: by optional pass that was kept, the bytes by which it raised what is needed.
 
         Raises:
@@ -145,7 +150,7 @@ class Budget:
                     f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
                 )
                 raise MemoryLimitError(said)
-        if self._limit is not None or self._device_memory is unknown:
+        if not self.may_refuse or self._limit is not None:
             return
         room, here = self._device_memory(joint), detect_for(joint).hardware
         if hardware.device != here.device:  # what is free is free here, wherever it will run
@@ -169,7 +174,7 @@ class Budget:
         said: str,
         joint: JointGraph,
         hardware: Hardware,
-        report: Report,
+        report: Report | None,
         raised: Mapping[str, int],
         remedy: str,
     ) -> MemoryLimitError:

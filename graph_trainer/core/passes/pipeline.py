@@ -37,7 +37,7 @@ from graph_trainer.core.passes.context import (
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
-from graph_trainer.core.passes.report import PassReport, Report, graph_state, is_same_state, measure
+from graph_trainer.core.passes.report import PassRun, Report, graph_state, is_same_state
 from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
 from graph_trainer.errors import (
     CollectiveError,
@@ -108,8 +108,13 @@ def run_passes(
         VerificationError: a pass that left an invalid graph.
         CollectiveError: another rank has ended before this one's passes had.
     """
-    steps = pass_by_pass(joint, config, first=first, agreement=agreement, on_pass=on_pass)
-    return Report(list(steps))
+    report = Report()
+    steps = pass_by_pass(
+        joint, config, first=first, agreement=agreement, on_pass=on_pass, report=report
+    )
+    for _ in steps:
+        pass  # what it did is in the report
+    return report
 
 
 def pass_by_pass(
@@ -119,17 +124,19 @@ def pass_by_pass(
     first: JointGraph | None = None,
     agreement: Agreement | None = None,
     on_pass: Callable[[str], None] | None = None,
-) -> Iterator[PassReport]:
+    report: Report | None = None,
+) -> Iterator[PassRun]:
     """Run the passes as `run_passes` does, one each time the iterator moves on.
 
-    Arguments and errors are those of `run_passes`. A pass that is only optional and raises the need
+    Arguments and errors are those of `run_passes`. A `report` gets the rows; without one nothing is
+    measured but what a memory limit needs. A pass that is only optional and raises the need
     of memory above the limit is rolled back before the next pass runs, unless the passes after it
     bring the need back within the limit. The code of the graph module is generated once, at the
     end.
 
     Returns:
-        an iterator of the report's rows: first the graph as captured, then the graph after each
-        pass. Until it moves on, `joint` is the graph of the latest row.
+        an iterator: first the graph as captured, then each pass. Until it moves on, `joint` is the
+        graph after that pass.
     """
     config, agreement = config or PassConfig(), agreement or Agreement()
     selected = resolve_passes(config.passes, config.disable_passes)
@@ -152,12 +159,14 @@ def pass_by_pass(
     budget = Budget(run, config.device_memory, config.host_memory, follows_plan=follows_plan)
     raised: dict[str, int] = {}
     numbers = Numbers(joint) if config.verify_passes else None
-    captured = measure(joint, "capture", 0.0)
-    if joint.rounding:
-        rounding = f"equal up to rounding: {'; '.join(joint.rounding)}"
-        captured = replace(captured, remarks=(rounding,))
-    rows, state = [captured], graph_state(joint)
-    yield rows[0]
+    if report is None and budget.may_refuse:  # with a message that has the report
+        report = Report()
+    rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
+    captured = PassRun("capture", 0.0, remarks=rounding)
+    if report is not None:
+        report.add(joint, captured)
+    state = graph_state(joint)
+    yield captured
     for number, step in enumerate(steps, start=1):
         name = step.graph_pass.name
         if on_pass is not None:
@@ -177,20 +186,25 @@ def pass_by_pass(
                 joint.remarks.clear()
                 if numbers is not None:
                     numbers.start(joint)
-        with unchanging(joint.graph):
-            before_pass, state = state, graph_state(joint)
-            changed = not is_same_state(before_pass, state)
-            row = measure(joint, name, seconds) if changed else rows[-1]
-        if start is None and step.graph_pass.optional:
-            raised[name] = row.peak_bytes - rows[-1].peak_bytes
-        row = replace(row, name=name, seconds=seconds, changed=changed, verified=verified)
+        before_pass, state = state, graph_state(joint)
+        changed = not is_same_state(before_pass, state)
         simulates = step.graph_pass.needs_hardware(step.options, config)
         if simulated_on and simulates and (changed or joint.remarks):
             joint.remarks[:1] = ["; ".join([*joint.remarks[:1], f"simulated on {simulated_on}"])]
             simulated_on = ""  # said once
-        rows.append(replace(row, rolled_back=rolled_back, remarks=tuple(joint.remarks)))
-        yield rows[-1]
-    budget.check(joint, Report(rows), raised)
+        done = PassRun(
+            *(name, seconds),
+            changed=changed,
+            rolled_back=rolled_back,
+            remarks=tuple(joint.remarks),
+            verified=verified,
+        )
+        if report is not None:
+            report.add(joint, done)
+            if start is None and step.graph_pass.optional:
+                raised[name] = report.last.peak_bytes - report.rows[-2].peak_bytes
+        yield done
+    budget.check(joint, report, raised)
     joint.graph_module.recompile()
 
 

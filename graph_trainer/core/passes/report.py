@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 
 from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Phase, annotations_of, is_analysed_alike, phase_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
-from graph_trainer.core.graph.content import Content, is_same, known_content
+from graph_trainer.core.graph.content import Content, is_same, known_content, unchanging
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
@@ -26,11 +26,26 @@ EQUAL = "bitwise equal"
 
 
 @dataclass(frozen=True, slots=True)
-class PassReport:
-    """The graph after one pass."""
+class PassRun:
+    """What a pass did and says."""
 
     name: str
     seconds: float
+    changed: bool = field(default=True, kw_only=True)
+    """Whether the pass changed anything that an analysis could see, and was not rolled back."""
+    rolled_back: str = field(default="", kw_only=True)
+    """Why the pass was rolled back; empty where it was not."""
+    remarks: tuple[str, ...] = field(default=(), kw_only=True)
+    """What the pass says about its work, the summary first."""
+    verified: str = field(default="", kw_only=True)
+    """How the numbers compare with those before the pass, or why they were not compared; empty
+    without `verify_passes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassReport(PassRun):
+    """A pass and the graph after it."""
+
     nodes: int
     collectives: dict[tuple[str, str], int]
     """Number of collectives by (kind, phase)."""
@@ -38,15 +53,6 @@ class PassReport:
     """Bytes that the collectives read on this rank."""
     peak_bytes: int
     """Predicted peak of what the graph allocates, above parameters and batch."""
-    changed: bool = True
-    """Whether the pass changed anything that an analysis could see, and was not rolled back."""
-    rolled_back: str = ""
-    """Why the pass was rolled back; empty where it was not."""
-    remarks: tuple[str, ...] = ()
-    """What the pass says about its work, the summary first."""
-    verified: str = ""
-    """How the numbers compare with those before the pass, or why they were not compared; empty
-    without `verify_passes`."""
 
     def count(self, kind: str, phase: Phase | None = None) -> int:
         """Count the collectives of one kind, in one phase or in all."""
@@ -57,18 +63,26 @@ class PassReport:
         )
 
 
-def measure(joint: JointGraph, name: str, seconds: float) -> PassReport:
-    """Make one report row of the graph as it is now. Linear in nodes."""
+def measure(joint: JointGraph, run: PassRun) -> PassReport:
+    """Make the report row of a pass from the graph as it is now. Linear in nodes."""
     counts: Counter[tuple[str, str]] = Counter()
     total = 0
     nodes = 0
-    for node in compute_nodes(joint.graph):
-        nodes += 1
-        if is_collective(node):
-            phase = phase_of(node)
-            counts[(collective_name(node), phase.value if phase else "")] += 1
-            total += sum(map(nbytes_of, collective_inputs(node)))
-    return PassReport(name, seconds, nodes, dict(counts), total, lifetimes(joint).peak_bytes)
+    with unchanging(joint.graph):
+        for node in compute_nodes(joint.graph):
+            nodes += 1
+            if is_collective(node):
+                phase = phase_of(node)
+                counts[(collective_name(node), phase.value if phase else "")] += 1
+                total += sum(map(nbytes_of, collective_inputs(node)))
+        peak_bytes = lifetimes(joint).peak_bytes
+    return PassReport(
+        **asdict(run),
+        nodes=nodes,
+        collectives=dict(counts),
+        collective_bytes=total,
+        peak_bytes=peak_bytes,
+    )
 
 
 GraphState = tuple[Content, list[Mapping[str, str]]]
@@ -93,7 +107,12 @@ def standing_remarks(remarks: Iterable[tuple[str, Sequence[str]]]) -> list[str]:
 class Report:
     """A row a pass, the first being the graph as captured."""
 
-    rows: list[PassReport]
+    rows: list[PassReport] = field(default_factory=list)
+
+    def add(self, joint: JointGraph, run: PassRun) -> None:
+        """Add the row of a pass; one that changed nothing leaves the numbers of the row before."""
+        row = measure(joint, run) if run.changed else replace(self.last, **asdict(run))
+        self.rows.append(row)
 
     @property
     def last(self) -> PassReport:
