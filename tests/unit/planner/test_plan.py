@@ -380,6 +380,21 @@ def test_what_is_used_to_the_full_is_no_advice():
     assert not any("training.local_batch_size" in change for change in tried(*words))
 
 
+def test_a_change_that_cannot_free_enough_is_not_planned():
+    plan = planned()
+    unsharded = plan.simulation.memory.peak_by_category()[Category.UNSHARDED]
+    at_most = unsharded * plan.need.allocated / plan.need.alive
+    assert 0 < at_most < 0.01 * plan.need.total
+
+    def is_tried(lacking):
+        memory = (plan.need.total - lacking) / GIB
+        hardware = dataclasses.replace(plan.hardware, memory_gib=memory)
+        changed = changes.changes_that_help(dataclasses.replace(plan, hardware=hardware))
+        return any("parallelism.fsdp_reshard_after_forward" in change for change in changed)
+
+    assert is_tried(0.99 * at_most) and not is_tried(1.01 * at_most)
+
+
 def test_comparison_has_every_combination_those_that_fit_first():
     wanted = settings(
         [

@@ -1,6 +1,5 @@
 """Which passes run, in which order, what is checked, and what a failure says."""
 
-
 import pytest
 import torch
 from torch import nn
