@@ -53,7 +53,9 @@ def verify_values(joint: JointGraph) -> None:
     allowed, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     try:
         with mode, torch.no_grad():
-            _Checker(joint.graph_module).run(*[value_of(n) for n in joint.placeholders()])
+            checker = _Checker(joint.graph_module)
+            checker.extra_traceback = False  # its errors name the node themselves
+            checker.run(*[value_of(n) for n in joint.placeholders()])
     finally:
         mode.allow_non_fake_inputs = allowed
 
