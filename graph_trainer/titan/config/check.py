@@ -121,7 +121,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
-        *(_checkpoint_problems(config) if reads_checkpoint else ()),
+        *(_checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
@@ -491,11 +491,27 @@ def _holds_model_alone(checkpoint: Path) -> bool:
     return False
 
 
-def _checkpoint_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+def _without_checkpoints(section: Any, origins: Origins) -> Iterator[Problem]:
+    """Check that nobody expects a checkpoint of a run that reads and writes none."""
+    for name in ("load_step", "initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
+        if origins.of(f"checkpoint.{name}") and getattr(section, name):
+            yield Problem(
+                f"checkpoint.{name}",
+                "checkpoint.enable is false, and so no checkpoint is read or written",
+                "Set checkpoint.enable = true, or leave this out.",
+            )
+
+
+def _checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterator[Problem]:
     """Check that the checkpoint which the run would begin with is there."""
     section = config.checkpoint
     folder = os.path.join(config.dump_folder, getattr(section, "folder", ""))
-    if not isinstance(section, CheckpointManager.Config) or not section.enable:
+    if not isinstance(section, CheckpointManager.Config):
+        return
+    if not section.enable:
+        # a flag switches off on purpose what a file sets
+        if origins.of("checkpoint.enable") != COMMAND_LINE:
+            yield from _without_checkpoints(section, origins)
         return
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):

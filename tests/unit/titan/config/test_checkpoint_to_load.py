@@ -106,8 +106,28 @@ def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
         export(tmp_path / "step-3", tmp_path / "exported", config)
 
 
-def test_nothing_is_asked_of_a_run_without_checkpoints_or_of_remote_storage(load) -> None:
-    load_config(["--checkpoint.initial_load_path", "/nonexist"], reads_checkpoint=True)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["initial_load_path", "/nonexist"],
+        ["load_step", "5"],
+        ["initial_load_in_hf"],
+        ["last_save_in_hf", "--checkpoint.last_save_model_only"],
+    ],
+)
+def test_a_checkpoint_that_nobody_reads_or_writes_is_said(flags: list[str]) -> None:
+    """Without `enable` a fine-tuning would train from random weights."""
+    words = [f"--checkpoint.{flags[0]}", *flags[1:]]
+    with pytest.raises(ConfigError) as caught:
+        load_config(words, reads_checkpoint=True)
+    said = str(caught.value)
+    assert f"command line: checkpoint.{flags[0]} = " in said
+    assert "Set checkpoint.enable = true" in said
+    load_config([*words, "--checkpoint.no-enable"], reads_checkpoint=True)
+    load_config(words)  # a plan reads none
+
+
+def test_nothing_is_asked_of_remote_storage(load) -> None:
     load(initial_load_path="gs://bucket/step-5")
 
 
