@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from graph_trainer.core.text import WIDTH, error_text
+from graph_trainer.core.text import error_text, width_of_ranks
 from graph_trainer.errors import GraphTrainerError
 
 SHOWN_BY_LAUNCHER = "GRAPH_TRAINER_ERRORS_SHOWN_BY_LAUNCHER"
@@ -76,7 +76,7 @@ def run(
         ours = isinstance(error, GraphTrainerError)
         if SHOWN_BY_LAUNCHER not in os.environ:
             # here, because `leave` skips what would print it
-            shown = error_text(error, WIDTH) if ours else traceback.format_exc().rstrip()
+            shown = error_text(error, width_of_ranks()) if ours else traceback.format_exc().rstrip()
             print(shown, file=sys.stderr, flush=True)
         return 2 if ours else 1
     return 0

@@ -9,7 +9,6 @@ import importlib.metadata
 import os
 import shutil
 import socket
-import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,11 @@ from rich.text import Text
 from torch.utils import collect_env
 
 from graph_trainer.cli.launcher import usable_cores
-from graph_trainer.core.runtime.backends.registry import BACKENDS
+from graph_trainer.core.runtime.backends.registry import (
+    BACKENDS,
+    COMPILER_REMEDY,
+    missing_compiler,
+)
 from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
@@ -121,16 +124,13 @@ def _devices() -> Iterator[Finding]:
 
 
 def _compiler() -> Finding:
-    """Look for what Inductor builds its kernels with: a C++ compiler and the headers of Python."""
-    name = os.environ.get("CXX", "g++")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    compiler = shutil.which(name)
-    if compiler and header.is_file():
+    if not (missing := missing_compiler()):
+        compiler = shutil.which(os.environ.get("CXX", "g++"))
         return Finding("graph backends", f"{', '.join(BACKENDS)} (compiler: {compiler})")
     needing = [name for name, backend in BACKENDS.items() if backend.needs_cpp_compiler]
     usable = ", ".join(name for name in BACKENDS if name not in needing)
-    lacks = f"compile.backend = {' or '.join(needing)}: no {header if compiler else name}"
-    return Finding("graph backends", usable, lacks, "apt install g++ python3-dev, or set CXX")
+    lacks = f"compile.backend = {' or '.join(needing)}: no {missing}"
+    return Finding("graph backends", usable, lacks, COMPILER_REMEDY)
 
 
 def _space(what: str, free: int, least: int, lacks: str, remedy: str) -> Finding:

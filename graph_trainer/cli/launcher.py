@@ -10,6 +10,8 @@ import contextlib
 import logging
 import os
 import re
+import shutil
+import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +23,11 @@ from unittest.mock import patch
 import torch
 
 from graph_trainer.cli.keys import variable, with_names_of_environment
+from graph_trainer.core.runtime.backends.registry import (
+    COMPILER_REMEDY,
+    find_backend,
+    missing_compiler,
+)
 from graph_trainer.core.text import error_text
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE
@@ -94,6 +101,14 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     ranks = ranks or gpus or (2 if machines > 1 else 0)
     config, ranks = _checked(argv, ranks, machines)
     _check_restarts(config, restarts)
+    if not gpus:
+        _check_compiler(config)
+    shown = variable("LOG_RANK", "0")
+    if not all(re.fullmatch("[0-9]{1,7}", each) and int(each) < ranks for each in shown.split(",")):
+        raise ConfigError(
+            f"environment: LOG_RANK = {shown!r}: the ranks of this machine whose output is shown, "
+            f"separated by commas. Write numbers from 0 to {ranks - 1}, or unset it."
+        )
 
     environment = {}
     if gpus and not variable("PYTORCH_ALLOC_CONF"):
@@ -112,7 +127,7 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
         # torchrun's guess by host name fails behind aliases.
         arguments.append(f"--rdzv_conf=is_host={int(machine == 0)}")
     arguments.append(f"--max_restarts={restarts}")
-    arguments += [f"--local-ranks-filter={variable('LOG_RANK', '0')}", "--role=rank", "--tee=3"]
+    arguments += [f"--local-ranks-filter={shown}", "--role=rank", "--tee=3"]
     name = f"tracebacks_{machine}.txt" if machine else "tracebacks.txt"
     tracebacks = Path(config.dump_folder) / name
     words = [*arguments, "-m", module, *argv]
@@ -132,11 +147,15 @@ def start(launch: Launch) -> int:
     os.environ.update(launch.environment)
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
-    if not sys.stdout.isatty():
+    if sys.stdout.isatty():
+        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+    else:
         os.environ["NO_COLOR"] = "1"
     for name in ("api", "errors.error_handler"):  # which process ended, with what: see `_explain`
         logger = logging.getLogger(f"torch.distributed.elastic.multiprocessing.{name}")
         logger.setLevel(logging.CRITICAL)
+    output = _Output()
+    logging.getLogger("torch.distributed.elastic.multiprocessing.tail_log").addFilter(output)
     sys.stdout.flush()
     sys.stderr.flush()
     try:
@@ -144,11 +163,28 @@ def start(launch: Launch) -> int:
         with _phases_shown() if on_terminal else contextlib.nullcontext():
             torchrun(launch.arguments)
     except SignalException as error:  # a traceback of torchrun explains nothing
-        print(error, file=sys.stderr, flush=True)
-        return 1
+        name = signal.Signals(error.sigval).name
+        print(f"ended by {name}, and all ranks with it", file=sys.stderr, flush=True)
+        return 128 + error.sigval
     except ChildFailedError as error:
         return _explain(error.failures, launch.tracebacks)
+    if output.is_closed:
+        from graph_trainer.titan.console import CONSOLE_LOG
+
+        log = Path(launch.config.dump_folder) / CONSOLE_LOG
+        print(f"the output was closed, and the run went on: {log} has all", file=sys.stderr)
     return 0
+
+
+class _Output(logging.Filter):
+    """Leaves out that torchrun's thread could not write the lines of ranks, as with `| head`."""
+
+    is_closed = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        closed = record.exc_info and isinstance(record.exc_info[1], BrokenPipeError)
+        self.is_closed = self.is_closed or bool(closed)
+        return not closed
 
 
 @contextlib.contextmanager
@@ -257,6 +293,18 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
         ranks = wanted_ranks(config) if plan is None else plan.plan.world_size
         check_config(config, ranks)
     return config, ranks
+
+
+def _check_compiler(config: GraphTrainerConfig) -> None:
+    """Refuse a backend that compiles for the CPU where there is no compiler."""
+    backend = config.compile.backend
+    if config.compile.mode == "eager" or not find_backend(backend).needs_cpp_compiler:
+        return
+    if missing := missing_compiler():
+        raise ConfigError(
+            f'compile.backend = "{backend}": it builds kernels for the CPU, and there is no '
+            f'{missing}. {COMPILER_REMEDY}, or set compile.backend = "eager".'
+        )
 
 
 def _check_restarts(config: GraphTrainerConfig, restarts: int) -> None:

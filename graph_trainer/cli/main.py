@@ -68,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except GraphTrainerError as error:
         print(error_text(error), file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:  # the reader, such as head, has what it wants
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE

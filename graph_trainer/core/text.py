@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Container, Sequence
 
-WIDTH = 92
-"""Columns of a line that a rank prints: 100 with torchrun's "[rank0]:" before it."""
+WIDTH = 100
+"""The most columns of a line."""
 
 
-def wrapped(line: str, width: int = WIDTH) -> str:
-    """Break a line at spaces after at most `width` columns, never inside `a = b` or a word."""
+def width_of_ranks() -> int:
+    """Return the columns of a line that a rank prints, without torchrun's "[rank0]:" before it.
+
+    A rank prints into a pipe; the launcher says in COLUMNS how wide its terminal is.
+    """
+    said = os.environ.get("COLUMNS", "")
+    columns = int(said) if said.isdecimal() else WIDTH
+    return max(40, min(columns, WIDTH)) - len("[rank0]:")
+
+
+def wrapped(line: str, width: int | None = None) -> str:
+    """Break a line at spaces after at most `width` columns, by default those of a rank, never
+    inside `a = b` or a word."""
+    width = width or width_of_ranks()
     if len(line) <= width or "  " in line.strip():  # a row of a table
         return line
     kept = line.replace(" = ", "\0=\0")
@@ -21,7 +34,7 @@ def wrapped(line: str, width: int = WIDTH) -> str:
     return "\n".join(lines).replace("\0", " ")
 
 
-def error_text(error: object, width: int = 100) -> str:
+def error_text(error: object, width: int = WIDTH) -> str:
     """Write an error for a terminal, each of its lines broken at spaces."""
     return "\n".join(wrapped(line, width) for line in f"error: {error}".split("\n"))
 

@@ -149,7 +149,8 @@ def advise(
             captures=plan.captures,
         )
 
-    configs = loaded(list(changes_that_help(plan)), load)
+    # The first share the capture of the plan: the others, which take longer, begin.
+    configs = loaded(list(changes_that_help(plan))[::-1], load)
     outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
     helpful = (1 - _LEAST) * plan.need.total
     advice = [

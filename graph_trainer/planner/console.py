@@ -15,8 +15,8 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 from graph_trainer.core.passes.report import HEADINGS, Report
+from graph_trainer.core.text import WIDTH
 
-WIDTH = 100
 _NAME = 20
 """The letters of a name that stand on one line, however narrow the console."""
 
@@ -86,7 +86,8 @@ def print_table(table: RenderableType, *, stderr: bool = False) -> None:
     torchrun's prefix of a line, such as "[rank0]:", counts.
     """
     console = Console(stderr=stderr, highlight=False)
-    width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+    is_known = console.is_terminal or "COLUMNS" in os.environ  # which rich reads
+    width = min(console.width, WIDTH) if is_known else WIDTH
     if "TORCHELASTIC_RUN_ID" in os.environ:
         width -= len("[{ROLE_NAME}{LOCAL_RANK}]:".format_map(os.environ))
     console.width = width

@@ -37,7 +37,7 @@ from graph_trainer.core.passes.context import (
 from graph_trainer.core.passes.memory_limit import Budget, DeviceMemoryOf, unknown
 from graph_trainer.core.passes.offload_activations import offload_activations
 from graph_trainer.core.passes.plan_memory.plan_memory import plan_memory
-from graph_trainer.core.passes.report import PassRun, Report, graph_state, is_same_state
+from graph_trainer.core.passes.report import GraphState, PassRun, Report, graph_state, is_same_state
 from graph_trainer.core.passes.verify_numbers import Numbers, verify_values
 from graph_trainer.errors import (
     CollectiveError,
@@ -173,7 +173,8 @@ def pass_by_pass(
             on_pass(name)
         may_go = bool(config.memory_limit_gib) and first is None and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
-        seconds, verified = run_one(joint, step, numbers)
+        before_pass = state
+        seconds, verified, state = run_one(joint, step, numbers)
         budget.changed()
         rolled_back = ""
         if start is not None:
@@ -182,11 +183,11 @@ def pass_by_pass(
             if is_over and not _ends_within(joint, steps[number:], budget):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)
+                state = graph_state(joint)
                 budget.changed()
                 joint.remarks.clear()
                 if numbers is not None:
                     numbers.start(joint)
-        before_pass, state = state, graph_state(joint)
         changed = not is_same_state(before_pass, state)
         simulates = step.graph_pass.needs_hardware(step.options, config)
         if simulated_on and simulates and (changed or joint.remarks):
@@ -395,14 +396,17 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
-def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple[float, str]:
+def run_one(
+    joint: JointGraph, step: PassStep, numbers: Numbers | None
+) -> tuple[float, str, GraphState]:
     """Run a pass and check the graph.
 
     Args:
         numbers: of the graph before the pass; None to leave out the expensive checks.
 
     Returns:
-        the seconds that the pass alone took, and what the expensive checks say of the numbers.
+        the seconds that the pass alone took, what the expensive checks say of the numbers, and the
+        state of the graph.
     """
     joint.remarks.clear()
     order = access_order(joint.graph)
@@ -413,6 +417,7 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
         with unchanging(joint.graph):
             joint.validate()
             order.check_kept(joint)
+            state = graph_state(joint)
         verified = ""
         if numbers is not None:
             verify_values(joint)
@@ -422,7 +427,7 @@ def run_one(joint: JointGraph, step: PassStep, numbers: Numbers | None) -> tuple
         said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
         raise VerificationError(_with_history(said, joint, step)) from error
     joint.history.append(step.graph_pass.name)
-    return seconds, verified
+    return seconds, verified, state
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,7 +32,7 @@ SHARD = "--parallelism.data_parallel_shard_degree"
 REPLICATE = "--parallelism.data_parallel_replicate_degree"
 TP = "--parallelism.tensor_parallel_degree"
 SEVERAL = {"NNODES": "2", "NGPU": "2", "RDZV_ENDPOINT": "first:29500"}
-OTHERS = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF"]
+OTHERS = ["RANK", "WORLD_SIZE", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "CXX"]
 
 Prepare = Callable[..., launcher.Launch]
 
@@ -177,7 +179,44 @@ def test_a_bad_variable_is_named_before_anything_is_read(
         prepare(**environment)
 
 
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (SignalException("signal: 15", 15), 1)])
+@pytest.mark.parametrize("shown", ["2", "0,2", "a", "0,", "-1", "²"])
+def test_ranks_to_show_that_are_not_there(prepare: Prepare, shown: str) -> None:
+    assert "--local-ranks-filter=1,0" in prepare(NGPU="2", LOG_RANK="1,0").arguments
+    with pytest.raises(ConfigError, match=f"LOG_RANK = '{shown}'.*Write numbers from 0 to 1,"):
+        prepare(NGPU="2", LOG_RANK=shown)
+
+
+def test_a_backend_that_compiles_for_the_cpu_needs_a_compiler(prepare: Prepare) -> None:
+    flags = ("--compile.backend", "inductor")
+    prepare(CXX="nonexistent")
+    with pytest.raises(ConfigError, match='"inductor": .*there is no nonexistent. apt install'):
+        prepare(*flags)
+    prepare(*flags, gpus=2)  # its kernels are built by Triton
+    prepare(*flags, "--compile.mode", "eager")
+
+
+def test_ranks_train_on_when_nobody_reads_their_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """As of `graph-trainer train | head`."""
+
+    def torchrun(arguments: list[str]) -> None:
+        tail = TailLog("rank", {0: str(lines)}, closed).start()
+        tail.stop()
+
+    lines = tmp_path / "lines"
+    lines.write_text("step: 1\n" * 5000)
+    reader, writer = os.pipe()
+    os.close(reader)
+    monkeypatch.setattr(torch.distributed.run, "main", torchrun)
+    config = SimpleNamespace(dump_folder="out")
+    with contextlib.suppress(BrokenPipeError), os.fdopen(writer, "w") as closed:
+        assert launcher.start(launcher.Launch([], {}, config=config)) == 0
+    said = capsys.readouterr().err
+    assert said == "the output was closed, and the run went on: out/console.log has all\n"
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (SignalException("signal: 15", 15), 143)])
 def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -197,7 +236,7 @@ def test_torchrun_runs_in_this_process_with_the_environment_of_the_ranks(
     monkeypatch.setattr(torch.distributed.run, "main", torchrun)
     assert launcher.start(launcher.Launch(["-m", "x"], {"OMP_NUM_THREADS": "5"})) == code
     assert started == [(["-m", "x"], "5")]
-    assert capsys.readouterr().err == (f"{error}\n" if error else "")
+    assert capsys.readouterr().err == ("ended by SIGTERM, and all ranks with it\n" if error else "")
 
 
 @pytest.mark.parametrize("ends", ["line", "phase", "error"])
@@ -231,7 +270,8 @@ def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
             print("third", file=rank)
         tail.stop()
 
-    monkeypatch.setenv(PHASE, "")  # `start` sets it
+    for name in (PHASE, "COLUMNS"):  # `start` sets them
+        monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.distributed.run, "main", torchrun)
     with open(its, "w", buffering=1) as stdout, open(os.dup(its), "w", buffering=1) as stderr:
         monkeypatch.setattr(sys, "stdout", stdout)

@@ -173,6 +173,15 @@ def test_every_command_has_help(command, capsys):
     assert command != "config" or "--schema" in out
 
 
+def test_ctrl_c_ends_a_command_without_a_traceback(monkeypatch, capsys):
+    def interrupted(command, words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_run", interrupted)
+    assert cli.main(["plan"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_a_reader_that_has_enough_is_no_error(monkeypatch, capfd):
     """As of `graph-trainer train --help | head -1`."""
     reader, writer = os.pipe()

@@ -5,7 +5,8 @@ import re
 import pytest
 
 from graph_trainer.core.passes.report import PassReport, Report
-from graph_trainer.planner.console import WIDTH, plain_table, print_table, report_table
+from graph_trainer.core.text import WIDTH
+from graph_trainer.planner.console import plain_table, print_table, report_table
 from graph_trainer.planner.measures import duration, measure, size
 
 

@@ -12,8 +12,9 @@ from torch import nn
 
 from graph_trainer.core.passes.report import PassReport, Report
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce
+from graph_trainer.core.text import WIDTH
 from graph_trainer.errors import ConfigError
-from graph_trainer.planner.console import PHASE, WIDTH, print_table
+from graph_trainer.planner.console import PHASE, print_table
 from graph_trainer.planner.plan_check import PlanCheck
 from graph_trainer.planner.planned_run import (
     WARM_UP,

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sysconfig
+from pathlib import Path
+
 from graph_trainer.core.runtime.backends.base import Backend
 from graph_trainer.core.runtime.backends.eager import EAGER
 from graph_trainer.core.runtime.backends.inductor import INDUCTOR
@@ -10,6 +15,20 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.errors import ConfigError
 
 BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (EAGER, INDUCTOR, REGIONAL)}
+
+
+COMPILER_REMEDY = "apt install g++ python3-dev, or set CXX"
+"""Where `missing_compiler` finds something missing."""
+
+
+def missing_compiler() -> str:
+    """Return what Inductor lacks to build kernels for the CPU, a C++ compiler or Python's headers;
+    empty where both are there."""
+    name = os.environ.get("CXX", "g++")
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if not shutil.which(name):
+        return name
+    return "" if header.is_file() else str(header)
 
 
 def find_backend(name: str) -> Backend:
