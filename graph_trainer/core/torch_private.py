@@ -1,6 +1,6 @@
 """Every private or version-dependent name of torch, with the reason it is needed.
 
-Checked for torch 2.11 to 2.15 where a name says nothing else. The rest of the package uses public
+Checked for torch 2.13 to 2.15 where a name says nothing else. The rest of the package uses public
 names only; tests/unit/test_imports.py checks that.
 """
 

@@ -100,7 +100,7 @@ class JointGraph:
         Raises:
             VerificationError: with the name of the node or the FQN that is wrong.
         """
-        if next(reversed(self.graph.nodes)).op != "output":
+        if next(iter(reversed(self.graph.nodes))).op != "output":
             raise VerificationError(
                 "the graph does not end with its output node; keep it, as the last node"
             )
