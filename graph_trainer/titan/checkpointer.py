@@ -5,24 +5,30 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 import shutil
 from collections import ChainMap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from safetensors.torch import save as to_safetensors
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.tensor import DTensor
 from torchtitan.components.checkpointer.base import MODEL, BaseCheckpointManager
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 from torchtitan.tools import filesystem
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import GarbageCollection
 
+from graph_trainer.core.torch_private import storage_id
 from graph_trainer.errors import CheckpointError
 from graph_trainer.titan.checkpoint_files import (
     HF_INDEX,
@@ -39,6 +45,7 @@ from graph_trainer.titan.checkpoint_files import (
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
 
 _SHOWN = 5
+_T = TypeVar("_T")
 
 
 class CheckedCheckpointManager(CheckpointManager):
@@ -74,6 +81,13 @@ class CheckedCheckpointManager(CheckpointManager):
         self._damaged: dict[str, str] = {}  # path of a checkpoint -> what is wrong with its files
         self.beside_weights: Callable[[torch.dtype, Path], object] = lambda dtype, folder: None
         """Writes what stands beside the weights in an export to Hugging Face, on rank 0."""
+        self.remedy = (
+            "Choose an earlier one with checkpoint.load_step, or give this one as "
+            "checkpoint.initial_load_path of a new run."
+        )
+        """What to do about a checkpoint that lacks values which are to be loaded."""
+        if self.saves_at(0, last_step=True) and self.last_save_in_hf:
+            self._for_hugging_face(self.states[MODEL].state_dict())  # not after days of training
 
     def saves_at(self, step: int, last_step: bool) -> bool:
         """Return whether `save` writes a checkpoint at this step."""
@@ -92,7 +106,8 @@ class CheckedCheckpointManager(CheckpointManager):
 
         Raises:
             CheckpointError: on every rank, when one of them cannot write. An asynchronous save
-                raises it later, where the save is waited for.
+                raises it later, where the save is waited for. Or safetensors have no place for a
+                value: then the folder is left as it was.
         """
         self._saving = checkpoint_id
         self._damaged.pop(checkpoint_id, None)
@@ -100,6 +115,7 @@ class CheckedCheckpointManager(CheckpointManager):
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
+        weights = self._for_hugging_face(state_dict) if to_hf else {}
         saved: Future[Any] | AsyncSaveResponse | None = None
         with self._errors_of_saving():
             if dist.get_rank() == 0:
@@ -109,9 +125,7 @@ class CheckedCheckpointManager(CheckpointManager):
             dist.barrier()
             writer = ManifestWriter(checkpoint_id, verify=self._verify)
             if to_hf:
-                staging = Path(checkpoint_id) / "unfinished"
-                super().dcp_save(state_dict, str(staging), async_mode, to_hf=True)
-                self._complete_export(staging)
+                self._save_for_hugging_face(weights, Path(checkpoint_id) / "unfinished")
             elif async_mode == AsyncMode.DISABLED:
                 dcp.save(state_dict, storage_writer=writer)
             else:
@@ -128,17 +142,70 @@ class CheckedCheckpointManager(CheckpointManager):
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return saved
 
-    def _complete_export(self, staging: Path) -> None:
-        """Hash the files of an export, a part of them on each rank, and add what is missing."""
-        rank, ranks = dist.get_rank(), dist.get_world_size()
-        weights = sorted(staging.glob("*.safetensors")) if self._verify else []
-        sums: list[Sums] = [{}] * ranks
-        dist.all_gather_object(sums, digests(weights[rank::ranks]))
-        if rank == 0:
-            shutil.rmtree(staging / "sharded")  # each rank's part of what the weights have
+    @torch.no_grad()
+    def _for_hugging_face(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return what an export of a model holds, by Hugging Face's names; tied weights once.
+
+        Raises:
+            CheckpointError: safetensors have no place for a value.
+        """
+        assert self.sd_adapter is not None
+        # what was tied in the model is two tensors in another dtype
+        tied = _tied(self.states[MODEL].state_dict())
+        weights = self.sd_adapter.to_hf({n: state_dict[tied.get(n, n)] for n in state_dict})
+        refused = [
+            f"{name} ({getattr(value, 'dtype', type(value).__name__)})"
+            for name, value in weights.items()
+            if not (isinstance(value, torch.Tensor) and _dtype_name(value.dtype))
+        ]
+        if refused:
+            raise CheckpointError(
+                f"safetensors, which Hugging Face reads, cannot hold {', '.join(refused[:_SHOWN])}"
+                f"{', ...' if len(refused) > _SHOWN else ''}. Let to_hf of the model's "
+                "state_dict_adapter leave that out, or convert it."
+            )
+        tied = _tied(weights)
+        return {name: each.contiguous() for name, each in weights.items() if name not in tied}
+
+    def _save_for_hugging_face(self, weights: dict[str, Any], staging: Path) -> None:
+        """Write each rank's parts of the weights, then the files of an export, and publish it.
+
+        Not by torchtitan's way, torch's consolidate_safetensors_files: there a tensor without
+        dimensions becomes 0, and integers are an error.
+        """
+        assert self.sd_adapter is not None
+        parts, rank = staging / "sharded", dist.get_rank()
+        wanted = self.sd_adapter.fqn_to_index_mapping or {}
+        # of experts, to_hf returns on each rank those that it has
+        local = {n: torch.empty(v.shape, dtype=v.dtype, device="meta") for n, v in weights.items()}
+        whole = dict(ChainMap(*_on_all_ranks(lambda: local)))
+        index = {name: wanted.get(name, 1) for name in whole}
+        dcp.save(
+            weights,
+            storage_writer=HuggingFaceStorageWriter(
+                str(parts), fqn_to_index_mapping=index, save_distributed=True
+            ),
+        )
+        last = max(index.values())
+        files = {name: f"model-{n:05}-of-{last:05}.safetensors" for name, n in index.items()}
+
+        def join() -> Sums:
+            mine = sorted(set(files.values()))[rank :: dist.get_world_size()]
+            for file in mine:
+                held = {name: each for name, each in whole.items() if files[name] == file}
+                _write_whole(staging / file, held, parts.glob(f"shard-*-{file}"))
+            return digests(staging / file for file in mine) if self._verify else {}
+
+        def complete(sums: Sums) -> None:
+            shutil.rmtree(parts)
+            size = sum(each.nbytes for each in whole.values())
+            said = {"metadata": {"total_size": size}, "weight_map": files}
+            (staging / HF_INDEX).write_text(json.dumps(said, indent=2), encoding="utf-8")
             self.beside_weights(self.export_dtype, staging)
-            publish(staging, dict(ChainMap(*sums)) if self._verify else None)
-        dist.barrier()
+            publish(staging, sums if self._verify else None)
+
+        sums = dict(ChainMap(*_on_all_ranks(join)))
+        _on_all_ranks(lambda: complete(sums) if rank == 0 else None)
 
     def _wait_for_saving(self) -> None:
         with self._errors_of_saving():
@@ -241,10 +308,10 @@ class CheckedCheckpointManager(CheckpointManager):
         summed = self._verify and (Path(checkpoint_id) / SUMS).exists()
         if not remote and (summed or not (from_hf or (Path(checkpoint_id) / HF_INDEX).exists())):
             # Each rank reads a part of the files, and all ranks need all of the lines.
-            rank, ranks = dist.get_rank(), dist.get_world_size()
-            by_rank: list[list[str]] = [[]] * ranks
-            local = damage(Path(checkpoint_id), verify=self._verify, share=rank, shares=ranks)
-            dist.all_gather_object(by_rank, local)
+            share = {"share": dist.get_rank(), "shares": dist.get_world_size()}
+            by_rank = _on_all_ranks(
+                lambda: damage(Path(checkpoint_id), verify=self._verify, **share)
+            )
             lines = sorted(set(itertools.chain(*by_rank)))
             if lines:
                 more = f" and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
@@ -262,20 +329,26 @@ class CheckedCheckpointManager(CheckpointManager):
                 )
         try:
             if from_hf:  # safetensors and JSON
-                super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+                assert self.sd_adapter is not None
+                weights = self.sd_adapter.to_hf(state_dict)
+                tied = _tied(weights)  # of which an export has the first
+                dcp.load(
+                    {name: each for name, each in weights.items() if name not in tied},
+                    storage_reader=self.sd_adapter.get_hf_storage_reader(
+                        checkpoint_id, from_quantized
+                    ),
+                )
+                self.states[MODEL].load_state_dict(self.sd_adapter.from_hf(weights))
                 return
             dcp.load(
                 state_dict, storage_reader=DataReader(checkpoint_id), planner=DataLoadPlanner()
             )
         except dcp.CheckpointException as error:  # no Exception, but a BaseException
-            refused = any(isinstance(e, CheckpointError) for e, _ in error.failures.values())
-            remedy = (
-                " Choose an earlier one with checkpoint.load_step, or give this one as "
-                "checkpoint.initial_load_path of a new run."
-            )
+            errors = [e for e, _ in error.failures.values()]
+            refused = any(isinstance(e, CheckpointError | OSError) for e in errors)
             raise CheckpointError(
                 f"the checkpoint {checkpoint_id} cannot be loaded: {_reasons(error)}."
-                + ("" if refused else remedy)
+                + ("" if refused else f" {self.remedy}")
             ) from error
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
@@ -293,8 +366,79 @@ def with_checked_checkpoints(config: BaseCheckpointManager.Config) -> BaseCheckp
 
 
 def _reasons(error: BaseException) -> str:
-    """Format an error, or the errors of the ranks in one of torch's."""
+    """Format an error, or the errors of the ranks in one of torch's, without the last full stop."""
     if not isinstance(error, dcp.CheckpointException):
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}".rstrip(".")
     failures = sorted(error.failures.items())[:_SHOWN]
-    return "; ".join(f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures)
+    lines = [f"rank {rank}: {type(e).__name__}: {e}" for rank, (e, _) in failures]
+    return "; ".join(line.rstrip(".") for line in lines)
+
+
+def _on_all_ranks(call: Callable[[], _T]) -> list[_T]:
+    """Return what a call returned on each rank; an error of one rank is raised on all."""
+    try:
+        result: Any = call()
+    except Exception as error:
+        result = error
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
+    for each in results:
+        if isinstance(each, Exception):
+            raise each
+    return results
+
+
+def _tied(tensors: dict[str, Any]) -> dict[str, str]:
+    """Map the second and further names of the same memory to its first name."""
+    firsts: dict[Any, str] = {}
+    tied: dict[str, str] = {}
+    for name, value in tensors.items():
+        local = value.to_local() if isinstance(value, DTensor) else value
+        if isinstance(local, torch.Tensor):
+            place = storage_id(local), local.storage_offset()
+            first = firsts.setdefault((*place, local.shape, local.stride(), local.dtype), name)
+            if first != name:
+                tied[name] = first
+    # parts without elements, which some ranks have, may look like the same memory
+    everywhere = set.intersection(*(set(each.items()) for each in _on_all_ranks(lambda: tied)))
+    return {name: first for name, first in tied.items() if (name, first) in everywhere}
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name that safetensors have for a dtype, "" if none."""
+    try:
+        data = to_safetensors({"x": torch.empty(0, dtype=dtype)})
+    except KeyError:
+        return ""
+    return str(json.loads(data[8:])["x"]["dtype"])
+
+
+def _write_whole(file: Path, weights: dict[str, torch.Tensor], parts: Iterable[Path]) -> None:
+    """Write weights of these shapes and dtypes to a file, from what torch wrote on each rank.
+
+    One weight is in memory at a time. Larger dtypes come first, so that all values are aligned.
+    """
+    ordered = sorted(weights.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, value in ordered:
+        start, end = end, end + value.nbytes
+        said = {"dtype": _dtype_name(value.dtype), "shape": list(value.shape)}
+        header[name] = said | {"data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with contextlib.ExitStack() as opened:
+        written = opened.enter_context(file.open("wb"))
+        written.write(len(text).to_bytes(8, "little") + text)
+        read: Any = [opened.enter_context(safe_open(part, "pt")) for part in parts]
+        offsets = [json.loads(part.metadata()["DCP_SHARDING_INFO"]) for part in read]
+        for name, value in ordered:
+            whole, missing = torch.empty(value.shape, dtype=value.dtype), value.numel()
+            for part, places in zip(read, offsets, strict=True):
+                if name in places:
+                    piece, first = part.get_tensor(name), places[name]["saved_offsets"]
+                    ends = map(int.__add__, first, piece.shape)
+                    whole[tuple(map(slice, first, ends))] = piece
+                    missing -= piece.numel()
+            assert missing == 0, f"no rank wrote {missing} values of {name}"
+            written.write(whole.flatten().view(torch.uint8).numpy().data)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import shutil
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from torchtitan.models.llama3 import Llama3Model
 from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.tools.logging import logger
 
-from graph_trainer.errors import ConfigError
+from graph_trainer.errors import CheckpointError, ConfigError
 from graph_trainer.titan.checkpoint_files import HF_INDEX
+from graph_trainer.titan.checkpoint_reader import DataReader
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.console import is_news
 from graph_trainer.titan.data.tokenizer import TOKENIZER, ByteBPETokenizer
@@ -80,6 +82,15 @@ def write_beside_weights(
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
 
+def _not_exported(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a name of the checkpoint's model that is none of these, such as one of further layers,
+    or ""."""
+    held = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
+    children = {name.partition(".")[0] for name in tensors}
+    more = [n for n in held if n not in tensors and n.partition(".")[0] in children]
+    return min(more, default="")
+
+
 def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
     """Write the model in a checkpoint of any number of ranks to a new folder, in this process.
 
@@ -94,19 +105,33 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
             'a state_dict_adapter, as the page "Bring your own model" says.'
         )
     with torch.device("meta"):
-        wanted = spec.model.build().state_dict()
+        wanted = spec.model.build().state_dict(keep_vars=True)
     of_assets = str(assets) if (assets / HF_INDEX).is_file() else None  # as many files as there
     logger.addFilter(is_news)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         section: Any = copy.copy(config.checkpoint)
-        section.enable, section.keep_latest_k = True, 0
+        section.enable, section.keep_latest_k, section.last_save_in_hf = True, 0, False
         adapter = spec.state_dict_adapter(spec.model, of_assets)
         none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
         manager = section.build(model_parts=[], states={}, sd_adapter=adapter, **none)
         manager.beside_weights = partial(write_beside_weights, described(config), config)
-        state = {k: torch.empty(v.shape, dtype=manager.export_dtype) for k, v in wanted.items()}
+        manager.remedy = (
+            "It is of another model than --config names: give --module and --config of its run."
+        )
+        tensors = {k: v for k, v in wanted.items() if isinstance(v, torch.Tensor)}
+        state = dict(wanted)  # what is no tensor is refused by name, unless to_hf drops it
+        for name, value in tensors.items():
+            dtype = manager.export_dtype if value.is_floating_point() else value.dtype
+            state[name] = torch.empty(value.shape, dtype=dtype)
         manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
+        if more := _not_exported(checkpoint, tensors):
+            raise CheckpointError(f"the checkpoint {checkpoint} has {more} too. {manager.remedy}")
+        firsts: dict[int, str] = {}
+        for name, value in tensors.items():
+            first = firsts.setdefault(id(value), name)
+            if first != name and torch.equal(state[first], state[name]):  # a run may have untied it
+                state[name] = state[first]
         for name, value in state.items():  # torchtitan chooses experts by it; Qwen 3 has none
             if "expert_bias" in name and value.any() and not adapter.to_hf({name: value}):
                 logger.warning(f"Hugging Face's model has no {name}: its logits will differ")

@@ -7,7 +7,7 @@ import torch
 
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
-from tests.docs.pages import workplace
+from tests.docs.pages import PAGES, workplace
 
 
 @pytest.fixture
@@ -39,3 +39,8 @@ def test_it_predicts_from_earlier_tokens_alone(words):
 def test_what_would_not_act_on_it_is_refused(words, flag):
     with pytest.raises(ConfigError, match="takes data parallelism alone"):
         load_config([*words, flag])
+
+
+def test_the_extra_is_named_before_the_commands_that_need_it():
+    _, _, part = PAGES["bring_your_own_model.md"].text.partition("## A model of Hugging Face")
+    assert 0 < part.find("-e '.[transformers]'") < part.index("```")

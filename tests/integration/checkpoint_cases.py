@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import graph_trainer as gt
 from graph_trainer.titan.checkpoint_files import ManifestWriter, damage
 from graph_trainer.titan.checkpoint_reader import DataLoadPlanner, DataReader
+from graph_trainer.titan.checkpointer import CheckedCheckpointManager, _tied
+from tests import odd_weights
 from tests.integration.matrix import FP32, FSDP2_TP2, FSDP4, MODELS, Flags
 from tests.integration.matrix import rows as rows_of
 from tests.integration.recorded import EAGER, Recorded, differing
@@ -126,6 +130,52 @@ def through_hugging_face(folder: Path, which: str) -> dict[str, Any]:
     saving.close()
     loading.close()
     return result
+
+
+def odd_weights_to_hugging_face(folder: Path, _: str) -> dict[str, Any]:
+    """Export scalars, integers, booleans and tied weights of fsdp 4, and load that on hsdp 2 x 2.
+
+    In two files, which two ranks write.
+    """
+    device = "cuda" if torch.accelerator.is_available() else "cpu"
+
+    def made(sizes: tuple[int, ...], home: Path, **options: Any) -> tuple[nn.Module, Any]:
+        torch.manual_seed(len(sizes))
+        mode = "hybrid_shard" if len(sizes) > 1 else "fully_shard"
+        model = odd_weights.OddModel(odd_weights.OddModel.Config()).to(device)
+        model = gt.simple_fsdp(model, init_device_mesh(device, sizes), mode=mode)
+        adapter = odd_weights.OddAdapter(odd_weights.OddModel.Config(), None)
+        adapter.fqn_to_index_mapping = {"model.scale": 1, "model.seen": 2, "model.gate.weight": 2}
+        config = CheckedCheckpointManager.Config(enable=True, keep_latest_k=0, **options)
+        none = dict.fromkeys(("dataloader", "optimizers", "lr_schedulers"))
+        given = {"states": {}, "sd_adapter": adapter, "base_folder": str(home)}
+        return model, config.build(model_parts=[model], **given, **none)
+
+    def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+        state = model.state_dict()
+        return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in state.items()}
+
+    model, saving = made((4,), folder / "odd", last_save_in_hf=True)
+    saving.save(1, last_step=True)
+    exported = folder / "odd/checkpoint/step-1"
+    given = {"initial_load_path": str(exported), "initial_load_in_hf": True}
+    other, loading = made((2, 2), folder / "odd_loaded", **given)
+    before = {name: value.clone() for name, value in whole(other).items()}
+    loading.load()
+    files = sorted(exported.glob("*.safetensors"))
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        found |= load_file(file, device=device)
+    saved, one = whole(model), torch.ones(1)
+    looks_tied = {"one": one, "other": one if dist.get_rank() == 3 else one.clone()}
+    return {
+        "tied_on_one_rank": _tied(looks_tied),
+        "files": [file.name for file in files],
+        "damage": damage(exported),
+        "differing": odd_weights.differing(found, odd_weights.expected(saved, torch.float32)),
+        "loaded": odd_weights.differing(whole(other), saved),
+        "unlike_before": odd_weights.differing(before, saved),
+    }
 
 
 class Tied(nn.Module):

@@ -14,6 +14,7 @@ SAVED = Job(4, "checkpoint_cases:saved:")
 ONE_RANK = Job(1, "checkpoint_cases:resumed_on_one_rank:", after=(SAVED,), phase=2)
 PLAIN_SAVES = Job(1, "save", phase=0, script=PLAIN)
 FROM_PLAIN = Job(4, "checkpoint_cases:resumed_from_plain_torchtitan:", after=(PLAIN_SAVES,))
+ODD = Job(4, "checkpoint_cases:odd_weights_to_hugging_face:")
 TIED = Job(4, "checkpoint_cases:tied_across_meshes:")
 PLAIN_LOADS = Job(1, "load", after=(SAVED,), phase=2, script=PLAIN)
 
@@ -92,6 +93,15 @@ def test_tied_weights_go_on_on_another_mesh(launches: Launches, job: Job) -> Non
     for rank in launches(job):
         assert rank["other"] == near(rank["after"])
         assert rank["after"][0] < rank["before"][0]
+
+
+@pytest.mark.parametrize("job", [ODD])
+def test_what_is_no_matrix_of_floats_goes_to_hugging_face_too(launches: Launches, job: Job) -> None:
+    for rank in launches(job):
+        assert rank["differing"] == rank["damage"] == rank["loaded"] == []
+        assert "emb.weight" in rank["unlike_before"]
+        assert rank["tied_on_one_rank"] == {}
+        assert rank["files"] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
 
 
 @pytest.mark.parametrize("family", NAMES)

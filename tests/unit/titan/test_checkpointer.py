@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torchtitan.components.checkpointer.dcp import AsyncMode, CheckpointManager
 
 from graph_trainer.errors import CheckpointError
-from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA, steps_in
+from graph_trainer.titan.checkpoint_files import HF_INDEX, METADATA, damage, steps_in
 from graph_trainer.titan.checkpointer import CheckedCheckpointManager
+from tests.odd_weights import OddAdapter, OddModel, differing, expected
 
 
 @pytest.fixture
@@ -145,3 +148,63 @@ def test_a_failed_save_to_remote_storage_removes_no_local_files(
     with pytest.raises(RuntimeError, match="no such bucket"):
         manager.maybe_wait_for_saving()
     assert (tmp_path / "mine").exists()
+
+
+def exporting(model: nn.Module, folder: Path, **options: Any) -> CheckedCheckpointManager:
+    """A manager whose last checkpoint is an export, on the one rank that `manager` has begun."""
+    config = CheckedCheckpointManager.Config(
+        enable=True, keep_latest_k=0, last_save_in_hf=True, **options
+    )
+    return config.build(
+        dataloader=None,
+        model_parts=[model],
+        optimizers=None,
+        lr_schedulers=None,
+        states={},
+        sd_adapter=OddAdapter(OddModel.Config(), None),
+        base_folder=str(folder),
+    )
+
+
+@pytest.mark.usefixtures("manager")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_last_checkpoint_may_be_an_export_of_whatever_a_model_holds(
+    tmp_path: Path, dtype: Any
+) -> None:
+    model = OddModel(OddModel.Config())
+    exporting(model, tmp_path, export_dtype=dtype).save(3, last_step=True)
+    (file,) = tmp_path.glob("checkpoint/step-3/*.safetensors")
+    wanted = expected(model.state_dict(), getattr(torch, dtype))
+    assert differing(load_file(file), wanted) == []
+    assert damage(file.parent) == []
+    other = OddModel(OddModel.Config())
+    with torch.no_grad():
+        for value in other.state_dict().values():
+            value.zero_()
+    loading = {"initial_load_path": str(file.parent), "initial_load_in_hf": True}
+    assert exporting(other, tmp_path / "other", **loading).load()
+    assert differing(expected(other.state_dict(), getattr(torch, dtype)), wanted) == []
+    assert torch.equal(other.head.weight, other.emb.weight)
+
+
+@pytest.mark.usefixtures("manager")
+def test_what_no_export_could_hold_is_refused_before_a_step_is_trained(tmp_path: Path) -> None:
+    model = OddModel(OddModel.Config())
+    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"cannot hold model\.phases \(torch.complex128\)"):
+        exporting(model, tmp_path)
+
+
+@pytest.mark.usefixtures("manager")
+def test_an_export_that_cannot_be_joined_leaves_nothing_that_looks_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = exporting(OddModel(OddModel.Config()), tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    saving.beside_weights = full
+    with pytest.raises(CheckpointError, match=r"could not be written: OSError: .* No space left"):
+        saving.save(3, last_step=True)
+    assert not (tmp_path / "checkpoint/step-3").exists()

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 
 from graph_trainer.cli.main import main
-from graph_trainer.titan.checkpoint_files import SUMS, ManifestWriter, damage
+from graph_trainer.errors import CheckpointError
+from graph_trainer.titan.checkpoint_files import HF_INDEX, SUMS, ManifestWriter, damage
 from graph_trainer.titan.config.load import load_config
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.data.tokenizer import TOKENIZER
+from graph_trainer.titan.export import export
+from tests.odd_weights import OddAdapter, OddModel, differing, expected
 
 TEXT = "def f(x):\n    return 'é' + x  # <|begin|>\n"
 
@@ -102,7 +108,84 @@ def test_what_is_no_checkpoint_of_the_config_is_refused(
     other = ("--config", "debugmodel", "--module", "graph_trainer.qwen3")
     said = refused(str(checkpoint), "--to", str(folder), *other)
     assert "cannot be loaded: rank 0: " in said
+    assert "It is of another model than --config names" in said
+    assert ".." not in said and "load_step" not in said
     assert "exists" in refused(str(checkpoint), "--to", str(checkpoint)).replace(str(folder), "")
     (part,) = checkpoint.glob("*.distcp")
     part.write_bytes(part.read_bytes()[:-1])
     assert "is damaged: __0_0.distcp is truncated" in refused(str(checkpoint), "--to", str(folder))
+
+
+def test_a_checkpoint_of_more_layers_is_not_exported_shortened(tmp_path: Path) -> None:
+    config, _, checkpoint = run_of("graph_trainer.llama3", tmp_path)
+    assert config.model_spec is not None
+    model: Any = config.model_spec.model
+    model.layers.pop()
+    more = rf"has layers\.{len(model.layers)}\.\S+ too\. It is of another model than --config"
+    with pytest.raises(CheckpointError, match=more):
+        export(checkpoint, tmp_path / "exported", config)
+    assert not (tmp_path / "exported").exists()
+
+
+def odd_run(folder: Path) -> tuple[GraphTrainerConfig, OddModel, Path]:
+    """A config of an odd model, that model, and its checkpoint."""
+    config = load_config(["--checkpoint.export_dtype", "bfloat16"])
+    config.hf_assets_path = str(folder / "assets")
+    of_odd = {"model": OddModel.Config(), "state_dict_adapter": OddAdapter}
+    config.model_spec = dataclasses.replace(config.model_spec, **of_odd)
+    model, checkpoint = OddModel(OddModel.Config()), folder / "checkpoint" / "step-3"
+    dcp.save(model.state_dict(), storage_writer=ManifestWriter(checkpoint), no_dist=True)
+    return config, model, checkpoint
+
+
+def test_scalars_and_what_is_no_float_arrive_as_they_are_and_tied_weights_once(
+    tmp_path: Path,
+) -> None:
+    config, model, checkpoint = odd_run(tmp_path)
+    export(checkpoint, tmp_path / "to", config)
+    (file,) = (tmp_path / "to").glob("*.safetensors")
+    found, wanted = load_file(file), expected(model.state_dict(), torch.bfloat16)
+    assert differing(found, wanted) == []
+    assert damage(tmp_path / "to") == []
+    index = json.loads((tmp_path / "to" / HF_INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in wanted.values())
+    assert index["weight_map"] == dict.fromkeys(wanted, file.name)
+
+
+def test_weights_are_in_as_many_files_as_the_index_of_the_assets_says(tmp_path: Path) -> None:
+    """It may name weights that the model has not, and need not name all of them."""
+    config, model, checkpoint = odd_run(tmp_path)
+    there = {"model.scale": 1, "model.steps": 2, "model.gate.bias": 2, "model.head.weight": 3}
+    there = {name: f"model-{file}-of-3.safetensors" for name, file in there.items()}
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / HF_INDEX).write_text(json.dumps({"weight_map": there}))
+    export(checkpoint, tmp_path / "to", config)
+    files = sorted((tmp_path / "to").glob("*.safetensors"))
+    first, second = map(load_file, files)
+    assert second.keys() == {"model.steps", "model.gate.bias"}
+    assert differing(first | second, expected(model.state_dict(), torch.bfloat16)) == []
+    index = json.loads((tmp_path / "to" / HF_INDEX).read_text())["weight_map"]
+    assert {index[name] for name in second} == {files[1].name}
+    assert damage(tmp_path / "to") == []
+
+
+def test_weights_that_a_run_untied_are_both_exported(tmp_path: Path) -> None:
+    config, model, checkpoint = odd_run(tmp_path)
+    state = model.state_dict()
+    state["head.weight"] = state["head.weight"] + 1
+    dcp.save(state, storage_writer=ManifestWriter(checkpoint), no_dist=True)
+    export(checkpoint, tmp_path / "to", config)
+    (file,) = (tmp_path / "to").glob("*.safetensors")
+    wanted = state["head.weight"].bfloat16()
+    assert torch.equal(load_file(file)["model.head.weight"], wanted)
+
+
+def test_what_safetensors_cannot_hold_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, model, checkpoint = odd_run(tmp_path)
+    monkeypatch.setattr(OddModel, "get_extra_state", lambda self: {"more": 1}, raising=False)
+    dcp.save(model.state_dict(), storage_writer=ManifestWriter(checkpoint), no_dist=True)
+    with pytest.raises(CheckpointError, match=r"cannot hold model\._extra_state \(dict\)"):
+        export(checkpoint, tmp_path / "to", config)
+    assert not (tmp_path / "to").exists()

@@ -82,16 +82,18 @@ def schedule_overlap(
     if order == sorted(order):
         return
 
-    def simulated() -> tuple[Timeline, int]:
-        memory = lifetimes(joint, scratch=scratch_bytes(joint, hardware.device))
-        return play(joint, graph.issued, graph.cost, hardware), memory.peak_bytes
+    def simulated() -> Timeline:
+        return play(joint, graph.issued, graph.cost, hardware)
 
-    before, peak = simulated()
+    def peak_bytes() -> int:
+        return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
+
+    before, peak = simulated(), peak_bytes() if follows else 0
     *body, output = [graph.nodes[place] for place in order]
     for node in body:
         output.prepend(node)
-    after, new_peak = simulated()
-    if follows and new_peak > peak * (1 + options.max_peak_growth):
+    after = simulated()
+    if follows and (new_peak := peak_bytes()) > peak * (1 + options.max_peak_growth):
         joint.remarks.append(
             f"a batch of another shape, in the order of the first: {new_peak / peak - 1:.1%} more "
             f"memory at the peak ({new_peak / GIB:.2f} GiB), where {KEY}.max_peak_growth allows "
@@ -123,11 +125,11 @@ def _remarks_on(
         seconds = [sum(waits[node] for node in nodes) for waits in (was, now)]
         sums.append(
             f"{kind.value.replace('_', ' ')}: {moved} of {len(nodes)} start earlier, exposed "
-            f"{seconds[0] * 1e3:.1f} ms before and {seconds[1] * 1e3:.1f} ms now"
+            f"{seconds[0] * 1e3:,.1f} ms before and {seconds[1] * 1e3:,.1f} ms now"
         )
     lines = [
         f"{c.kind} {c.where} starts {earlier[c.node]} computing nodes earlier, exposed "
-        f"{was[c.node] * 1e3:.3f} ms before and {now[c.node] * 1e3:.3f} ms now"
+        f"{was[c.node] * 1e3:,.3f} ms before and {now[c.node] * 1e3:,.3f} ms now"
         for c in graph.issued
         if c.node in earlier and abs(was[c.node] - now[c.node]) > _LEAST
     ]

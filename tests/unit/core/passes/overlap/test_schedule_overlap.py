@@ -238,7 +238,7 @@ def test_it_says_what_moved_and_what_that_hides():
     groups = make_groups()
     program = ([4, 4], [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)] * 2, 99)
     joint = step_of(program, groups)
-    slow = {"memory_bytes_per_second": 1e6, "collective_seconds": 1e-4}
+    slow = {"memory_bytes_per_second": 1e2, "collective_seconds": 1.0}
     given, context = options(max_peak_growth=9.0, machine=slow)
     passes = gt.PassConfig(
         passes=[schedule_overlap],
@@ -249,8 +249,8 @@ def test_it_says_what_moved_and_what_that_hides():
     report = gt.run_passes(joint, passes)
     after = simulate(joint, machine(**slow)).timeline.exposed_seconds()
     (was,), (now,) = before.values(), after.values()
-    expected = f"exposed {was * 1e3:.1f} ms before and {now * 1e3:.1f} ms now"
-    assert now < was and expected in report.last.remarks[0]
+    expected = f"exposed {was * 1e3:,.1f} ms before and {now * 1e3:,.1f} ms now"
+    assert now < was and "," in expected and expected in report.last.remarks[0]
     assert "3 of 4 start earlier" in report.last.remarks[0]
     assert report.notes() == [f"schedule_overlap: {report.last.remarks[0]}"]
     assert any("node all_gather_into_tensor" in line for line in report.last.remarks[1:])
