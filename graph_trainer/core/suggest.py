@@ -16,18 +16,22 @@ def nearest(
 
     Args:
         count: how many names to return at most.
-        cutoff: how alike two names must be, from 0 to 1; None for a default by length.
+        cutoff: how alike two names must be, from 0 to 1; None for a default by length, and for
+            names that begin with `name`, however long.
 
     Returns:
-        The names, the most similar first.
+        The names, the most similar first, in front of them those that begin with `name`.
     """
     by_folded = {k.lower().replace("-", "_"): k for k in known}
     folded = name.lower().replace("-", "_")
+    longer: list[str] = []
     if cutoff is None:
+        if len(name) > 1:
+            longer = sorted((each for each in by_folded if each.startswith(folded)), key=len)
         # One wrong letter in "8b" is half the name.
         cutoff = 0.5 if len(name) <= 3 else 0.6
     close = difflib.get_close_matches(folded, by_folded, n=count, cutoff=cutoff)
-    return [by_folded[c] for c in close]
+    return [by_folded[each] for each in dict.fromkeys(longer + close)][:count]
 
 
 def did_you_mean(
@@ -123,12 +127,18 @@ def wrong_type(
     expected = " or ".join(dict.fromkeys(_KINDS.get(kind, (kind,))[0] for kind in kinds))
     kind, said = kinds[0], str(value).strip().lower().removesuffix(".0")
     _, example = _KINDS.get(kind, ("", "..."))
+    number = _NUMBERS.get(kind, "$.")
+    with_unit = re.fullmatch(rf"(?P<number>{number}) ?(?P<unit>[a-z]+)", said)
     if kind == "boolean" and said in ("false", "no", "off", "0"):
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
         example = f"[{show(value)}]"
-    elif not isinstance(value, int) and re.fullmatch(_NUMBERS.get(kind, "$."), said):
+    elif not isinstance(value, int) and re.fullmatch(number, said):
         example = said
+    elif kind == "integer" and isinstance(value, float) and 1 <= value < 1e18:
+        example = str(int(value))
+    elif with_unit and re.split("[._]", key)[-1].startswith(with_unit["unit"]):
+        example = with_unit["number"]  # 10GiB of memory_limit_gib
     entry = key.endswith("]")  # of a list, which is what a file and a flag give
     key, example = key.partition("[")[0], f"[{example}]" if entry else example
     if not is_flag:

@@ -30,7 +30,8 @@ def read_toml(path: Path, key: str) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         siblings = sorted(p.name for p in path.parent.glob("*.toml"))
-        near = nearest(path.name, siblings)
+        stems = [name.removesuffix(".toml") for name in siblings]
+        near = [f"{each}.toml" for each in nearest(path.stem, stems)]
         guess = f"Did you mean {' or '.join(near)}? " if near else ""
         remedy = f"TOML files there: {', '.join(siblings)}." if siblings else "Check the path."
         raise ConfigError(f"{key} {path}: there is no such file. {guess}{remedy}") from None

@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException  # noqa: 
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
-# Whether a profiler records what this thread runs. torch 2.11 to 2.15.
+# Whether a profiler records what this thread runs. torch 2.13 to 2.15.
 from torch.autograd import _profiler_enabled as profiler_enabled  # noqa: F401
 from torch.distributed.tensor import Shard
 

@@ -23,6 +23,7 @@ from graph_trainer.core.capture.side_effects import is_installed_file
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
+from graph_trainer.core.text import wrapped
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 
@@ -83,7 +84,8 @@ class CaptureCache:
         except FileNotFoundError:
             return None
         except Exception as error:
-            self._warn(f"{path} cannot be read: {error}")
+            reason = getattr(error, "strerror", None) or error  # without the path again
+            self._warn(f"{path} cannot be read: {reason}")
             return None
         finally:
             if collects:
@@ -118,10 +120,11 @@ class CaptureCache:
 
     def _warn(self, problem: str) -> None:
         if not self._warned:
-            logger.warning(
-                f"Cache of captured steps: {problem}. The step is captured; name another folder "
-                f"with {FOLDER}, or leave the cache out with --no-capture-cache"
+            warning = (
+                f"warning: cache of captured steps: {problem}. The step is captured; name another "
+                f"folder with {FOLDER}, or leave the cache out with --no-capture-cache"
             )
+            logger.warning(wrapped(warning))
         self._warned = True
 
 

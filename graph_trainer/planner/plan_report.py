@@ -204,6 +204,12 @@ def _notes(plan: Plan) -> Iterator[str]:
             f"Passes that decide by simulation do so for {named}, as compile.hardware says; what "
             f"they made is simulated on {plan.hardware.name}."
         )
+    dtype = plan.config.training.mixed_precision_param
+    if dtype not in plan.hardware.peak_flops:
+        yield (
+            f"{plan.hardware.name} has no peak_flops.{dtype}, so times and MFU are of "
+            f"peak_flops.float32. Add peak_flops.{dtype} to its file."
+        )
     if plan.config.compile.memory_limit_gib and plan.world_size > 1:
         yield (
             f"compile.memory_limit_gib is compared here with what rank {plan.rank} needs. In "
@@ -214,7 +220,7 @@ def _notes(plan: Plan) -> Iterator[str]:
         waits = plan.simulation.timeline.copy_wait_seconds
         yield (
             f"Up to {gib(on_host)} GiB of activations are in host memory between forward and "
-            f"backward; compute waits {waits * 1e3:.1f} ms of a step for their copies."
+            f"backward; compute waits {waits * 1e3:,.1f} ms of a step for their copies."
         )
 
 

@@ -270,7 +270,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], allowed: int) -> PlainTable
 
     fits = ["-" if row["error"] else "yes" if row["fits"] else "NO" for row in rows]
     table = _table(
-        f"All combinations; one fits that needs at most {most}{limits}",
+        f"All combinations; those fit that need at most {most}{limits}",
         ("fits", "text", fits),
         *(
             (_heading(key), "name", [row["config"][key] for row in rows])

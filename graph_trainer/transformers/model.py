@@ -35,9 +35,13 @@ def read_config(path: str) -> Any:
         ) from error
     remedy = 'Name a folder with a config.json, "debugmodel", or a config that transformers has'
     folder = folder_of(path)
-    if not path or (folder is not None and not (folder / "config.json").is_file()):
-        problem = f"the folder {folder} has no config.json" if path else "it names no model"
-        raise ConfigError(f"{problem}. {remedy}")
+    if not path:
+        raise ConfigError(f"it names no model. {remedy}")
+    if folder is None and path.startswith((".", "/", "~")):
+        home = "; ~ is not read as your home" if path.startswith("~") else ""
+        raise ConfigError(f"there is no such folder{home}. {remedy}")
+    if folder is not None and not (folder / "config.json").is_file():
+        raise ConfigError(f"the folder {folder} has no config.json. {remedy}")
     try:
         if folder is None and path in transformers.CONFIG_MAPPING:
             config = transformers.CONFIG_MAPPING[path]()

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from html import unescape
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +218,34 @@ def test_a_comparison_has_the_front(opened, plan, tmp_path):
     assert opened.texts("#curve .annotation-text") == ["55.00 MiB of h100-sxm"]
     assert opened.texts("tbody tr td:nth-child(3)")[0] == HOSTILE and opened.texts("main b") == []
     assert opened.log() == [] and "harmed" not in opened.driver.title
+
+
+@pytest.mark.parametrize("width", [1280, 500])
+def test_labels_of_near_points_cover_no_other(opened, plan, tmp_path, width):
+    """Pairs at both ends of the front, and three points beside it."""
+    sizes = {30.4: 19673, 28.8: 19626, 11.0: 18450, 370.8: 20027, 369.3: 20024, 30.0: 19500}
+    rows = []
+    for needed, speed in (sizes | {31.0: 19510, 31.5: 19505}).items():
+        row = Outcome(config={}, fits=needed < 55, needed_bytes=int(needed * 1024 * MIB))
+        rows.append(asdict(replace(row, tokens_per_second_per_gpu=float(speed))))
+    path = tmp_path / "near.html"
+    with path.open("w", encoding="utf-8") as file:
+        document = plan_report(plan) | {"rows": rows}
+        write_comparison(document, "a model", 80 * 1024 * MIB, file)
+    opened.window(width, 900)
+    opened.open(path)
+    script = """
+        const shown = [...document.querySelectorAll("#curve .textpoint, #curve .annotation-text")];
+        return shown.filter((each) => each.textContent).map((each) => {
+            const {left, right, top, bottom} = each.getBoundingClientRect();
+            return [each.textContent, left, right, top, bottom];
+        })
+    """
+    labels = opened.js(script)
+    assert {"4", "5"} <= {name for name, *_ in labels} and len(labels) > 5
+    for one, two in combinations(labels, 2):
+        beside = one[2] <= two[1] or two[2] <= one[1]
+        assert beside or one[4] <= two[3] or two[4] <= one[3], (one, two)
 
 
 def test_memory_is_drawn_as_it_was_simulated(browser, plan):

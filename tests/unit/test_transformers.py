@@ -221,6 +221,9 @@ def test_the_shipped_config_comes_back_from_its_resolved_file(tmp_path):
         ("--model.path=", 'model.path = "": it names no model. Name a folder'),
         ("--model.path {empty}", "has no config.json. Name a folder"),
         ("--model.path no/such", 'model.path = "no/such": transformers finds no config there'),
+        ("--model.path ./such", 'model.path = "./such": there is no such folder. Name a folder'),
+        ("--model.path {empty}/such", "there is no such folder. Name a folder"),
+        ("--model.path ~/such", "there is no such folder; ~ is not read as your home. Name"),
         (
             "--model.path bert",
             'model.path = "bert": with this config BertLMHeadModel sees the tokens that it is to '

@@ -293,9 +293,8 @@ def check_bitwise(selected: Sequence[Pass]) -> None:
 def _lookup(name: str, known: Mapping[str, Pass], key: str) -> Pass:
     if name in known:
         return known[name]
-    hint = did_you_mean(name, [*known, "default"], otherwise=".")
-    if "." in name:
-        hint = ": one of your own is written package.module:name."
+    own = ": one of your own is written package.module:name."
+    hint = own if "." in name else did_you_mean(name, [*known, "default"], otherwise=own)
     raise PassError(
         f"compile.{key}: there is no pass '{name}'{hint} Known passes: {', '.join(known)}"
     )

@@ -153,11 +153,13 @@ class TextDataLoader(BaseDataLoader):
             "seq_len": seq_len,
         }
         if self._rows.rows_per_epoch < self._global_rows:
+            number = self._rows.documents
+            documents = f"{number:,} documents have" if number != 1 else "one document has"
             raise ConfigError(
                 f"the {config.split} split of dataset {corpus.name!r} "
-                f"({config.dataset_path or 'built in'}) is too small: its {self._rows.documents} "
-                f"documents have {self._rows.pairs_per_epoch} tokens to predict, and one global "
-                f"batch needs {self._global_rows * seq_len} ({dp_world_size} data-parallel ranks "
+                f"({config.dataset_path or 'built in'}) is too small: its {documents} "
+                f"{self._rows.pairs_per_epoch:,} tokens to predict, and one global batch needs "
+                f"{self._global_rows * seq_len:,} ({dp_world_size} data-parallel ranks "
                 f"x {local_batch_size} rows x {seq_len} tokens). Add text, or lower "
                 "training.local_batch_size or training.seq_len."
             )

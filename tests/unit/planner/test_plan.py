@@ -209,6 +209,17 @@ def test_passes_that_decide_for_another_machine_are_told():
     assert told not in shown(same) and told not in shown(plan)
 
 
+def test_a_profile_without_the_dtype_of_the_run_is_told():
+    plan = planned()
+    slow = dataclasses.replace(plan.hardware, name="mine", peak_flops={"float32": 66.9e12})
+    told = "mine has no peak_flops.bfloat16, so times and MFU are of peak_flops.float32."
+    asks = dataclasses.replace(plan, hardware=slow)
+    assert told in " ".join(shown(asks).split())
+    in_float32 = small("--training.mixed_precision_param", "float32")
+    assert plan_report(dataclasses.replace(asks, config=in_float32))["notes"] == []
+    assert plan_report(plan)["notes"] == []
+
+
 def test_a_bucket_over_several_modules_says_what_is_in_it():
     off = ("--compile.disable_passes", "schedule_overlap")
     plan = planned("--compile.bucketing.strategy", "size", *off)
@@ -495,6 +506,8 @@ def test_a_comparison_says_what_it_is_of(tmp_path, capsys):
     assert (said["world_size"], said["rank"], said["runtime"]) == (2, 0, "graph_trainer")
     assert said["hardware"]["name"] == "cpu" and "local_batch_size = 1" in said["config"]
     assert [row["config"] for row in said["rows"]] == [{"training.seq_len": "32"}]
+    table = capsys.readouterr().out
+    assert "All combinations; those fit that need at most 15.5 GiB" in table
 
 
 def test_a_document_on_stdout_stands_alone(capsys):

@@ -23,6 +23,7 @@ def test_a_shipped_profile_is_read_and_its_parts_fit_together(name):
     hardware = load_hardware(name)
     assert hardware.name == name
     assert 0 <= hardware.reserved_bytes < hardware.memory_bytes
+    assert {"bfloat16", "float16"} <= hardware.peak_flops.keys()
     assert hardware.flops(torch.bfloat16) >= hardware.flops(torch.float32)
     assert hardware.network_bytes_per_second <= hardware.node_bytes_per_second
     assert hardware.node_latency_seconds <= hardware.network_latency_seconds

@@ -39,6 +39,7 @@ KEYS_AND_TYPES = (
     Bad('optimizer.lr = "1e-3"', "Write optimizer.lr = 1e-3"),
     Bad("training.steps = true", "Write training.steps = 1"),
     Bad("training.steps = 1.5", "Write training.steps = 1"),
+    Bad("training.seq_len = 12.5", "Write training.seq_len = 12."),
     Bad("metrics.enable_tensorboard = 1", "Write metrics.enable_tensorboard = true"),
     Bad('compile.passes = "default"', 'Write compile.passes = ["default"]'),
     Bad("compile.passes[0] = 1", 'Write compile.passes = ["text"]', "[compile]\npasses = [1]"),
@@ -55,6 +56,11 @@ KEYS_AND_TYPES = (
         "did you mean 'rematerialize'? Known passes: ",
         '[compile]\npasses = ["default", "rematerialise"]',
     ),
+    Bad(
+        'compile.passes = ["default", "mypasses"]: there is no pass \'mypasses\'',
+        "'mypasses': one of your own is written package.module:name. Known passes: normalize_views",
+        '[compile]\npasses = ["default", "mypasses"]',
+    ),
     Bad('compile.disable_passes = ["dedup_unshards"]', "did you mean 'deduplicate_unshards'?"),
     Bad("compile.enable = true", "`base` names"),
     Bad('compile.components = ["loss"]', "`base` names"),
@@ -67,6 +73,7 @@ KEYS_AND_TYPES = (
         '[activation_checkpoint]\ntype = "none"\ndebug = true',
     ),
     Bad('activation_checkpoint.type = "memory_budget"', 'Write "selective"'),
+    Bad('activation_checkpoint.type = "sel"', "Did you mean selective?"),
     Bad(
         'optimizer.param_groups[0] = { pattern = ".*" }',
         "Add optimizer.param_groups[0].optimizer_name",
@@ -408,6 +415,16 @@ ON_THE_COMMAND_LINE = (
         'compile.memory_limit_gib = "": expected a number',
         "or --compile.memory_limit_gib None",
         ["--compile.memory_limit_gib", ""],
+    ),
+    Bad(
+        'compile.memory_limit_gib = "10GiB": expected a number',
+        "Write --compile.memory_limit_gib 10, or",
+        ["--compile.memory_limit_gib", "10GiB"],
+    ),
+    Bad(
+        'compile.memory_limit_gib = "10MiB": expected a number',
+        "Write --compile.memory_limit_gib 1e-3, or",
+        ["--compile.memory_limit_gib", "10MiB"],
     ),
     Bad("optimizer.lr = -1.0: Invalid learning", "another value", ["--optimizer.lr", "-1"]),
     Bad(

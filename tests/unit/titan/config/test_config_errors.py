@@ -95,6 +95,14 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path):
     assert load_config(["--config", str(path)]).base == "llama3_debugmodel"
 
 
+def test_a_file_that_is_not_there_is_guessed_by_its_name_without_toml(tmp_path):
+    for name in ("nobase.toml", "old.toml"):
+        (tmp_path / name).write_text("")
+    message = refused(["--config", str(tmp_path / "nothing.toml")])
+    assert "no such file. TOML files there: nobase.toml, old.toml." in message
+    assert "Did you mean nobase.toml? " in refused(["--config", str(tmp_path / "nobas.toml")])
+
+
 def test_a_file_without_base_and_a_folder_are_refused(tmp_path):
     path = tmp_path / "bad.toml"
     path.write_text("[training]\nsteps = 1\n")

@@ -244,16 +244,20 @@ def test_a_position_in_other_data_is_refused(dataset, tmp_path):
         make(dataset).load_state_dict({"dp_rank_0": b"", "world_size": 1})
 
 
-def test_less_text_than_a_global_batch_is_refused_with_both_numbers(dataset):
+def test_less_text_than_a_global_batch_is_refused_with_both_numbers(dataset, tmp_path):
     total = len(rows(make(dataset, seq_len=16)))
     make(dataset, batch=total, infinite=True)
     with pytest.raises(ConfigError) as caught:
         make(dataset, batch=total + 1, infinite=True)
     tokens = len(rows(make(dataset, seq_len=1)))
     needed = (total + 1) * 16
-    assert f"have {tokens} tokens" in str(caught.value) and f"needs {needed} " in str(caught.value)
+    assert f"its 36 documents have {tokens:,} tokens" in str(caught.value)
+    assert f"needs {needed:,} " in str(caught.value)
     with pytest.raises(ConfigError, match="validation split .* too small"):
         make(dataset, split="validation", batch=total)
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "one"}))
+    with pytest.raises(ConfigError, match="its one document has 4 tokens to predict"):
+        make(str(tmp_path / "one.jsonl"))
 
 
 def test_a_bad_seed_is_refused(dataset):
