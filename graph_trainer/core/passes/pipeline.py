@@ -12,7 +12,7 @@ from graph_trainer.core.graph.annotations import offload_tag
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.snapshot import copy_graph, restore_graph
-from graph_trainer.core.graph.writes import access_order
+from graph_trainer.core.graph.writes import AccessOrder, access_order
 from graph_trainer.core.ordering.agreement import (
     Agreement,
     OneRank,
@@ -161,6 +161,7 @@ def pass_by_pass(
     numbers = Numbers(joint) if config.verify_passes else None
     if report is None and budget.may_refuse:  # with a message that has the report
         report = Report()
+    order = access_order(joint.graph)
     rounding = (f"equal up to rounding: {'; '.join(joint.rounding)}",) if joint.rounding else ()
     captured = PassRun("capture", 0.0, remarks=rounding)
     if report is not None:
@@ -174,7 +175,7 @@ def pass_by_pass(
         may_go = bool(config.memory_limit_gib) and first is None and step.graph_pass.optional
         start, before = (copy_graph(joint), budget.needed(joint)) if may_go else (None, 0)
         before_pass = state
-        seconds, verified, state = run_one(joint, step, numbers)
+        seconds, verified, state, order = run_one(joint, step, numbers, order)
         budget.changed()
         rolled_back = ""
         if start is not None:
@@ -183,7 +184,7 @@ def pass_by_pass(
             if is_over and not _ends_within(joint, steps[number:], budget):
                 rolled_back = budget.why_rolled_back(before, before + raised.pop(name))
                 restore_graph(joint, start)
-                state = graph_state(joint)
+                state, order = graph_state(joint), access_order(joint.graph)
                 budget.changed()
                 joint.remarks.clear()
                 if numbers is not None:
@@ -396,20 +397,28 @@ def _check_settings(joint: JointGraph, config: PassConfig, selected: Sequence[Pa
         raise PassError(f"{idle.name} = {idle.value!r}{of} {idle.problem}. {remedy}, or {instead}")
 
 
+class Checked(NamedTuple):
+    """A pass that ran, and the graph after it."""
+
+    seconds: float
+    """The time of the pass alone."""
+    verified: str
+    """What the expensive checks say of the numbers."""
+    state: GraphState
+    order: AccessOrder
+
+
 def run_one(
-    joint: JointGraph, step: PassStep, numbers: Numbers | None
-) -> tuple[float, str, GraphState]:
+    joint: JointGraph, step: PassStep, numbers: Numbers | None, order: AccessOrder | None = None
+) -> Checked:
     """Run a pass and check the graph.
 
     Args:
         numbers: of the graph before the pass; None to leave out the expensive checks.
-
-    Returns:
-        the seconds that the pass alone took, what the expensive checks say of the numbers, and the
-        state of the graph.
+        order: in which the graph before the pass reads and writes, if it is known.
     """
     joint.remarks.clear()
-    order = access_order(joint.graph)
+    order = order or access_order(joint.graph)
     start = time.perf_counter()
     _run(joint, step)
     seconds = time.perf_counter() - start
@@ -417,7 +426,7 @@ def run_one(
         with unchanging(joint.graph):
             joint.validate()
             order.check_kept(joint)
-            state = graph_state(joint)
+            state, order = graph_state(joint), access_order(joint.graph)
         verified = ""
         if numbers is not None:
             verify_values(joint)
@@ -427,7 +436,7 @@ def run_one(
         said = f"pass '{step.graph_pass.name}' left an invalid graph: {error}"
         raise VerificationError(_with_history(said, joint, step)) from error
     joint.history.append(step.graph_pass.name)
-    return seconds, verified, state
+    return Checked(seconds, verified, state, order)
 
 
 def _run(joint: JointGraph, step: PassStep) -> None:

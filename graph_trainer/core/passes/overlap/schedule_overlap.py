@@ -9,6 +9,7 @@ from torch import fx
 
 from graph_trainer.core.analysis.collective_purpose import traffic_of
 from graph_trainer.core.analysis.lifetimes import lifetimes
+from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_collective, is_wait
 from graph_trainer.core.passes.base import Stage, graph_pass
@@ -59,7 +60,8 @@ def schedule_overlap(
         VerificationError: a collective that cannot be described (see `collectives`).
     """
     hardware = context.hardware_for(joint)
-    graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
+    with unchanging(joint.graph):
+        graph = ScheduleGraph(joint, hardware, context.settings.other_memory(joint).fused)
     # by node, its op and the places of its inputs: equal for batches of other shapes
     program: list[object] = []
     for node in graph.nodes:
@@ -83,7 +85,8 @@ def schedule_overlap(
         return
 
     def simulated() -> Timeline:
-        return play(joint, graph.issued, graph.cost, hardware)
+        with unchanging(joint.graph):
+            return play(joint, graph.issued, graph.cost, hardware)
 
     def peak_bytes() -> int:
         return lifetimes(joint, scratch=scratch_bytes(joint, hardware.device)).peak_bytes
