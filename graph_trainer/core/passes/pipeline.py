@@ -136,7 +136,7 @@ def pass_by_pass(
 
     Returns:
         an iterator: first the graph as captured, then each pass. Until it moves on, `joint` is the
-        graph after that pass.
+        graph after that pass, to be read and not to be changed.
     """
     config, agreement = config or PassConfig(), agreement or Agreement()
     selected = resolve_passes(config.passes, config.disable_passes)
