@@ -28,7 +28,7 @@ from graph_trainer.core.runtime.backends.registry import (
     find_backend,
     missing_compiler,
 )
-from graph_trainer.core.text import error_text
+from graph_trainer.core.text import COLUMNS, error_text
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE
 from graph_trainer.train import SHOWN_BY_LAUNCHER
@@ -148,7 +148,7 @@ def start(launch: Launch) -> int:
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
     if sys.stdout.isatty():
-        os.environ["COLUMNS"] = str(shutil.get_terminal_size().columns)
+        os.environ[COLUMNS] = str(shutil.get_terminal_size().columns)
     else:
         os.environ["NO_COLOR"] = "1"
     for name in ("api", "errors.error_handler"):  # which process ended, with what: see `_explain`

@@ -9,15 +9,20 @@ from collections.abc import Container, Sequence
 WIDTH = 100
 """The most columns of a line."""
 
+COLUMNS = "GRAPH_TRAINER_COLUMNS"
+"""Says in the environment of ranks, which print into a pipe, how wide the launcher's terminal is.
+COLUMNS itself may be of any process above: Python's readline sets it."""
+
+
+def width_in_pipe() -> int:
+    """Return the columns of a line that is printed into a pipe."""
+    said = os.environ.get(COLUMNS, "")
+    return max(40, min(int(said), WIDTH)) if said.isdecimal() else WIDTH
+
 
 def width_of_ranks() -> int:
-    """Return the columns of a line that a rank prints, without torchrun's "[rank0]:" before it.
-
-    A rank prints into a pipe; the launcher says in COLUMNS how wide its terminal is.
-    """
-    said = os.environ.get("COLUMNS", "")
-    columns = int(said) if said.isdecimal() else WIDTH
-    return max(40, min(columns, WIDTH)) - len("[rank0]:")
+    """Return the columns of a line that a rank prints, without torchrun's "[rank0]:" before it."""
+    return width_in_pipe() - len("[rank0]:")
 
 
 def wrapped(line: str, width: int | None = None) -> str:

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Column, Table
 
 from graph_trainer.core.passes.report import HEADINGS, Report
-from graph_trainer.core.text import WIDTH
+from graph_trainer.core.text import WIDTH, width_in_pipe
 
 _NAME = 20
 """The letters of a name that stand on one line, however narrow the console."""
@@ -86,8 +86,7 @@ def print_table(table: RenderableType, *, stderr: bool = False) -> None:
     torchrun's prefix of a line, such as "[rank0]:", counts.
     """
     console = Console(stderr=stderr, highlight=False)
-    is_known = console.is_terminal or "COLUMNS" in os.environ  # which rich reads
-    width = min(console.width, WIDTH) if is_known else WIDTH
+    width = min(console.width, WIDTH) if console.is_terminal else width_in_pipe()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         width -= len("[{ROLE_NAME}{LOCAL_RANK}]:".format_map(os.environ))
     console.width = width

@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 
 from graph_trainer.cli import launcher
+from graph_trainer.core.text import COLUMNS
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.console import PHASE
 from graph_trainer.titan.checkpoint_reader import METADATA
@@ -270,7 +271,7 @@ def test_a_terminal_shows_what_rank_0_does_until_its_next_line(
             print("third", file=rank)
         tail.stop()
 
-    for name in (PHASE, "COLUMNS"):  # `start` sets them
+    for name in (PHASE, COLUMNS):  # `start` sets them
         monkeypatch.setenv(name, "")
     monkeypatch.setattr(torch.distributed.run, "main", torchrun)
     with open(its, "w", buffering=1) as stdout, open(os.dup(its), "w", buffering=1) as stderr:

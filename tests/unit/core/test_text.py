@@ -2,11 +2,11 @@
 
 import pytest
 
-from graph_trainer.core.text import error_text, wrapped
+from graph_trainer.core.text import COLUMNS, error_text, wrapped
 
 
 def test_lines_break_at_spaces_and_never_inside_a_setting(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.delenv(COLUMNS, raising=False)
     text = "Take the risk with " * 4 + "compile.memory_limit_gib = 0 or all_gather_into_tensor"
     lines = wrapped(text).splitlines()
     assert [line.strip() for line in lines] == [text[:75], text[76:]]
@@ -17,7 +17,7 @@ def test_lines_break_at_spaces_and_never_inside_a_setting(monkeypatch):
 
 @pytest.mark.parametrize(("columns", "most"), [("80", 72), ("500", 92), ("", 92), ("0", 32)])
 def test_a_rank_prints_lines_as_wide_as_the_terminal_of_its_launcher(monkeypatch, columns, most):
-    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv(COLUMNS, columns)
     widest = max(map(len, wrapped("word " * 100).splitlines()))
     assert most - len("word ") < widest <= most
 
