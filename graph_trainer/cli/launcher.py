@@ -101,10 +101,11 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     ranks = ranks or gpus or (2 if machines > 1 else 0)
     config, ranks = _checked(argv, ranks, machines)
     _check_restarts(config, restarts)
-    if not gpus:
+    if not gpus and module == RANK_MODULE:  # others call the ops one by one
         _check_compiler(config)
     shown = variable("LOG_RANK", "0")
-    if not all(re.fullmatch("[0-9]{1,7}", each) and int(each) < ranks for each in shown.split(",")):
+    numbers = [each.strip() for each in shown.split(",")]
+    if not all(re.fullmatch("[0-9]{1,7}", each) and int(each) < ranks for each in numbers):
         raise ConfigError(
             f"environment: LOG_RANK = {shown!r}: the ranks of this machine whose output is shown, "
             f"separated by commas. Write numbers from 0 to {ranks - 1}, or unset it."
@@ -172,7 +173,8 @@ def start(launch: Launch) -> int:
         from graph_trainer.titan.console import CONSOLE_LOG
 
         log = Path(launch.config.dump_folder) / CONSOLE_LOG
-        print(f"the output was closed, and the run went on: {log} has all", file=sys.stderr)
+        with contextlib.suppress(BrokenPipeError):  # of stderr, as with `2>&1 | head`
+            print(f"the output was closed, and the run went on: {log} has all", file=sys.stderr)
     return 0
 
 

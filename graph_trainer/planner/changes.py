@@ -69,7 +69,7 @@ def outcome_of(change: Change, plan: Plan) -> Outcome:
 
 
 def changes_that_help(plan: Plan) -> Iterator[Change]:
-    """Yield the changes of HELPS that a run does not have yet, and that can free enough.
+    """Yield the changes of HELPS that a run does not have yet.
 
     Where a limit or a table decides what is kept, the only one is a limit of what the device has.
     """
@@ -80,15 +80,14 @@ def changes_that_help(plan: Plan) -> Iterator[Change]:
     training, parallelism = config.training, config.parallelism
     checkpointing = config.activation_checkpoint
     policy = type(checkpointing).__qualname__ if checkpointing else ""
-    at_peak = plan.simulation.memory.peak_by_category()
-    # Compared with what is alive, so without the allocator's gaps, which shrink in proportion.
-    enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
-    enough *= plan.need.alive / plan.need.allocated
-    can_help = [h for h in HELPS if not h.frees or sum(at_peak[c] for c in h.frees) >= enough]
-    for key in itertools.chain.from_iterable(each.keys for each in can_help):
+    for key in itertools.chain.from_iterable(each.keys for each in HELPS):
         match key:
             case "parallelism.fsdp_reshard_after_forward":
-                if parallelism.fsdp_reshard_after_forward != "always":
+                # It frees what is unsharded at the peak, and gaps of the allocator in proportion.
+                unsharded = plan.simulation.memory.peak_by_category()[Category.UNSHARDED]
+                freed = unsharded * plan.need.allocated / plan.need.alive
+                enough = min(_LEAST * plan.need.total, -plan.headroom_bytes)
+                if parallelism.fsdp_reshard_after_forward != "always" and freed >= enough:
                     yield {key: "always"}
             case "activation_checkpoint.type":
                 if "Full" not in policy:

@@ -82,13 +82,16 @@ def write_beside_weights(
         (folder / "config.json").write_text(f"{text}\n", encoding="utf-8")
 
 
-def _not_exported(checkpoint: Path, tensors: Mapping[str, torch.Tensor]) -> str:
+def _not_exported(checkpoint: Path, wanted: Mapping[str, Any]) -> str:
     """Return a name of the checkpoint's model that is none of these, such as one of further layers,
     or ""."""
     held = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
-    children = {name.partition(".")[0] for name in tensors}
-    more = [n for n in held if n not in tensors and n.partition(".")[0] in children]
-    return min(more, default="")
+    children = {name.partition(".")[0] for name in wanted}
+    # what is no tensor, a module's extra state, is held in parts
+    parts = tuple(f"{n}." for n, value in wanted.items() if not isinstance(value, torch.Tensor))
+    more = set(held).difference(wanted)
+    of_model = (n for n in more if n.partition(".")[0] in children and not n.startswith(parts))
+    return min(of_model, default="")
 
 
 def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
@@ -125,7 +128,7 @@ def export(checkpoint: Path, folder: Path, config: GraphTrainerConfig) -> None:
             dtype = manager.export_dtype if value.is_floating_point() else value.dtype
             state[name] = torch.empty(value.shape, dtype=dtype)
         manager.dcp_load(state, str(checkpoint), from_hf=False, from_quantized=False)
-        if more := _not_exported(checkpoint, tensors):
+        if more := _not_exported(checkpoint, wanted):
             raise CheckpointError(f"the checkpoint {checkpoint} has {more} too. {manager.remedy}")
         firsts: dict[int, str] = {}
         for name, value in tensors.items():

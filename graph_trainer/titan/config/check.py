@@ -492,9 +492,14 @@ def _holds_model_alone(checkpoint: Path) -> bool:
 
 
 def _without_checkpoints(section: Any, origins: Origins) -> Iterator[Problem]:
-    """Check that nobody expects a checkpoint of a run that reads and writes none."""
+    """Check that nobody expects a checkpoint of a run that reads and writes none.
+
+    Who switches checkpoints off beside the key, or by a flag, does so on purpose.
+    """
+    switched, default = origins.of("checkpoint.enable"), type(section)()
     for name in ("load_step", "initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
-        if origins.of(f"checkpoint.{name}") and getattr(section, name):
+        given = origins.of(f"checkpoint.{name}") if switched != COMMAND_LINE else ""
+        if given not in ("", switched) and getattr(section, name) != getattr(default, name):
             yield Problem(
                 f"checkpoint.{name}",
                 "checkpoint.enable is false, and so no checkpoint is read or written",
@@ -509,9 +514,7 @@ def _checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterat
     if not isinstance(section, CheckpointManager.Config):
         return
     if not section.enable:
-        # a flag switches off on purpose what a file sets
-        if origins.of("checkpoint.enable") != COMMAND_LINE:
-            yield from _without_checkpoints(section, origins)
+        yield from _without_checkpoints(section, origins)
         return
     for name in ("initial_load_in_hf", "last_save_in_hf"):
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):

@@ -182,7 +182,7 @@ def test_a_bad_variable_is_named_before_anything_is_read(
 
 @pytest.mark.parametrize("shown", ["2", "0,2", "a", "0,", "-1", "²"])
 def test_ranks_to_show_that_are_not_there(prepare: Prepare, shown: str) -> None:
-    assert "--local-ranks-filter=1,0" in prepare(NGPU="2", LOG_RANK="1,0").arguments
+    assert "--local-ranks-filter=1, 0" in prepare(NGPU="2", LOG_RANK="1, 0").arguments
     with pytest.raises(ConfigError, match=f"LOG_RANK = '{shown}'.*Write numbers from 0 to 1,"):
         prepare(NGPU="2", LOG_RANK=shown)
 
@@ -194,6 +194,7 @@ def test_a_backend_that_compiles_for_the_cpu_needs_a_compiler(prepare: Prepare) 
         prepare(*flags)
     prepare(*flags, gpus=2)  # its kernels are built by Triton
     prepare(*flags, "--compile.mode", "eager")
+    launcher.prepare(flags, module="graph_trainer.cli.bisect_worker")  # by the backend eager
 
 
 def test_ranks_train_on_when_nobody_reads_their_output(

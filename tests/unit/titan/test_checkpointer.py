@@ -188,10 +188,13 @@ def test_the_last_checkpoint_may_be_an_export_of_whatever_a_model_holds(
 
 
 @pytest.mark.usefixtures("manager")
-def test_what_no_export_could_hold_is_refused_before_a_step_is_trained(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.float4_e2m1fn_x2])
+def test_what_no_export_could_hold_is_refused_before_a_step_is_trained(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
     model = OddModel(OddModel.Config())
-    model.register_buffer("phases", torch.zeros(2, dtype=torch.complex128))
-    with pytest.raises(CheckpointError, match=r"cannot hold model\.phases \(torch.complex128\)"):
+    model.register_buffer("phases", torch.empty(2, dtype=dtype))
+    with pytest.raises(CheckpointError, match=rf"cannot hold model\.phases \({dtype}\)"):
         exporting(model, tmp_path)
 
 

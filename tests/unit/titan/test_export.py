@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import nn
 
 from graph_trainer.cli.main import main
 from graph_trainer.errors import CheckpointError
@@ -180,12 +181,31 @@ def test_weights_that_a_run_untied_are_both_exported(tmp_path: Path) -> None:
     assert torch.equal(load_file(file)["model.head.weight"], wanted)
 
 
-def test_what_safetensors_cannot_hold_is_refused_by_name(
+class Gate(nn.Linear):
+    """Has a state that is no tensor, which a checkpoint holds in parts."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"more": 1}
+
+
+def test_what_safetensors_cannot_hold_is_refused_by_name_unless_the_adapter_drops_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model, checkpoint = odd_run(tmp_path)
-    monkeypatch.setattr(OddModel, "get_extra_state", lambda self: {"more": 1}, raising=False)
-    dcp.save(model.state_dict(), storage_writer=ManifestWriter(checkpoint), no_dist=True)
-    with pytest.raises(CheckpointError, match=r"cannot hold model\._extra_state \(dict\)"):
+    monkeypatch.setattr(nn, "Linear", Gate)
+    dcp.save(
+        OddModel(OddModel.Config()).state_dict(),
+        storage_writer=ManifestWriter(checkpoint),
+        no_dist=True,
+    )
+    with pytest.raises(CheckpointError, match=r"cannot hold model\.gate\._extra_state \(dict\)"):
         export(checkpoint, tmp_path / "to", config)
     assert not (tmp_path / "to").exists()
+    to_hf = OddAdapter.to_hf
+
+    def tensors_alone(self: OddAdapter, state_dict: dict[str, Any]) -> dict[str, Any]:
+        theirs = to_hf(self, state_dict)
+        return {name: value for name, value in theirs.items() if "_extra_state" not in name}
+
+    monkeypatch.setattr(OddAdapter, "to_hf", tensors_alone)
+    export(checkpoint, tmp_path / "to", config)

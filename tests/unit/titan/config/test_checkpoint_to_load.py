@@ -12,6 +12,7 @@ from graph_trainer.errors import ConfigError
 from graph_trainer.titan.checkpoint_reader import METADATA
 from graph_trainer.titan.config.check import check_config
 from graph_trainer.titan.config.load import load_config
+from graph_trainer.titan.config.serialize import save_resolved_config
 from graph_trainer.titan.export import export
 
 
@@ -125,6 +126,27 @@ def test_a_checkpoint_that_nobody_reads_or_writes_is_said(flags: list[str]) -> N
     assert "Set checkpoint.enable = true" in said
     load_config([*words, "--checkpoint.no-enable"], reads_checkpoint=True)
     load_config(words)  # a plan reads none
+
+
+@pytest.mark.parametrize("flags", [[], ["--checkpoint.no-enable"]])
+def test_the_resolved_config_of_a_run_without_checkpoints_can_be_given_back(
+    tmp_path: Path, flags: list[str]
+) -> None:
+    file = tmp_path / "own.toml"
+    table = "enable = true\nlast_save_in_hf = true\nlast_save_model_only = true\n"
+    file.write_text(f'base = "llama3_debugmodel"\n[checkpoint]\n{table}' if flags else "")
+    words = ["--config", str(file)] if flags else []
+    config = load_config([*words, *flags], reads_checkpoint=True)
+    save_resolved_config(config, tmp_path)
+    again = load_config(["--config", str(tmp_path / "config.toml")], reads_checkpoint=True)
+    assert not again.checkpoint.enable and again.checkpoint == config.checkpoint
+
+
+def test_a_file_that_forgets_to_enable_checkpoints(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text('base = "llama3_debugmodel"\n[checkpoint]\nload_step = 0\n')
+    with pytest.raises(ConfigError, match=r"own.toml: checkpoint.load_step = 0: .*enable is false"):
+        load_config(["--config", str(file)], reads_checkpoint=True)
 
 
 def test_nothing_is_asked_of_remote_storage(load) -> None:
