@@ -492,9 +492,9 @@ def _holds_model_alone(checkpoint: Path) -> bool:
 
 
 def _without_checkpoints(section: Any, origins: Origins) -> Iterator[Problem]:
-    """Check that nobody expects a checkpoint of a run that reads and writes none.
+    """Refuse keys that load or export a checkpoint where checkpoints are switched off.
 
-    Who switches checkpoints off beside the key, or by a flag, does so on purpose.
+    A user who switches them off beside such a key, or by a flag, does so on purpose.
     """
     switched, default = origins.of("checkpoint.enable"), type(section)()
     for name in ("load_step", "initial_load_path", "initial_load_in_hf", "last_save_in_hf"):

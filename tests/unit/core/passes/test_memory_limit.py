@@ -14,6 +14,7 @@ from graph_trainer.core.ordering.agreement import OneRank
 from graph_trainer.core.passes.base import Pass, Stage
 from graph_trainer.core.passes.memory_limit import DeviceMemory, host_memory_of, unknown
 from graph_trainer.core.passes.offload_activations import OffloadActivationsOptions
+from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.simulation.simulate import OtherMemory, need_of, predicted_memory
 from graph_trainer.core.text import error_text
@@ -132,6 +133,8 @@ def test_a_graph_beyond_the_limit_without_them_is_refused(plain, low):
     )
     with pytest.raises(gt.PassError, match="fsdp_reshard_after_forward"):
         gt.run_passes(captured_decoder(), config)
+    with pytest.raises(gt.PassError, match="gather fwd"):  # though no report was asked for
+        list(pass_by_pass(captured_decoder(), config))
 
 
 def diet(joint, options, context):
@@ -346,6 +349,8 @@ def test_a_copy_does_not_change_with_its_original(plain):
     joint = after(passes=["default"])[0]
     copy, before = copy_graph(joint), described(joint)
     assert described(copy) == before and str(copy) == str(joint)
+    assert any(node.kwargs for node in copy.graph.nodes)
+    assert [str(n.kwargs) for n in copy.graph.nodes] == [str(n.kwargs) for n in joint.graph.nodes]
     assert [n.name for n in copy.graph.nodes] == [n.name for n in joint.graph.nodes]
     copy.validate()
     gt.run_passes(joint, gt.PassConfig(passes=["overlap_fsdp", hungry(10)]))

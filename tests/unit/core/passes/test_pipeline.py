@@ -10,9 +10,10 @@ from graph_trainer.core.passes.base import NoOptions, Pass, Stage
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
 from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.passes.report import HEADINGS, Report, measure
+from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.testing import Builder, code
 from tests.unit.core.passes.test_catalogue import DEFAULT
-from tests.unit.graphs import BACKWARD, aten, captured_decoder
+from tests.unit.graphs import BACKWARD, aten, captured_decoder, hungry
 
 UNMERGED = {"bucket_collectives": BucketCollectivesOptions(strategy="none")}
 
@@ -195,6 +196,13 @@ def test_a_pass_that_loses_or_passes_a_write_in_place_is_refused(change, message
     joint = gt.capture(Counting(), lambda m, x: m(x).square().mean(), (torch.ones(2, 4),))
     with pytest.raises(gt.VerificationError, match=f"pass 'custom'.*{message}"):
         gt.run_passes(joint, gt.PassConfig(passes=(custom(wrong),)))
+    # nor after a pass that was rolled back, which leaves other nodes
+    joint = gt.capture(Counting(), lambda m, x: m(x).square().mean(), (torch.ones(2, 4),))
+    passes = (hungry(10**9), custom(wrong, Stage.SCHEDULE))
+    config = gt.PassConfig(passes=passes, memory_limit_gib=3, hardware=load_hardware("cpu"))
+    with pytest.raises(gt.VerificationError, match=f"pass 'custom'.*{message}"):
+        gt.run_passes(joint, config)
+    assert joint.history == []
 
 
 def test_a_pass_that_erases_the_output_is_refused():
