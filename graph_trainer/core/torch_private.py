@@ -173,6 +173,15 @@ NODE_ATTRIBUTES = ("op", "target", "_args", "_kwargs")
 """What a node is, without the properties around the last two, which take twice the time."""
 
 
+def set_arguments(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Set what a new node is given.
+
+    The setters of `args` and `kwargs` call this method of torch 2.13 too, one after the other,
+    and Node.__setattr__ takes the node out of the table of find_nodes and puts it back each time.
+    """
+    node._update_args_kwargs(args, kwargs)
+
+
 def rename_node(graph: fx.Graph, node: fx.Node, name: str) -> None:
     """Give a node a readable name. fx has no public call for it."""
     node._rename(name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ Tensors = dict[int, torch.Tensor]
 Attribute = tuple[type, str]
 """A class of modules and the name of an attribute."""
 
-_ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_ATOMS = {type(None), bool, int, float, complex, str, bytes}
 _INITIAL = "_param_init"
 """Where torchtitan's modules keep how to draw their initial values, which no step reads. The scale
 of these depends on a layer's depth."""
@@ -85,18 +85,19 @@ class _Walk:
         """Raise an exception where the two differ."""
         # with whether a text may have the layer's FQN: only this package's objects do, unread
         stack = [(first, second, False)]
+        there, back = self._partners
         while stack:
             one, other, may_name = stack.pop()
             if type(one) is not type(other):
                 raise _Different
             if type(one) in _ATOMS:
                 is_name = may_name and type(one) is str and self._renamed(one) == other
-                if repr(one) != repr(other) and not is_name:  # -0.0 is not 0.0
-                    raise _Different
+                if one is not other and repr(one) != repr(other) and not is_name:
+                    raise _Different  # -0.0 is not 0.0
                 continue
-            there, back = self._partners
-            if id(one) in there or id(other) in back:
-                if there.get(id(one)) is not other or back.get(id(other)) is not one:
+            known, known_back = there.get(id(one)), back.get(id(other))
+            if known is not None or known_back is not None:
+                if known is not other or known_back is not one:
                     raise _Different
                 continue
             there[id(one)], back[id(other)] = other, one
@@ -112,11 +113,13 @@ class _Walk:
                     raise _Different
                 continue
             apart = self._positions_of(one, other) if isinstance(one, nn.Module) else set()
-            contents = [list(_contents(each, apart)) for each in (one, other)]
+            contents = _contents(one, apart), _contents(other, apart)
             may_name = type(one).__module__.startswith("graph_trainer.") or (
                 may_name and isinstance(one, dict)
             )
-            stack += ((a, b, may_name) for a, b in zip(*contents, strict=True))
+            for a, b in zip(*contents, strict=True):
+                if a is not b or type(a) not in _ATOMS:
+                    stack.append((a, b, may_name))
 
     def _renamed(self, text: str) -> str:
         """Replace the first module's FQN at the beginning of a text by the second's."""
@@ -150,23 +153,25 @@ class _Walk:
 
 def _is_compared_by_torch(value: Any) -> bool:
     """Tell whether == compares whole contents: of dtypes, sizes, placements, sets of ops."""
-    if type(value) in (set, frozenset):
-        return all(kind is str or not _has_own_eq(kind) for kind in map(type, value))
-    return type(value).__module__.partition(".")[0] == "torch" and _has_own_eq(type(value))
+    kind: Any = type(value)
+    if kind in (set, frozenset):
+        return all(each is str or not _has_own_eq(each) for each in map(type, value))
+    return kind.__module__.partition(".")[0] == "torch" and _has_own_eq(kind)
 
 
-def _has_own_eq(kind: type) -> bool:
+@functools.lru_cache
+def _has_own_eq(kind: Any) -> bool:
     return any("__eq__" in vars(base) for base in kind.__mro__ if base is not object)
 
 
-def _contents(value: Any, apart: set[str]) -> Iterable[Any]:
+def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
     """List what an object is made of but for some attributes, in an order that is the same for one
     that is alike.
 
     Raises:
         _Different: for a kind of object that is not understood.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if isinstance(value, torch.Tensor):
         return (vars(value), *tensor_hooks(value))
     if kind in (dict, OrderedDict):
@@ -189,32 +194,47 @@ def _contents(value: Any, apart: set[str]) -> Iterable[Any]:
         return (value.__func__, value.__self__)
     if kind is functools.partial:
         return (value.func, value.args, value.keywords, vars(value))
-    bases = [base for base in kind.__mro__ if base is not object]
-    if kind is CodeType or not all(base.__flags__ & _HEAP_TYPE for base in bases):
-        raise _Different  # two of one C++ class, or of a class derived from one
+    slots = _slots_of(kind)
+    if slots is None:
+        raise _Different
     attributes = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
-        own_initial = any(base.__module__.startswith("torchtitan.") for base in bases)
+        own_initial = any(base.__module__.startswith("torchtitan.") for base in kind.__mro__)
         for name in (*([_INITIAL] if own_initial else []), *apart):
             attributes.pop(name, None)
+        for name in _HOOKS & attributes.keys():
+            if not attributes[name]:  # most kinds
+                del attributes[name]
         attributes.update(_hooks_in(value))
-    for base in bases:
-        slots = base.__dict__.get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if name.startswith("__") and not name.endswith("__"):
-                name = f"_{base.__name__.lstrip('_')}{name}"
-            if hasattr(value, name):
-                attributes[name] = getattr(value, name)
+    for name in slots:
+        if hasattr(value, name):
+            attributes[name] = getattr(value, name)
     return (*attributes.keys(), *attributes.values())
 
 
+@functools.lru_cache
+def _slots_of(kind: Any) -> list[str] | None:
+    """List the attributes of a class that are slots; None for a class of C++, or one derived of
+    it, in which there is more to see than attributes."""
+    bases = [base for base in kind.__mro__ if base is not object]
+    if kind is CodeType or not all(base.__flags__ & _HEAP_TYPE for base in bases):
+        return None
+    names = []
+    for base in bases:
+        slots = base.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            is_mangled = name.startswith("__") and not name.endswith("__")
+            names.append(f"_{base.__name__.lstrip('_')}{name}" if is_mangled else name)
+    return names
+
+
 def _hooks_in(module: nn.Module) -> dict[str, Any]:
-    """Return the hooks of a module, by place in place of handles, which are others for each."""
+    """Return the hooks that a module has, by place instead of by handle: each hook has its own."""
     hooks: dict[str, Any] = {}
     for name in _HOOKS & vars(module).keys():
         of_kind = vars(module)[name]
-        main = vars(module).get(name.replace("_with_kwargs", "").replace("_always_called", ""), {})
-        places = {handle: place for place, handle in enumerate(main)}
-        if isinstance(of_kind, dict):
+        if of_kind and isinstance(of_kind, dict):
+            main = name.replace("_with_kwargs", "").replace("_always_called", "")
+            places = {handle: place for place, handle in enumerate(vars(module).get(main, {}))}
             hooks[name] = [(places.get(handle), hook) for handle, hook in of_kind.items()]
     return dict(sorted(hooks.items()))

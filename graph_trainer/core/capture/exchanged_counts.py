@@ -46,6 +46,8 @@ def trace_counts(graph: fx.Graph) -> None:
             the two lists of splits do not come from one exchange of counts.
     """
     symbols = [n for n in graph.nodes if n.target is aten._local_scalar_dense.default]
+    if not symbols:
+        return
     exchanges: dict[fx.Node, int] = {}
     for node in graph.nodes:
         sent, received = (argument(node, f"{side}_split_sizes") for side in ("input", "output"))

@@ -220,24 +220,30 @@ class _Extension:
 
             return read
 
-        def write(node: fx.Node, name: str, period: int | None) -> fx.Node:
-            new = node_like(graph, node, read_by(period), name)
-            new.meta = dict(node.meta)
-            return new
-
         def copy_pattern(phase: str, periods: Sequence[int]) -> None:
-            for distance, period in enumerate(periods, 1):
-                for position, node in enumerate(self._nodes[phase, SECOND]):
-                    new = write(node, names.of_copy(node, phase, distance), period)
-                    new.meta["custom"] = renamed_annotations(node, self._names[period])
-                    leaves, structure = pytree.tree_flatten(value_of(node))
-                    if any(map(_depends_on_data, leaves)):
+            pattern = self._nodes[phase, SECOND]
+            # what all copies have in common is looked up once
+            from_outside = {each for node in pattern for each in node.all_input_nodes}
+            from_outside.difference_update(pattern)
+            annotated = [tuple(annotations_of(node).items()) for node in pattern]
+            samples = dict(zip(annotated, pattern, strict=True))
+            values = [pytree.tree_flatten(value_of(node)) for node in pattern]
+            of_data = [any(map(_depends_on_data, leaves)) for leaves, _ in values]
+            copied_names = names.of_copies(phase, len(periods))
+            for period, node_names in zip(periods, copied_names, strict=True):
+                reads = dict(zip(from_outside, map(read_by(period), from_outside), strict=True))
+                layers = self._names[period]
+                renamed = {key: renamed_annotations(n, layers) for key, n in samples.items()}
+                for position, node in enumerate(pattern):
+                    new = node_like(graph, node, reads.__getitem__, node_names[position])
+                    new.meta.update(node.meta, custom=renamed[annotated[position]])
+                    if of_data[position]:
+                        leaves, structure = values[position]
                         own = [value_of_copy(leaf, sizes[period]) for leaf in leaves]
                         new.meta["val"] = pytree.tree_unflatten(own, structure)
                         for stale in ("tensor_meta", "eager_input_vals"):
                             new.meta.pop(stale, None)
-                    copies[phase, period, position] = new
-            names.pass_copies(phase, len(periods))
+                    reads[node] = copies[phase, period, position] = new
 
         between = range(2, self._last)
         second_backward = next(iter(self._nodes[Phase.BACKWARD.value, SECOND]), None)
@@ -248,12 +254,12 @@ class _Extension:
             if node is second_backward:
                 copy_pattern(Phase.BACKWARD.value, between[::-1])
             if node.op == "output":
-                new = graph.output(self._outputs(made, copies))
-                new.meta = dict(node.meta)
+                graph.output(self._outputs(made, copies)).meta.update(node.meta)
                 continue
             place = self._place_of.get(node)
             period = None if place is None else (0, 1, self._last)[place[1]]
-            made[node] = write(node, names.of(node), period)
+            made[node] = node_like(graph, node, read_by(period), names.of(node))
+            made[node].meta.update(node.meta)
             if place is not None:
                 copies[place[0], period, place[2]] = made[node]  # type: ignore[index]
             if node is second_forward:
@@ -319,6 +325,7 @@ class _Names:
     """
 
     def __init__(self, nodes: dict[tuple[str, int], list[fx.Node]]) -> None:
+        self._nodes = nodes
         self._steps: dict[str, dict[str, int]] = {}
         """By phase and op, the difference of numbers from one period to the next."""
         self._moved: dict[str, int] = defaultdict(int)
@@ -328,27 +335,34 @@ class _Names:
                 op, number = _numbered(one.name)
                 steps[op] = _numbered(next_one.name)[1] - number
 
-    def of(self, node: fx.Node, more: int = 0) -> str:
-        """Return the name of a traced node, or of one with a number that is greater by `more`."""
+    def of(self, node: fx.Node) -> str:
+        """Return the name of a traced node."""
         op, number = _numbered(node.name)
-        number += self._moved[op] + more
-        return f"{op}_{number}" if number else op
+        return _name(op, number + self._moved[op])
 
-    def of_copy(self, node: fx.Node, phase: str, distance: int) -> str:
-        """Return the name of a pattern's node in the first, second, ... copy that is written."""
+    def of_copies(self, phase: str, count: int) -> list[list[str]]:
+        """Return the names of the nodes of so many copies of the pattern, in the order in which
+        these are written, and move the numbers of all that follows."""
+        numbered = [_numbered(node.name) for node in self._nodes[phase, SECOND]]
+        steps = self._steps[phase]
         # in forward the pattern stands before its copies, in backward after them
-        periods = distance if phase == Phase.FORWARD.value else distance - 1
-        return self.of(node, periods * self._steps[phase].get(_numbered(node.name)[0], 0))
-
-    def pass_copies(self, phase: str, count: int) -> None:
-        """Move the numbers of all that follows so many copies."""
-        for op, step in self._steps[phase].items():
+        first = 1 if phase == Phase.FORWARD.value else 0
+        copies = [
+            [_name(op, n + self._moved[op] + periods * steps[op]) for op, n in numbered]
+            for periods in range(first, first + count)
+        ]
+        for op, step in steps.items():
             self._moved[op] += count * step
+        return copies
 
 
 def _numbered(name: str) -> tuple[str, int]:
     op, _, number = name.rpartition("_")
     return (op, int(number)) if op and number.isdecimal() else (name, 0)
+
+
+def _name(op: str, number: int) -> str:
+    return f"{op}_{number}" if number else op
 
 
 def _constants(node: fx.Node) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import sys
 import weakref
 from collections import OrderedDict, deque
@@ -111,6 +112,10 @@ class _Holder(NamedTuple):
     def changed(self) -> Iterator[tuple[Any, Any]]:
         """Yield the keys whose entries are others than before, and what they are now."""
         now = self.read()
+        # most are as they were, which this finds out without a loop in Python
+        same_keys = self.before.keys() == now.keys()
+        if same_keys and all(map(operator.is_, self.before.values(), map(now.get, self.before))):
+            return
         for key in self.before.keys() | now.keys():
             if (key in self.before) != (key in now) or self.before.get(key) is not now.get(key):
                 yield key, now.get(key)
