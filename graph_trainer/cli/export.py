@@ -19,6 +19,9 @@ def main(argv: Sequence[str]) -> int:
     parser = CommandParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
     parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
+    for word in argv:
+        if "://" in word:
+            raise ConfigError(f"{word}: copy it from or to remote storage, and export on a disk.")
     given, rest = parser.parse_known_args(argv)
     from graph_trainer.titan.checkpoint_files import is_complete, steps_in
     from graph_trainer.titan.config.load import load_config

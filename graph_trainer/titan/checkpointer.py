@@ -60,7 +60,8 @@ class CheckedCheckpointManager(CheckpointManager):
 
     A checkpoint without digests (plain torchtitan's, or `checkpoint.verify` off) is checked for
     missing and short files only, and the log says so. On remote storage (a folder with "://" in
-    its name) everything is as in torchtitan, but loading runs no code of a file.
+    its name) everything is as in torchtitan, but loading runs no code of a file, and exports to
+    Hugging Face are refused where the config is checked.
     """
 
     @dataclass(kw_only=True, slots=True)

@@ -520,6 +520,13 @@ def _checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterat
         if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
             remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."
             yield Problem(f"checkpoint.{name}", "the model has no names of Hugging Face's", remedy)
+    if section.last_save_in_hf and is_remote(folder):
+        yield Problem(
+            "checkpoint.last_save_in_hf",
+            f"{folder} is remote storage, to which no export is written",
+            "Leave it out, copy the last checkpoint to a disk and `graph-trainer export` it.",
+            ("dump_folder", "checkpoint.folder"),
+        )
     if is_remote(folder) or is_remote(section.initial_load_path or ""):
         return
     steps = [step for step, complete in steps_in(Path(folder)).items() if complete]

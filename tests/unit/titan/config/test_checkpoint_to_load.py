@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from graph_trainer.cli.export import main as export_main
 from graph_trainer.cli.launcher import prepare
 from graph_trainer.cli.main import main
 from graph_trainer.errors import ConfigError
@@ -151,6 +152,17 @@ def test_a_file_that_forgets_to_enable_checkpoints(tmp_path: Path) -> None:
 
 def test_nothing_is_asked_of_remote_storage(load) -> None:
     load(initial_load_path="gs://bucket/step-5")
+
+
+def test_an_export_to_remote_storage_is_refused() -> None:
+    """torch would join the files there, and write each value without dimensions as 0."""
+    words = ["--checkpoint.enable", "--checkpoint.last_save_model_only"]
+    words += ["--dump_folder", "gs://bucket/run"]
+    load_config(words, reads_checkpoint=True)
+    with pytest.raises(ConfigError, match="gs://bucket/run/checkpoint is remote storage"):
+        load_config([*words, "--checkpoint.last_save_in_hf"], reads_checkpoint=True)
+    with pytest.raises(ConfigError, match="s3://exported: copy it"):
+        export_main(["outputs/checkpoint/step-1", "--to", "s3://exported"])
 
 
 def test_a_plan_of_a_run_elsewhere_needs_no_checkpoint_here(capsys) -> None:
