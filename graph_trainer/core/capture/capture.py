@@ -162,20 +162,27 @@ def _captured(
     model, loss_fn, backward = step.model, step.loss_fn, step.backward
     batch = Batch(step.args, step.kwargs)
     batch_tensors = batch.take(Call(model, step.args, step.kwargs))
-    inputs = [*state.inputs, *batch.inputs(batch_tensors)]
+    of_batch = batch.inputs(batch_tensors)
+    inputs = [*state.inputs, *of_batch]
+    traced_state, apart = state.parted(repetition.left_out() if repetition else set())
 
     settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
-    for spec, tensor in zip(inputs[len(state.inputs) :], batch_tensors, strict=True):
+    for spec, tensor in zip(of_batch, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
     mode = fakes_as_real()
     # Detached one by one: a tensor that is passed twice becomes two inputs, since the next call
     # may pass two tensors.
-    real = [part.detach() for t in (*state.tensors, *batch_tensors) for part in unwrap(t)[0]]
+    real = _parts([*traced_state.tensors, *batch_tensors])
     made: list[weakref.ref[torch.Tensor]] = []
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
-        trace = StepTrace(model, loss_fn, inputs, state, batch, backward, generators, step.returned)
+        own = [t.detach().requires_grad_(t.requires_grad) for t in apart.tensors]
+        left_out = list(zip(apart.inputs, own, apart.tensors, strict=True))
+        trace = StepTrace(
+            *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
+            *(backward, generators, step.returned),
+        )
         fakes = []
         for part in real:
             if part.is_meta and torch.device(step.meta_as).type != "meta":
@@ -202,11 +209,11 @@ def _captured(
         changes = python.changes()
         if changes or generators.seen or users_own:
             generators.second_trace()
-            check_second_step(graph_module, traced()[0], inputs, changes)
+            check_second_step(graph_module, traced()[0], trace.inputs, changes)
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        graph_module = extend(graph_module, trace, repetition)
+        graph_module = extend(graph_module, trace, repetition, state)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked
@@ -219,7 +226,7 @@ def _captured(
             rename_node(graph, node, re.sub(r"\W+", "_", spec.name).strip("_") or "input")
     outputs, without_grad = tuple(trace.outputs), tuple(trace.without_grad)
     signature = Signature(tuple(marked), outputs, without_grad, backward)
-    refuse_shared_memory(signature.inputs, real)
+    refuse_shared_memory(signature.inputs, _parts([*state.tensors, *batch_tensors]))
     rounding = tuple(trace.rounding)
     del trace
     refuse_leftovers(made)
@@ -237,3 +244,8 @@ def _captured(
     tag_offload_regions(joint)
     joint.validate()
     return joint
+
+
+def _parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the plain tensors that tensors consist of, as tensors of their own."""
+    return [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from graph_trainer.core.capture.model_state import ModelState
 from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition
 from graph_trainer.core.capture.trace import StepTrace
 from graph_trainer.core.graph.annotations import (
@@ -40,7 +41,7 @@ _Place = tuple[str, int, int]
 
 
 def extend(
-    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition
+    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition, state: ModelState
 ) -> fx.GraphModule:
     """Write the graph with all layers, and complete the outputs of its trace.
 
@@ -48,15 +49,49 @@ def extend(
 
     Args:
         graph_module: of a step in which `repetition` skipped layers.
-        trace: made it. Its lists of outputs, of parameters without a gradient and of remarks on
-            rounding are completed.
+        trace: made it. Its lists of inputs, of outputs, of parameters without a gradient and of
+            remarks on rounding are completed.
+        state: of the model, with what only layers have that were left out.
 
     Raises:
         NotRepeated: the traced periods differ, or something else reads what is of one layer.
     """
+    _add_inputs(graph_module.graph, trace, repetition, state)
     extension = _Extension(graph_module.graph, trace, repetition)
     extension.check()
     return LazyGraphModule(graph_module, extension.written())
+
+
+def _add_inputs(
+    graph: fx.Graph, trace: StepTrace, repetition: Repetition, state: ModelState
+) -> None:
+    """Add placeholders for what layers have that were left out, like those of the sample's."""
+    samples: dict[int, int] = {}  # by id of a tensor, that of the sample's
+    for tensors in repetition.counterparts:
+        samples.update({id(tensor): sample for sample, tensor in tensors.items()})
+    of_traced = list(with_parts(trace.inputs, graph.find_nodes(op="placeholder")))
+    count = len(trace.state.tensors)
+    placeholders = {
+        id(tensor): nodes
+        for (_, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True)
+    }
+    end = next(node for node in graph.nodes if node.op != "placeholder")
+    following = next((nodes[0] for _, nodes in of_traced[count:] if nodes), end)
+    for tensor in reversed(state.tensors):
+        if id(tensor) in placeholders:
+            following = next(iter(placeholders[id(tensor)]), following)
+            continue
+        for sample in reversed(placeholders[samples[id(tensor)]]):
+            with graph.inserting_before(following):
+                following = graph.placeholder(sample.name)
+            value = value_of(sample)
+            with value.fake_mode:
+                own = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device=value.device
+                )
+            following.meta.update(sample.meta, val=own)
+    trace.inputs = [*state.inputs, *trace.inputs[count:]]
+    trace.state = state
 
 
 class _Extension:
@@ -146,12 +181,11 @@ class _Extension:
                         f"{its.name} ({its.target}, module '{module_of(its)}') is not what "
                         f"{node.name} is in module '{module_of(node)}'"
                     )
-        skipped = {node for inputs in self._inputs[2:-1] for node in inputs.values()}
         for node in self._graph.nodes:
             is_outside = self._period_of(node) is None and node.op != "output"
             for source in () if node in self._alias_of else self._reads(node):
                 of_pattern = self._period_of(source) == SECOND or source in self._own
-                if source in skipped or (of_pattern and is_outside):
+                if of_pattern and is_outside:
                     raise NotRepeated(
                         f"{node.name} ({node.target}), which is of no layer, reads {source.name} "
                         "of one layer"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,15 @@ class ModelState:
 
     tensors: list[torch.Tensor]
     inputs: list[Input]
+
+    def parted(self, ids: Set[int]) -> tuple[ModelState, ModelState]:
+        """Return the tensors without those of some ids, and these, each in their order."""
+        parts = ModelState([], []), ModelState([], [])
+        for tensor, spec in zip(self.tensors, self.inputs, strict=True):
+            part = parts[id(tensor) in ids]
+            part.tensors.append(tensor)
+            part.inputs.append(spec)
+        return parts
 
 
 def state_of(model: nn.Module) -> ModelState:

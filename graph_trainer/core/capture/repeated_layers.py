@@ -63,6 +63,15 @@ class Repetition:
         """Tell whether a layer is traced: one of the first two periods, or of the last."""
         return place // self.period in (0, 1, self.periods - 1)
 
+    def left_out(self) -> set[int]:
+        """Return the ids of the tensors that only layers have which are not traced."""
+        return {
+            id(tensor)
+            for place, tensors in enumerate(self.counterparts)
+            for sample, tensor in tensors.items()
+            if id(tensor) != sample and not self.is_traced(place)
+        }
+
     @contextlib.contextmanager
     def skipping(self) -> Iterator[None]:
         """While entered: of the layers, only those that are traced compute anything.

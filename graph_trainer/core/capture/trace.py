@@ -62,6 +62,9 @@ class StepTrace:
     loss_fn: LossFn
     inputs: list[Input]
     state: ModelState
+    apart: list[tuple[Input, torch.Tensor, torch.Tensor]]
+    """What only layers have that are left out, no inputs of the graph: each with a stand-in that
+    the step must neither read nor change, and the model's tensor."""
     batch: Batch
     backward: bool
     generators: UserGenerators
@@ -158,8 +161,8 @@ class StepTrace:
         ]
         before = [_place_in_memory(part) for part in flat]
         count = len(self.state.tensors)
-        stand_ins = dict(zip(map(id, self.state.tensors), tensors[:count], strict=True))
-        state = list(zip(self.inputs, tensors, self.state.tensors, strict=False))
+        state = [*zip(self.inputs, tensors, self.state.tensors, strict=False), *self.apart]
+        stand_ins = {id(real): stand_in for _, stand_in, real in state}
         # a stand-in takes the attributes that were set on the model's tensor, and counts as a
         # parameter where that is one
         own: list[set[str]] = []
@@ -174,6 +177,7 @@ class StepTrace:
             for spec, tensor in zip(self.inputs, tensors, strict=True)
             if self.backward and spec.kind is InputKind.PARAMETER and spec.requires_grad
         ]
+        watched = [*leaves, *((spec.name, stand_in) for spec, stand_in, _ in self.apart)]
         effects = SideEffects(self.made)
         # Backward runs inside too: checkpointed blocks read their parameters again there.
         with (
@@ -185,7 +189,7 @@ class StepTrace:
             if self.backward:
                 self._pass_on_hooks(stand_ins)
             outputs = self.returned(self.loss_fn(self.model, *args, **kwargs))
-            _refuse_accumulated(leaves, "loss_fn")
+            _refuse_accumulated(watched, "loss_fn")
             roots = [tensor for _, _, tensor in outputs if tensor.requires_grad]
             if leaves and not roots:
                 raise CaptureError(
@@ -203,7 +207,7 @@ class StepTrace:
                     gradients = torch.autograd.grad(
                         roots, [t for _, t in leaves], ones, allow_unused=True
                     )
-                _refuse_accumulated(leaves, "the backward of a custom function")
+                _refuse_accumulated(watched, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
             for (spec, stand_in, real), names in zip(state, own, strict=True):
                 now, earlier = vars(stand_in), vars(real)
@@ -214,6 +218,9 @@ class StepTrace:
                             f"'{spec.name}', which no graph does: keep it in a buffer, or set it "
                             "outside of the step"
                         )
+            for spec, stand_in, real in self.apart:
+                if stand_in.requires_grad != real.requires_grad:  # of others autograd sees it
+                    raise CaptureError(f"the step sets requires_grad of '{spec.name}'")
             with annotate(annotation(phase=Phase.LOSS)):
                 self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
@@ -255,9 +262,13 @@ class StepTrace:
             for hook in on_gradient:
                 stand_ins[id(tensor)].register_hook(hook)
 
+    def _specs(self) -> list[Input]:
+        """Return what each stand-in stands for, in their order."""
+        return [*self.state.inputs, *(spec for spec, _, _ in self.apart)]
+
     def _refuse_assigned_parameters(self, stand_ins: dict[int, torch.Tensor]) -> None:
         names = {}
-        for spec, tensor in zip(self.state.inputs, stand_ins.values(), strict=True):
+        for spec, tensor in zip(self._specs(), stand_ins.values(), strict=True):
             if spec.kind is InputKind.PARAMETER:
                 names.update(dict.fromkeys((spec.name, *spec.aliases), tensor))
         now = {clean_fqn(n): p for n, p in self.model.named_parameters(remove_duplicate=False)}
@@ -272,7 +283,7 @@ class StepTrace:
     def _write_back_rebound_buffers(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Copy buffers that forward assigned into the old ones, so that the next step sees them."""
         names = {}
-        for spec, tensor in zip(self.state.inputs, stand_ins.values(), strict=True):
+        for spec, tensor in zip(self._specs(), stand_ins.values(), strict=True):
             names.update(dict.fromkeys((spec.name, *spec.aliases), (spec, tensor)))
         known = {name for name, (i, _) in names.items() if i.kind is InputKind.BUFFER}
         now = {clean_fqn(n): b for n, b in self.model.named_buffers(remove_duplicate=False)}

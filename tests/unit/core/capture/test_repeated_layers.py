@@ -18,6 +18,7 @@ from graph_trainer.core.graph import data_sizes
 from graph_trainer.core.graph.annotations import annotations_of, value_of
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
 from graph_trainer.core.torch_private import pytree
+from graph_trainer.errors import CaptureError
 from graph_trainer.testing import fake_mesh, mean_square
 from tests.unit.graphs import Decoder
 
@@ -165,9 +166,9 @@ def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
 def test_layers_are_really_left_out(monkeypatch, reasons):
     traced = []
 
-    def extended(graph_module, trace, repetition, **more):
-        traced.append(len(graph_module.graph.nodes) - len(trace.inputs))
-        return extend(graph_module, trace, repetition, **more)
+    def extended(graph_module, *given):
+        traced.append(len(graph_module.graph.nodes))
+        return extend(graph_module, *given)
 
     monkeypatch.setattr(capture_module, "extend", extended)
     graphs = [
@@ -378,6 +379,17 @@ def with_norms_of_weights(layers, x):
     return x + sum(layer.linear.weight.square().sum() for layer in layers)
 
 
+def with_the_norm_of_one(layers, x):
+    return with_nothing_between(layers, x) + layers[3].linear.weight.square().sum()
+
+
+def writing_into_one(layers, x):
+    x = with_nothing_between(layers, x)
+    with torch.no_grad():
+        layers[3].linear.bias.mul_(2.0)
+    return x
+
+
 LOOPS = [
     dropping_one_result,
     giving_one_an_earlier_result,
@@ -393,6 +405,8 @@ LOOPS = [
     one_twice,
     catching,
     with_norms_of_weights,
+    with_the_norm_of_one,
+    writing_into_one,
 ]
 WITHOUT_BACKWARD = [
     pytest.param(loop, False, marks=() if loop in LOOPS[-3:] else pytest.mark.full)
@@ -411,6 +425,46 @@ def test_a_model_that_treats_alike_layers_differently_is_traced_in_full(loop, ba
     assert_equal(*both(model, X, backward=backward))
     (reason,) = reasons.all()
     assert "Tracing all layers: " in reason
+
+
+def giving_one_an_attribute(layers, x):
+    layers[3].linear.weight.seen = True
+    return with_nothing_between(layers, x)
+
+
+def giving_one_a_gradient(layers, x):
+    layers[3].linear.weight.grad = torch.ones(8, 8)
+    return with_nothing_between(layers, x)
+
+
+def replacing_one(layers, x):
+    layers[3].linear.weight = nn.Parameter(torch.ones(8, 8))
+    return with_nothing_between(layers, x)
+
+
+def freezing_one(layers, x):
+    layers[3].linear.weight.requires_grad_(False)
+    return with_nothing_between(layers, x)
+
+
+@pytest.mark.parametrize(
+    "loop", [giving_one_an_attribute, giving_one_a_gradient, replacing_one, freezing_one]
+)
+def test_what_is_left_out_is_neither_changed_nor_forgotten(loop):
+    """What a step does with a tensor of a layer that is not traced ends as if it were traced."""
+    ends = []
+    for full in (False, True):
+        model = Loop(loop)
+        weight, bits = model.layers[3].linear.weight, model.layers[3].linear.weight.clone()
+        try:
+            capture(model, mean_square, (X,), full_capture=full)
+            ends.append("captured")
+        except CaptureError as error:
+            ends.append(str(error))
+        assert model.layers[3].linear.weight is weight and torch.equal(weight, bits)
+        assert weight.requires_grad and weight.grad is None and not hasattr(weight, "seen")
+    assert ends[0] == ends[1]
+    assert ends[0] != "captured"
 
 
 class Known(Named):
