@@ -10,7 +10,7 @@ import contextlib
 import operator
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -354,6 +354,18 @@ def ambient_state() -> tuple[Any, ...]:
     )
 
 
+def fake_like(value: Any, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
+    """Make a fake tensor like another one, of a shape and strides, with a storage of its own.
+
+    By its class, which has no public name: an op in a FakeTensorMode takes ten times as long for
+    each of thousands of parameters, and ten milliseconds and more where sizes are symbols.
+    """
+    with no_dispatch():
+        like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
+        like.requires_grad_(value.requires_grad)
+        return FakeTensor(value.fake_mode, like, value.fake_device)
+
+
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
     """Make a value like another one whose sizes data decide, with symbols of its own.
 
@@ -380,12 +392,7 @@ def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
 
     if not isinstance(value, FakeTensor):
         return own(value)
-    shape, stride = tuple(map(own, value.shape)), tuple(map(own, value.stride()))
-    with no_dispatch():
-        # to allocate so many bytes symbolically takes ten milliseconds and more
-        like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
-        like.requires_grad_(value.requires_grad)
-        return FakeTensor(value.fake_mode, like, value.fake_device)
+    return fake_like(value, tuple(map(own, value.shape)), tuple(map(own, value.stride())))
 
 
 def clear_saved_tensors(ctx: Any) -> None:

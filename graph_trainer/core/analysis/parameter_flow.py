@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.signature import InputKind
+from graph_trainer.core.torch_private import inputs_of
 
 Through = Callable[[fx.Node], bool]
 """Whether a node passes on the parameter that it is computed from, or the gradient it leads to."""
@@ -24,8 +25,7 @@ def computed_from_one_parameter(joint: JointGraph, through: Through) -> dict[fx.
     for node in joint.graph.nodes:
         if node.op != "call_function":
             continue
-        names = {source.get(n) for n in node.all_input_nodes}
-        name = names.pop() if len(names) == 1 else None
+        name = _only(source, inputs_of(node))
         if name is not None and through(node):
             source[node] = name
     return source
@@ -37,7 +37,7 @@ def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node
     By ops for which `through` is true. Linear in nodes.
     """
     output = joint.output_node()
-    returned: dict[fx.Node, set[str]] = {}
+    returned: dict[fx.Node, set[str | None]] = {}
     for parameter, node in joint.gradients():
         returned.setdefault(node, set()).add(parameter)
     others = set(joint.output_values()) - returned.keys()
@@ -45,9 +45,22 @@ def leading_to_one_gradient(joint: JointGraph, through: Through) -> dict[fx.Node
     for node in reversed(joint.graph.nodes):
         if node.op != "call_function" or node in others:
             continue
-        names: set[str | None] = {goal.get(user) for user in node.users if user is not output}
-        names |= returned.get(node, set())
-        name = names.pop() if len(names) == 1 else None
+        if node in returned:
+            names = returned[node] | {goal.get(user) for user in node.users if user is not output}
+            name = names.pop() if len(names) == 1 else None
+        else:
+            name = _only(goal, node.users)
         if name is not None and through(node):
             goal[node] = name
     return goal
+
+
+def _only(known: dict[fx.Node, str], nodes: Iterable[fx.Node]) -> str | None:
+    """Return the FQN that all of some nodes have, None where they have several, or one has none."""
+    name = None
+    for node in nodes:
+        its = known.get(node)
+        if its is None or name not in (None, its):
+            return None
+        name = its
+    return name

@@ -210,6 +210,8 @@ def _captured(
         if changes or generators.seen or users_own:
             generators.second_trace()
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
+        else:
+            python.keep_as_it_is()
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")

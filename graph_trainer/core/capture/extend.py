@@ -31,7 +31,7 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import node_like
-from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
+from graph_trainer.core.torch_private import LazyGraphModule, fake_like, pytree, value_of_copy
 
 FIRST, SECOND, LAST = range(3)
 """The periods that were traced."""
@@ -84,11 +84,8 @@ def _add_inputs(
         for sample in reversed(placeholders[samples[id(tensor)]]):
             with graph.inserting_before(following):
                 following = graph.placeholder(sample.name)
-            value = value_of(sample)
-            with value.fake_mode:
-                own = torch.empty_strided(
-                    value.shape, value.stride(), dtype=value.dtype, device=value.device
-                )
+            value: Any = value_of(sample)
+            own = fake_like(value, value.shape, value.stride())
             following.meta.update(sample.meta, val=own)
     trace.inputs = [*state.inputs, *trace.inputs[count:]]
     trace.state = state

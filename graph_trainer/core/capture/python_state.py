@@ -80,8 +80,12 @@ class PythonState:
 
     def __exit__(self, *error: Any) -> None:
         for holder in self._holders:
-            if next(holder.changed(), None) is not None:
+            if holder.changed():
                 holder.restore(holder.before)
+
+    def keep_as_it_is(self) -> None:
+        """Compare and restore nothing at the end: `changes` has found none, and no step follows."""
+        self._holders.clear()
 
     def changes(self) -> list[str]:
         """Return the names of what differs by now, sorted.
@@ -109,16 +113,18 @@ class _Holder(NamedTuple):
     read: Callable[[], Contents]
     restore: Callable[[Contents], None]
 
-    def changed(self) -> Iterator[tuple[Any, Any]]:
-        """Yield the keys whose entries are others than before, and what they are now."""
+    def changed(self) -> list[tuple[Any, Any]]:
+        """Return the keys whose entries are others than before, and what they are now."""
         now = self.read()
         # most are as they were, which this finds out without a loop in Python
         same_keys = self.before.keys() == now.keys()
         if same_keys and all(map(operator.is_, self.before.values(), map(now.get, self.before))):
-            return
-        for key in self.before.keys() | now.keys():
-            if (key in self.before) != (key in now) or self.before.get(key) is not now.get(key):
-                yield key, now.get(key)
+            return []
+        return [
+            (key, now.get(key))
+            for key in self.before.keys() | now.keys()
+            if (key in self.before) != (key in now) or self.before.get(key) is not now.get(key)
+        ]
 
 
 def _parts(value: Any, path: Names) -> Iterator[Part]:
@@ -212,7 +218,7 @@ def _own(kind: type) -> Contents:
 
 def _by_key(container: Any) -> Contents:
     if isinstance(container, dict):
-        return dict(dict.items(container))
+        return dict.copy(container)
     if isinstance(container, set):
         return dict.fromkeys(set.__iter__(container))
     kind = list if isinstance(container, list) else deque

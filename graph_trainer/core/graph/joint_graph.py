@@ -19,6 +19,7 @@ from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import ModelOutputs
 from graph_trainer.core.graph.signature import Input, InputKind, OutputKind, Signature, with_parts
+from graph_trainer.core.torch_private import inputs_of
 from graph_trainer.errors import CaptureError, VerificationError
 
 
@@ -114,7 +115,7 @@ class JointGraph:
                     "every placeholder comes first"
                 )
             body_started = body_started or node.op not in ("placeholder", "get_attr")
-            for argument in node.all_input_nodes:
+            for argument in inputs_of(node):
                 if argument not in seen:
                     raise VerificationError(
                         f"node '{node.name}' reads '{argument.name}', which comes after it or is "

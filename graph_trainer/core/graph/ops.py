@@ -120,11 +120,11 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
 
     A higher-order op whose subgraph writes one of the subgraph's inputs counts as writing all.
     """
+    if node.op != "call_function" or not may_write(node.target):
+        return []
     if schema_of(node) is None:
         if any(_writes_its_inputs(module.graph) for module in subgraphs(node)):
             return [n for n in node.all_input_nodes if n.op != "get_attr"]
-        return []
-    if not may_write(node.target):
         return []
     return argument_nodes(written_values(node.target, node.args, node.kwargs))
 
@@ -298,14 +298,14 @@ _Shared = fx.Node | list[fx.Node] | None
 
 def _shared_inputs(node: fx.Node) -> list[_Shared]:
     """List, for each result in the schema of a node's op, the input whose storage it shares."""
-    if is_wait(node) or node.target in _HIDDEN_VIEWS:
+    if is_wait(node):
         return [node.all_input_nodes[0]]
-    schema = schema_of(node)
-    if schema is None:
-        return []
-    values = [name and argument(node, name) for name in _shared_names(node.target)]
+    names = _shared_names(node.target) if node.op == "call_function" else []
+    if not any(names):
+        return [None] * len(names)
+    values = [name and argument(node, name) for name in names]
     shared: list[_Shared] = [v if isinstance(v, fx.Node | list | tuple) else None for v in values]  # type: ignore[misc]
-    if schema.name in _MAY_COPY and isinstance(shared[0], fx.Node):
+    if isinstance(shared[0], fx.Node) and node.target._schema.name in _MAY_COPY:  # type: ignore[union-attr]
         # a copy or a view: run on the fake tensors of the inputs
         source = value_of(shared[0])
         if isinstance(source, torch.Tensor) and (
@@ -318,6 +318,10 @@ def _shared_inputs(node: fx.Node) -> list[_Shared]:
 @functools.cache
 def _shared_names(target: Any) -> list[str | None]:
     """List, for each result in an op's schema, the argument whose storage it shares."""
+    if not isinstance(target, OpOverload):
+        return []
+    if target in _HIDDEN_VIEWS:
+        return [target._schema.arguments[0].name]
     names: list[str | None] = []
     for result in (entry.alias_info for entry in target._schema.returns):
         names.append(None)
