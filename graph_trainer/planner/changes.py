@@ -217,13 +217,14 @@ def plan_each(
     """Plan changed configs, at most `processes` at once. Those of one captured step follow each
     other, so that it is captured once; those that cannot be planned have an error. `first_alone` is
     for `in_processes`."""
-    first: dict[str, int] = {}
-    for _, config in configs:
-        first.setdefault(_captured_for(config), len(first))
-    configs = sorted(configs, key=lambda each: first[_captured_for(each[1])])
+    by_step: dict[str, Loaded] = {}
+    for change, config in configs:
+        step = "" if isinstance(config, ConfigError) else what_is_captured(config)
+        by_step.setdefault(step, []).append((change, config))
+    ordered = list(itertools.chain.from_iterable(by_step.values()))
 
     def planned(number: int) -> Outcome:
-        change, config = configs[number]
+        change, config = ordered[number]
         try:
             if isinstance(config, ConfigError):
                 raise config
@@ -232,11 +233,11 @@ def plan_each(
             return Outcome(config=change, error=str(error))
 
     def announce(number: int) -> None:
-        words = ", ".join(f"{key} = {value}" for key, value in configs[number][0].items())
-        on_progress(f"{number + 1} of {len(configs)}: {words}")
+        words = ", ".join(f"{key} = {value}" for key, value in ordered[number][0].items())
+        on_progress(f"{number + 1} of {len(ordered)}: {words}")
 
     return in_processes(
-        planned, range(len(configs)), processes, on_start=announce, first_alone=first_alone
+        planned, range(len(ordered)), processes, on_start=announce, first_alone=first_alone
     )
 
 
@@ -296,10 +297,6 @@ def compare(
     outcomes = plan_each(configs, plan, on_progress, processes, first_alone=True)
     outcomes.sort(key=lambda o: (bool(o.error), not o.fits, -o.tokens_per_second_per_gpu))
     return outcomes
-
-
-def _captured_for(config: GraphTrainerConfig | ConfigError) -> str:
-    return "" if isinstance(config, ConfigError) else what_is_captured(config)
 
 
 def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> list[Outcome]:
