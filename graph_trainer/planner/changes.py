@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.joint_graph import JointGraph
@@ -136,18 +137,7 @@ def advise(
         the changes that make the run fit or need clearly less memory, the one that needs least
         first, without those that the config excludes.
     """
-
-    def planned(config: GraphTrainerConfig) -> Plan:
-        return make_plan(
-            config,
-            plan.world_size,
-            plan.hardware,
-            rank=plan.rank,
-            runtime=plan.simulation.runtime,
-            every_pass=False,
-            captures=plan.captures,
-        )
-
+    planned = partial(_planner_of(plan), world_size=plan.world_size, captures=plan.captures)
     # The first share the capture of the plan: the others, which take longer, begin.
     configs = loaded(list(changes_that_help(plan))[::-1], load)
     outcomes = plan_each(configs, planned, on_progress, processes, first_alone=False)
@@ -175,20 +165,20 @@ def fewest_ranks(plan: Plan, load: LoadConfig, on_progress: OnProgress) -> list[
         ranks = more * plan.world_size
         on_progress(f"{ranks:,} ranks")
         try:
-            config = load((), ranks)
-            on_more = make_plan(
-                config,
-                ranks,
-                plan.hardware,
-                rank=plan.rank,
-                runtime=plan.simulation.runtime,
-                every_pass=False,
-            )
+            on_more = _planner_of(plan)(load((), ranks), world_size=ranks)
         except GraphTrainerError:  # a batch that so many ranks do not divide
             return []
         if on_more.fits:
             return [outcome_of({"world-size": str(ranks)}, on_more)]
     return []
+
+
+def _planner_of(plan: Plan) -> Callable[..., Plan]:
+    """Return `make_plan` for the rank, hardware and runtime of a plan, without the ledger."""
+    runtime = plan.simulation.runtime
+    return partial(
+        make_plan, hardware=plan.hardware, rank=plan.rank, runtime=runtime, every_pass=False
+    )
 
 
 Loaded = list[tuple[Change, GraphTrainerConfig | ConfigError]]
