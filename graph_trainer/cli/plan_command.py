@@ -183,26 +183,26 @@ def dry_run(argv: Sequence[str]) -> int:
 
 def _check_together(flags: argparse.Namespace) -> None:
     """Refuse flags that cannot be combined."""
-    for name in ("save", "verify_order", "memory_curve", "table"):
-        if getattr(flags, name) and flags.like != GRAPH_TRAINER.name:
-            raise ConfigError(
-                f"--{name.replace('_', '-')} is for runs of graph_trainer, and --like "
-                f"{flags.like} plans another program: leave one of the two out"
-            )
-    for name in (*_OF_ONE_PLAN, *_WRITERS) if flags.compare and not flags.verify_order else ():
-        if name not in ("json", "html") and getattr(flags, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(
-                f"--{flag} is of one plan and --compare makes several: leave one of the two out"
-            )
-    if not flags.verify_order:
-        if flags.all_ranks:
-            raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
-        return
-    for name in ("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
-        if getattr(flags, name):
-            flag = name.replace("_", "-")
-            raise ConfigError(f"--verify-order plans nothing: leave it or --{flag} out")
+
+    def given(*names: str) -> str:
+        """Return the first of these flags that is given, or ""."""
+        return next((f"--{name.replace('_', '-')}" for name in names if getattr(flags, name)), "")
+
+    only_ours = given("save", "verify_order", "memory_curve", "table")
+    if only_ours and flags.like != GRAPH_TRAINER.name:
+        raise ConfigError(
+            f"{only_ours} is for runs of graph_trainer, and --like {flags.like} plans another "
+            "program: leave one of the two out"
+        )
+    if flags.verify_order:
+        if flag := given("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
+            raise ConfigError(f"--verify-order plans nothing: leave it or {flag} out")
+    elif flags.compare and (flag := given(*_OF_ONE_PLAN, "trace", "save", "table")):
+        raise ConfigError(
+            f"{flag} is of one plan and --compare makes several: leave one of the two out"
+        )
+    elif flags.all_ranks:
+        raise ConfigError("--all-ranks is for --verify-order: add that, or leave it out")
 
 
 def _check_table(flags: argparse.Namespace, config: GraphTrainerConfig) -> None:
