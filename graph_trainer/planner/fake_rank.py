@@ -70,8 +70,7 @@ class FakeRank:
     @property
     def data_parallel_degree(self) -> int:
         """The number of different batches in a step."""
-        dims = self.parallel_dims
-        return dims.get_mesh("batch").size() if dims.dp_enabled else 1
+        return self.parallel_dims.dp_replicate * self.parallel_dims.dp_shard
 
     @property
     def meshes(self) -> list[DeviceMesh]:

@@ -10,10 +10,12 @@ from torch import nn
 from torchtitan.config import TrainingConfig
 from torchtitan.distributed import ParallelDims
 
+from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.core.passes.pipeline import PassConfig
+from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.titan.activation_policies import activation_settings
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
-from graph_trainer.titan.config.run_config import GraphTrainerConfig, pass_config
+from graph_trainer.titan.config.run_config import GraphTrainerConfig, changed_sections
 from graph_trainer.titan.training_state_memory import other_memory_of
 
 
@@ -62,23 +64,39 @@ def loss_of_batch(loss_fn: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def passes_of(
-    config: GraphTrainerConfig, parallel_dims: ParallelDims, **of_machine: Any
+    config: GraphTrainerConfig,
+    parallel_dims: ParallelDims,
+    hardware: Hardware | None = None,
+    **of_machine: Any,
 ) -> PassConfig:
     """Return the passes that the config selects, with their options.
 
     Args:
-        of_machine: fields of `PassConfig` that no config decides: what the device and the host
-            have, or a plan's hardware.
+        hardware: the profile where `compile.hardware` names none.
+        of_machine: other fields of `PassConfig` that no config decides: what the device and the
+            host have.
 
     Raises:
         PassError: a pass that is unknown or out of place.
+        ConfigError: `compile.hardware` is not a profile.
     """
-    batches = parallel_dims.get_mesh("batch").size() if parallel_dims.dp_enabled else 1
-    return pass_config(
-        config.compile,
+    ours = config.compile
+    if ours.hardware is not None:
+        hardware = load_hardware(ours.hardware, "compile.hardware")
+    listed = resolve_passes(ours.passes, ours.disable_passes)
+    changed = changed_sections(ours)
+    return PassConfig(
+        passes=tuple(ours.passes),
+        disable_passes=tuple(ours.disable_passes),
+        options={p.name: getattr(ours, p.section) for p in listed if p.section in changed},
+        bitwise=ours.bitwise,
+        verify_passes=ours.verify_passes,
+        memory_limit_gib=ours.memory_limit_gib,
+        allow_offload=ours.allow_offload,
+        hardware=hardware,
         reshard_after_forward=config.parallelism.fsdp_reshard_after_forward,
         **activation_settings(config.activation_checkpoint),
         pipeline_parallel=parallel_dims.pp_enabled,
-        other_memory=other_memory_of(config, batches),
+        other_memory=other_memory_of(config, parallel_dims.dp_replicate * parallel_dims.dp_shard),
         **of_machine,
     )

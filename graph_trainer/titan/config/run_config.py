@@ -24,11 +24,9 @@ from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.trainer import Trainer
 
 from graph_trainer.core.passes.base import Pass
-from graph_trainer.core.passes.catalogue import load_pass, registered_passes, resolve_passes
+from graph_trainer.core.passes.catalogue import load_pass, registered_passes
 from graph_trainer.core.passes.context import ReshardAfterForward
-from graph_trainer.core.passes.pipeline import PassConfig
 from graph_trainer.core.runtime.backends.registry import BACKENDS
-from graph_trainer.core.simulation.hardware import Hardware, load_hardware
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan import activation_policies
 from graph_trainer.titan.checkpointer import with_checked_checkpoints
@@ -366,36 +364,6 @@ def _compile_class(passes: tuple[Pass, ...]) -> type[GraphCompileConfig]:
         },
         kw_only=True,
         slots=True,
-    )
-
-
-def pass_config(
-    config: GraphCompileConfig, hardware: Hardware | None = None, **more: Any
-) -> PassConfig:
-    """Make what the pipeline is given of [compile].
-
-    Args:
-        hardware: the profile where `compile.hardware` names none.
-        more: fields that other sections or the machine decide.
-
-    Raises:
-        PassError: a pass that is unknown or out of place.
-        ConfigError: `compile.hardware` is not a profile.
-    """
-    if config.hardware is not None:
-        hardware = load_hardware(config.hardware, "compile.hardware")
-    listed = resolve_passes(config.passes, config.disable_passes)
-    changed = changed_sections(config)
-    return PassConfig(
-        passes=tuple(config.passes),
-        disable_passes=tuple(config.disable_passes),
-        options={p.name: getattr(config, p.section) for p in listed if p.section in changed},
-        bitwise=config.bitwise,
-        verify_passes=config.verify_passes,
-        memory_limit_gib=config.memory_limit_gib,
-        allow_offload=config.allow_offload,
-        hardware=hardware,
-        **more,
     )
 
 

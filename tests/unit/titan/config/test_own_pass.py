@@ -5,13 +5,14 @@ import sys
 import tomllib
 
 import pytest
+from torchtitan.distributed import ParallelDims
 
 from graph_trainer.cli import main as cli
 from graph_trainer.core.passes.catalogue import resolve_passes
 from graph_trainer.errors import ConfigError
 from graph_trainer.titan.config.load import load_config
-from graph_trainer.titan.config.run_config import pass_config
 from graph_trainer.titan.config.serialize import config_to_toml
+from graph_trainer.titan.step_inputs import passes_of
 from tests.unit.titan.config.test_config_errors import BASE
 
 SOURCE = '''
@@ -68,11 +69,16 @@ def load(tmp_path, text, *flags):
     return load_config(["--config", str(path), *flags])
 
 
+def options_of(config):
+    dims = ParallelDims.from_config(config.parallelism, 1)
+    return passes_of(config, dims).options["keep_small_unshards"]
+
+
 def test_a_file_lists_it_and_sets_its_options_and_flags_override_them(tmp_path):
     config = load(tmp_path, LISTED + OPTIONS)
-    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 8
+    assert options_of(config).max_kib == 8
     config = load(tmp_path, LISTED + OPTIONS, "--compile.keep_small_unshards.max_kib", "9")
-    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 9
+    assert options_of(config).max_kib == 9
     document = config_to_toml(config)
     assert tomllib.loads(document)["compile"]["keep_small_unshards"] == {"max_kib": 9, "names": []}
     again = load(tmp_path, document.removeprefix(BASE).replace(BASE, "", 1))
@@ -98,7 +104,7 @@ def test_a_tuple_is_a_list_in_a_file_and_commas_in_a_flag(names, tmp_path):
 def test_flags_alone_name_it_and_set_its_options():
     flags = [f"--compile.passes=default,{NAME}", "--compile.keep-small-unshards.max-kib=7"]
     config = load_config(flags)
-    assert pass_config(config.compile).options["keep_small_unshards"].max_kib == 7
+    assert options_of(config).max_kib == 7
     assert not hasattr(load_config([]).compile, "keep_small_unshards")
 
 
@@ -116,7 +122,7 @@ def test_flags_name_another_pass_with_the_section_of_the_files(tmp_path):
     other.write_text(SOURCE.replace("max_kib", "max_gib"))
     flags = [f"--compile.passes=default,{NAME.replace('own', 'other')}"]
     config = load(tmp_path, LISTED, *flags, "--compile.keep_small_unshards.max_gib=2")
-    assert pass_config(config.compile).options["keep_small_unshards"].max_gib == 2
+    assert options_of(config).max_gib == 2
     sys.modules.pop("other_passes")
 
 
