@@ -75,8 +75,8 @@ class GraphTrainer(Trainer):
         checked.checkpoint = with_checked_checkpoints(config.checkpoint)
         said = described(config)
         super().__init__(checked)
-        (model,) = self.model_parts
-        attach_loss(self.loss_fn, model)
+        (self._model,) = self.model_parts
+        attach_loss(self.loss_fn, self._model)
         self._routing: RoutingRecorder | None = None
         chunked = isinstance(self.loss_fn, ChunkedCrossEntropyLoss)
         if config.replaces_chunked_loss and not chunked and dist.get_rank() == 0:
@@ -101,7 +101,7 @@ class GraphTrainer(Trainer):
             self._memory = self._device_memory()
             if file := getattr(config.metrics, "save_routing", None):
                 path = Path(config.dump_folder) / file
-                self._routing = RoutingRecorder(model, self.parallel_dims, path)
+                self._routing = RoutingRecorder(self._model, self.parallel_dims, path)
             self.captured_step = self._make_step(
                 loss_of_batch(self.loss_fn), check=lambda joint: self.observer.first_graph(joint)
             )
@@ -174,8 +174,7 @@ class GraphTrainer(Trainer):
                 f"{KEY} = 0: a step that needs more memory than there is runs all the same, and "
                 f"the system may kill it. Unset {KEY} to refuse such a step"
             )
-        parameters = [p for part in self.model_parts for p in part.parameters()]
-        return MemoryOfRun(self.device, parameters, self.optimizers)
+        return MemoryOfRun(self.device, self._model.parameters(), self.optimizers)
 
     def forward_backward_step(self, **microbatch: Any) -> torch.Tensor:
         """Run one microbatch and add its gradients to `.grad`, as torchtitan's method does.
@@ -198,13 +197,12 @@ class GraphTrainer(Trainer):
     ) -> torch.Tensor:
         assert isinstance(input_dict, dict) and isinstance(labels, torch.Tensor)
         inputs, labels, extra = self.post_dataloading_process(input_dict, labels)
-        (model,) = self.model_parts
         routed = self._routing.microbatch(self.step) if self._routing else contextlib.nullcontext()
         # around the observer, whose measure of memory is of the step alone
         with routed, self.train_context(), self.observer.microbatch():
-            loss, gradients = step(model, inputs, labels, global_valid_tokens, **extra)
-        accumulate_gradients(model, gradients)
-        self.observer.gradients_ready(model.parameters())
+            loss, gradients = step(self._model, inputs, labels, global_valid_tokens, **extra)
+        accumulate_gradients(self._model, gradients)
+        self.observer.gradients_ready(self._model.parameters())
         return loss
 
     def _guard(self, loss: torch.Tensor) -> None:
@@ -218,8 +216,7 @@ class GraphTrainer(Trainer):
             self.step, last_step=self.step == self.config.training.steps
         )
         if saves:
-            parameters = [p for part in self.model_parts for p in part.parameters()]
-            gradients = [p.grad for p in parameters if p.grad is not None]
+            gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
             self._losses.check(self.step, gradients)
         elif self.metrics_processor.should_log(self.step):
             self._losses.check(self.step)
@@ -287,8 +284,7 @@ class GraphTrainer(Trainer):
                 f"There was nothing left to do: the checkpoint is of step {self.step}, and "
                 f"training.steps = {self.config.training.steps}. Raise it to go on"
             )
-        (model,) = self.model_parts
-        self.observer.finished(model.parameters(), self.optimizers)
+        self.observer.finished(self._model.parameters(), self.optimizers)
 
     def _prepare_first_graph(self) -> None:
         """Capture the train step for the batches that the config gives, and compare the ranks.
@@ -307,9 +303,8 @@ class GraphTrainer(Trainer):
         inputs, labels, extra = self.post_dataloading_process(*batch)
         self.load_state_dict(state)  # torchtitan has counted the zeros as tokens seen
         valid_tokens = torch.zeros((), dtype=torch.int64, device=self.device)
-        (model,) = self.model_parts
         with self._naming_who_is_missing(), self.train_context():
-            self.captured_step.prepare(model, inputs, labels, valid_tokens, **extra)
+            self.captured_step.prepare(self._model, inputs, labels, valid_tokens, **extra)
 
 
 def accumulate_gradients(model: nn.Module, gradients: dict[str, torch.Tensor]) -> None:
