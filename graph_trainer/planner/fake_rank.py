@@ -100,18 +100,14 @@ class FakeRank:
             CaptureError: the step cannot be captured.
         """
         args, kwargs = self.batch()
-        on_cpu = self.device == "cpu"
-        spmd = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
-        with spmd(), contextlib.nullcontext() if on_cpu else _as_on_gpu():
-            loss_fn, meta_as = loss_of_batch(self.loss_fn), "cpu" if on_cpu else "meta"
-            step = Step(self.model, loss_fn, args, kwargs, True, meta_as, scalar_loss)
+        loss_fn, meta_as = loss_of_batch(self.loss_fn), "cpu" if self.device == "cpu" else "meta"
+        step = Step(self.model, loss_fn, args, kwargs, True, meta_as, scalar_loss)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)())
+            if self.device != "cpu":
+                stack.enter_context(flash_attention_as_on_gpu())
+                stack.enter_context(autocast_as_on_gpu())
             return capture_step(step, self.config.compile.full_capture or None)
-
-
-@contextlib.contextmanager
-def _as_on_gpu() -> Iterator[None]:
-    with flash_attention_as_on_gpu(), autocast_as_on_gpu():
-        yield
 
 
 @contextlib.contextmanager
