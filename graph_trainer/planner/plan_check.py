@@ -148,11 +148,8 @@ def _check_memory(plan: SavedPlan, path: Path, limit: float | None) -> None:
     needed = max(each.predicted.needed_bytes for each in plan.classes.values())
     what, room, risk = f"{KEY} is", limit, f"raise {KEY}"
     if limit is None and plan.device == "cuda" and plan.hardware in known_hardware():
-        what, room = (
-            f"{KEY} is unset and '{plan.hardware}' has",
-            load_hardware(plan.hardware).memory_gib,
-        )
-        risk = f"take the risk with {KEY} = 0"
+        what, risk = f"{KEY} is unset and '{plan.hardware}' has", f"take the risk with {KEY} = 0"
+        room = load_hardware(plan.hardware).memory_gib
     if room and needed > room * GIB:
         raise ConfigError(
             f"{FLAG} {path}: the step needs {gib(needed)} GiB on the rank that needs most, but "
