@@ -207,9 +207,8 @@ class RoutingRecorder:
             for buffer, earlier in zip(buffers, before, strict=True):
                 buffer.add_(earlier)
         both = self._summed(counts)
-        is_first, self._microbatch = self._step == -1, self._microbatch + 1
-        if step != self._step:
-            self._microbatch = 0
+        is_first = self._step == -1
+        self._microbatch = self._microbatch + 1 if step == self._step else 0
         self._step = step
         if dist.get_rank() == 0:
             if is_first and step > 1:
