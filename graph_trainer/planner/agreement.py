@@ -48,7 +48,6 @@ def as_agreed(
     taken from all ranks and all ranks run again.
 
     Args:
-        ranks: the ranks to run.
         run: captures a rank and runs its passes with this agreement.
         on_progress: called before each further round.
         processes: how many at most run ranks at once; see `in_processes`, also for `callbacks`.

@@ -56,9 +56,7 @@ class CaptureCache:
         """Read the step of a rank, or capture and write it.
 
         Args:
-            run: the rank.
-            what: the part of its config that is captured.
-            on_progress: called with one line.
+            what: the part of the rank's config that is captured.
 
         Raises:
             CaptureError: the step cannot be captured.

@@ -129,8 +129,6 @@ def advise(
 
     Args:
         plan: the plan of a run that does not fit.
-        load: loads the config of the same command line.
-        on_progress: called before each change.
         processes: how many plan at once at most.
 
     Returns:

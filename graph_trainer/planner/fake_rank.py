@@ -35,7 +35,6 @@ class FakeRank:
 
     Args:
         config: a checked config whose degrees multiply to `world_size`.
-        rank: the global rank.
         device: what the step is captured for: "cuda" or "cpu".
     """
 

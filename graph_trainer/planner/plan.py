@@ -207,9 +207,7 @@ def make_plan(
 
     Args:
         config: a checked config whose degrees multiply to `world_size`.
-        world_size: the number of ranks.
         hardware: what the step is simulated on.
-        rank: the global rank to plan.
         runtime: the program that runs the config.
         every_pass: simulate after each pass, for the ledger; otherwise only the graph that runs,
             which is then the only row.

@@ -95,7 +95,6 @@ def load_config_and_plan(
     A plan names nothing that is loaded: the command line gives the config.
 
     Args:
-        words: the command line.
         world_size: as `load_config` takes it.
 
     Returns:

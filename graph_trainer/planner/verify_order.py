@@ -49,7 +49,6 @@ def verify_order(
 
     Args:
         config: a checked config whose degrees multiply to `world_size`.
-        world_size: number of ranks.
         all_ranks: capture every rank, and not only one of each class.
         device: what the step is captured for: "cuda" or "cpu".
         processes: how many at most capture at once.

@@ -46,7 +46,6 @@ class ManifestWriter(FileSystemWriter):
     any rank comes before that, and before `.metadata`.
 
     Args:
-        path: where to write.
         verify: write the list of digests, at the cost of one pass of SHA-256 over the bytes.
     """
 
@@ -211,7 +210,6 @@ def damage(folder: Path, *, verify: bool = True, share: int = 0, shares: int = 1
     """Find damaged files of a checkpoint.
 
     Args:
-        folder: the checkpoint.
         verify: compare every byte with the digests. Without that, and without digests, files
             are only checked for existence and size.
         share: which part of the files to read, 0 to `shares` - 1.

@@ -31,7 +31,6 @@ class MemoryOfRun:
     Later, other ranks are within a step, and allocators keep what they have had.
 
     Args:
-        device: what the steps run on.
         parameters: of the model, for their gradients.
         optimizers: whose state may have been restored.
     """

@@ -41,7 +41,6 @@ class LossGuard:
         """Refuse to go on if any loss of any rank was not finite. All ranks call it together.
 
         Args:
-            step: the current step.
             gradients: tensors that must be finite as well, before a checkpoint of `step`. Costs
                 one pass over their bytes.
 

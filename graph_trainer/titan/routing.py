@@ -167,7 +167,6 @@ class RoutingRecorder:
 
     Args:
         model: with torchtitan's mixtures of experts.
-        dims: the mesh of the run.
         path: the file.
 
     Raises:

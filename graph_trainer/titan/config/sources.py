@@ -158,7 +158,6 @@ def take_flags(
     """Take flags that have a value out of a command line.
 
     Args:
-        argv: the command line.
         examples: by flag, an example of its value.
 
     Returns:
