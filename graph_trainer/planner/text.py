@@ -8,7 +8,7 @@ from heapq import nlargest
 from itertools import pairwise
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType, group
 from rich.text import Text
 
 from graph_trainer.core.graph.collective_kinds import shown_name
@@ -21,12 +21,9 @@ from graph_trainer.planner.plan_report import CATEGORIES, ledger_columns
 _LAYERS_SHOWN = 5
 
 
-def report_text(report: dict[str, Any]) -> RenderableType:
+@group()
+def report_text(report: dict[str, Any]) -> Iterator[RenderableType]:
     """Make all tables of a report."""
-    return Group(*_parts(report))
-
-
-def _parts(report: dict[str, Any]) -> Iterator[RenderableType]:
     yield Text(f"{report['headline']}\n{report['settings']}", style="bold")
     for note in report["notes"]:
         yield Text(f"{note}\n")
