@@ -232,7 +232,8 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
     """
     if config.model_spec is None:
         raise ValueError("the trainer config has no model_spec, so there is no model to convert")
-    if unknown := set(_names(config)) - set(_names(GraphTrainerConfig)):
+    values = {name: copy.copy(value) for name, value in _values(config).items()}
+    if unknown := values.keys() - {f.name for f in fields(GraphTrainerConfig)}:
         raise ConfigError(
             f"{type(config).__qualname__} has {', '.join(sorted(unknown))}, which a trainer of its "
             "own reads and graph_trainer's does not. Train this model with torchtitan alone."
@@ -245,16 +246,13 @@ def to_graph_trainer_config(config: Trainer.Config, **changes: Any) -> GraphTrai
         loss = CrossEntropyLoss.Config(global_vocab_size=vocabulary)
     metrics = config.metrics
     if type(metrics) is MetricsProcessor.Config:
-        named = {name: getattr(metrics, name) for name in _names(metrics)}
-        metrics = MetricsWithRouting.Config(**named | {"enable_tensorboard": True})
-    values = {name: copy.copy(getattr(config, name)) for name in _names(config)}
+        metrics = MetricsWithRouting.Config(**_values(metrics) | {"enable_tensorboard": True})
     del values["compile"]
     values |= {
         "model_spec": _model_spec(config.model_spec),
         "training": replace(config.training, disable_cuda_graphs=True),
         "parallelism": GraphParallelismConfig(
-            **{name: getattr(config.parallelism, name) for name in _names(config.parallelism)}
-            | {"spmd_backend": "partial_dtensor"}
+            **_values(config.parallelism) | {"spmd_backend": "partial_dtensor"}
         ),
         "metrics": metrics,
         "checkpoint": with_checked_checkpoints(config.checkpoint),
@@ -287,8 +285,8 @@ def with_text_of_training(config: GraphTrainerConfig) -> GraphTrainerConfig:
     return resolved
 
 
-def _names(config: Any) -> list[str]:
-    return [f.name for f in fields(config)]
+def _values(config: Any) -> dict[str, Any]:
+    return {f.name: getattr(config, f.name) for f in fields(config)}
 
 
 def _model_spec(spec: ModelSpec) -> ModelSpec:
