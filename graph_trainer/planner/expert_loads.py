@@ -69,7 +69,6 @@ def expert_loads(
             the same degree; otherwise its experts are divided anew, and the tokens of an expert are
             the same from every group.
     """
-    sizes = data_sizes(plan)
     degree = plan.config.parallelism.expert_parallel_degree
     rows = []
     for imbalance in imbalances:
@@ -78,12 +77,12 @@ def expert_loads(
     layers: dict[str, float] = {}
     if routing is not None:
         on_progress("the routing that happened")
-        load, layers = _replayed(plan, sizes, routing)
+        load, layers = _replayed(plan, routing)
         rows.append(load)
     on_progress("all tokens to one rank")
     rows.append(_load("all tokens to one rank", degree, _with(plan, degree)))
     on_progress("the greatest imbalance that fits")
-    greatest = _greatest_that_fits(plan, sizes, degree)
+    greatest = _greatest_that_fits(plan, degree)
     return ExpertLoads(degree, tuple(rows), greatest, layers)
 
 
@@ -101,10 +100,10 @@ def _with(plan: Plan, received: float | Sequence[int]) -> Plan:
         return replace(plan, simulation=simulation, need=simulation.need())
 
 
-def _memory(plan: Plan, sizes: DataSizes, received: float | Sequence[int]) -> Memory:
+def _memory(plan: Plan, received: float | Sequence[int]) -> Memory:
     """Return the memory alone of what `_with` simulates."""
     done = plan.simulation
-    with sizes.assuming(received):
+    with data_sizes(plan).assuming(received):
         return predicted_memory(done.joint, plan.hardware, done.other, done.runtime)
 
 
@@ -113,11 +112,11 @@ def _load(what: str, imbalance: float, plan: Plan) -> ExpertLoad:
     return ExpertLoad(what, imbalance, plan.peak_bytes, needed, seconds, plan.fits)
 
 
-def _greatest_that_fits(plan: Plan, sizes: DataSizes, degree: int) -> float | None:
+def _greatest_that_fits(plan: Plan, degree: int) -> float | None:
     """Bisect between an even share and all tokens; None where even shares do not fit."""
 
     def fits(imbalance: float) -> bool:
-        memory = _memory(plan, sizes, imbalance)
+        memory = _memory(plan, imbalance)
         need = need_of(memory, plan.hardware, plan.simulation.runtime)
         return need.total <= plan.allowed_bytes
 
@@ -132,16 +131,15 @@ def _greatest_that_fits(plan: Plan, sizes: DataSizes, degree: int) -> float | No
     return low / 100
 
 
-def _replayed(
-    plan: Plan, sizes: DataSizes, routing: Routing
-) -> tuple[ExpertLoad, dict[str, float]]:
+def _replayed(plan: Plan, routing: Routing) -> tuple[ExpertLoad, dict[str, float]]:
     """Return the load of a routing, and by layer its greatest imbalance.
 
     Memory is that of the rank with the highest peak. Time is that of the microbatch in which the
     fullest ranks of all layers receive most: in every layer each rank waits for the fullest one.
     """
+    sizes = data_sizes(plan)
     even = sizes.received_rows()
-    peak_of = _peaks(plan, sizes)
+    peak_of = _peaks(plan)
     highest, worst, worst_step = 0.0, even, 0
     most, slowest, slow_step = 0, even, 0
     fullest = [0 for _ in even]
@@ -164,18 +162,18 @@ def _replayed(
     return replace(load, step_seconds=_with(plan, slowest).step_seconds), layers
 
 
-def _peaks(plan: Plan, sizes: DataSizes) -> Callable[[list[list[int]]], list[float]]:
+def _peaks(plan: Plan) -> Callable[[list[list[int]]], list[float]]:
     """Return a function that gives the peak bytes of ranks, from the rows of their exchanges.
 
     The bytes alive at a node grow by as much with each row of an exchange, so that one more row of
     each shows what all others need. One analysis for each exchange.
     """
-    even = sizes.received_rows()
-    alive = torch.tensor(_memory(plan, sizes, even).total, dtype=torch.float64)
+    even = data_sizes(plan).received_rows()
+    alive = torch.tensor(_memory(plan, even).total, dtype=torch.float64)
     growth = torch.empty(len(even), len(alive), dtype=torch.float64)
     for number in range(len(even)):
         rows = [share + (place == number) for place, share in enumerate(even)]
-        growth[number] = torch.tensor(_memory(plan, sizes, rows).total) - alive
+        growth[number] = torch.tensor(_memory(plan, rows).total) - alive
     shares = torch.tensor(even, dtype=torch.float64)
     without = alive - shares @ growth
     # the peak is at none of the nodes that need less with all rows than another one without any
