@@ -244,14 +244,10 @@ def comparison(
     """
     rows: list[Quantity] = []
 
-    def add(
-        what: str, unit: str, before: float, now: float | None, how: str, why_not: str = ""
-    ) -> None:
-        if now is None:
-            how = f"not measured{why_not}"
-        rows.append(
-            Quantity(what, unit, before, now, how, now / before if now and before else None)
-        )
+    def add(what: str, unit: str, before: float, now: float | None, how: str, why_not: str) -> None:
+        ratio = now / before if now and before else None
+        how = f"not measured{why_not}" if now is None else how
+        rows.append(Quantity(what, unit, before, now, how, ratio))
 
     on_cuda = "reserved_bytes" in measured
     maximum = "CUDA allocator's maximum"
@@ -261,25 +257,27 @@ def comparison(
     # the prediction counts that input until the wait.
     made = f"alive in tensors in step {WATCHED_STEP}, one microbatch"
     not_made = no_watch if issued is None else ": compiled code allocates unseen"
+    of_gpu = (
+        ("reserved memory", "reserved_bytes", maximum, ""),
+        ("needed of the device", "needed_bytes", "taken of the GPU, by all programs", ""),
+    )
     for what, name, how, why_not in (
         ("peak memory", "peak_bytes", maximum if on_cuda else resident, f"{no_watch}, on Linux"),
-        ("reserved memory", "reserved_bytes", maximum, None),
-        ("needed of the device", "needed_bytes", "taken of the GPU, by all programs", None),
+        *(of_gpu if on_cuda else ()),  # a CPU's allocator tells neither of the two
         ("parameters", "parameter_bytes", "summed", ""),
         ("optimizer state", "optimizer_bytes", "summed", ""),
         ("gradients", "gradient_bytes", "summed after backward", ": no step was run"),
         ("made by the graph", "made_bytes", made, not_made),
     ):
-        if why_not is not None or on_cuda:  # a CPU's allocator tells neither of the two
-            add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not or "")
+        add(what, "bytes", getattr(predicted, name), measured.get(name), how, why_not)
     how = f"step {steps} alone, itself of warm-up"
     if steps > WARM_UP:
         how = f"median of {min(steps - WARM_UP, _STEPS_KEPT)} steps after {WARM_UP} of warm-up"
     why_not = ": no step was run"
     add("step", "seconds", predicted.step_seconds, measured.get("step_seconds"), how, why_not)
+    how = f"issued in step {WATCHED_STEP}, one microbatch"
     for kind in predicted.collectives | dict(issued or {}):
         number = None if issued is None else issued.get(kind, 0)
-        how = f"issued in step {WATCHED_STEP}, one microbatch"
         add(kind, "count", predicted.collectives.get(kind, 0), number, how, no_watch)
     return rows
 
