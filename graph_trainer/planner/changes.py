@@ -316,14 +316,9 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         list(pass_by_pass(trial, of_policy))
         return summed_up({POLICY: policy}, trial)
 
+    spread = partial(in_processes, processes=processes, first_alone=False)
     policies: tuple[ActivationPolicy, ...] = ("none", "selective", "full")
-    outcomes = in_processes(
-        fixed,
-        policies,
-        processes,
-        first_alone=False,
-        on_start=lambda policy: on_progress(f"the policy {policy}"),
-    )
+    outcomes = spread(fixed, policies, on_start=lambda each: on_progress(f"the policy {each}"))
     captured = plan.captures.of(run)
     planned = with_policy(passes, "budget", reshard_after_forward="auto")
     context = run_before(captured, planned, plan_memory)
@@ -334,12 +329,8 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
         limit = math.ceil(outcome.needed_bytes / GIB * 1e4) / 1e4
         return replace(outcome, config=outcome.config | {KEY: f"{limit:.4f}"})
 
-    limited = in_processes(
-        between,
-        plans,
-        processes,
-        first_alone=False,
-        on_start=lambda each: on_progress(f"a plan that keeps {gib(each[0])} GiB"),
+    limited = spread(
+        between, plans, on_start=lambda each: on_progress(f"a plan that keeps {gib(each[0])} GiB")
     )
     fastest = math.inf
     for each in sorted(limited, key=lambda each: (each.needed_bytes, each.step_seconds)):
