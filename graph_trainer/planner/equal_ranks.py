@@ -8,7 +8,7 @@ import sys
 from collections import defaultdict
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import Any
 
 import torch
@@ -56,12 +56,10 @@ def shortened(config: GraphTrainerConfig) -> GraphTrainerConfig:
         return config
     if not is_installed_file(sys.modules[type(spec.model).__module__].__file__ or ""):
         return config
-    kinds = [_without_initial_values(layer) for layer in layers]
-    kept = []
-    for place, layer in enumerate(layers):
-        around = kinds[max(0, place - 2) : place + 2]
-        if len(around) < 4 or any(kind != kinds[place] for kind in around):
-            kept.append(layer)
+    kept: list[Any] = []
+    for _, group in groupby(layers, key=_without_initial_values):
+        alike = list(group)
+        kept += alike[:2] + alike[2:][-1:]
     short, model = copy.copy(config), copy.copy(spec.model)
     model.layers = copy.deepcopy(kept)  # building the model writes to them
     short.model_spec = replace(spec, model=model)
