@@ -154,7 +154,7 @@ class GraphTrainer(Trainer):
                 logger.warning(f"What backward keeps cannot be written to {path}: {error}")
             else:
                 logger.info(f"What backward keeps, by block and op: {path}")
-        kind = "" if any(True for _ in joint.gradients()) else "validation_"
+        kind = "" if joint.signature.backward else "validation_"
         values = {
             "predicted_peak_gib": report.last.peak_bytes / GIB,
             "capture_seconds": report.rows[0].seconds,

@@ -79,7 +79,7 @@ def _trained(joint: JointGraph) -> Iterator[tuple[str, int]]:
 
 def local_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Sum the bytes of the tensors' elements on this rank."""
-    return sum(part.numel() * part.itemsize for t in tensors for part in unwrap(t)[0])
+    return sum(part.nbytes for t in tensors for part in unwrap(t)[0])
 
 
 def optimizer_state_bytes(optimizers: Iterable[torch.optim.Optimizer]) -> int:
