@@ -6,6 +6,7 @@ from typing import Any
 from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
 
+from graph_trainer.core.suggest import show
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.config.sources import Problem
 from graph_trainer.titan.routing import mixtures_of
@@ -27,10 +28,9 @@ def context_parallel_problems(config: GraphTrainerConfig, model: Any) -> Iterato
     layers = getattr(model, "layers", None)
     if layers is None:  # a model of transformers, or one of the user's own
         problem = "this model, no decoder of torchtitan's, takes data parallelism alone"
-        for key in (_TENSOR, _DEGREE, "parallelism.pipeline_parallel_degree", _DOCUMENTS):
-            least, shown = (False, "false") if key == _DOCUMENTS else (1, "1")
-            if getattr(parallelism, key.partition(".")[2]) != least:
-                yield Problem(key, problem, f"Set {key} = {shown}.")
+        for key, wanted in ((_TENSOR, 1), (_DEGREE, 1), (_DOCUMENTS, False)):
+            if getattr(parallelism, key.partition(".")[2]) != wanted:
+                yield Problem(key, problem, f"Set {key} = {show(wanted)}.")
     if layers is None or (degree == 1 and not parallelism.document_mask):
         return
     for index, layer in enumerate(layers):
