@@ -28,9 +28,7 @@ def main(argv: Sequence[str]) -> int:
     from graph_trainer.titan.export import export
 
     if not is_complete(given.checkpoint):
-        steps = [
-            f"step-{step}" for step, complete in steps_in(given.checkpoint).items() if complete
-        ]
+        steps = [f"step-{n}" for n, complete in steps_in(given.checkpoint).items() if complete]
         inside = f"one of its folders {', '.join(steps)}" if steps else "a folder step-N of a run"
         raise ConfigError(f"{given.checkpoint} is no checkpoint: name {inside}.")
     if given.to.exists():

@@ -85,9 +85,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = flags.world_size or world_size_from_environment()
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config(
-            [*words, *more], world_size=ranks or world_size, prog="graph-trainer train"
-        )
+        config = load_config([*words, *more], world_size=ranks or world_size)
         if config.compile.hardware is None:  # as if --compile.hardware had been given
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config

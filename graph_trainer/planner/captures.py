@@ -56,15 +56,14 @@ def what_is_captured(config: GraphTrainerConfig) -> str:
     That is the config, its model included, without [compile], the policy of activations and that
     of resharding, which only passes and backend read.
     """
+    ours = config.compile
     same = replace(
         config,
         parallelism=replace(config.parallelism, fsdp_reshard_after_forward="default"),
-        compile=type(config.compile)(
-            mode=config.compile.mode, full_capture=config.compile.full_capture
-        ),
+        compile=type(ours)(mode=ours.mode, full_capture=ours.full_capture),
     )
     # torchtitan's own wrappers recompute while the step is captured.
-    if type(config.activation_checkpoint) in POLICIES and config.compile.mode != "eager":
+    if type(config.activation_checkpoint) in POLICIES and ours.mode != "eager":
         same = replace(same, activation_checkpoint=None)
     # functions of equal names: each loaded config has its own, of initial values for example
     return re.sub(r" at 0x[0-9a-f]+", "", repr(same))

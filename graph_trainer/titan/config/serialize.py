@@ -24,8 +24,8 @@ def config_to_toml(config: GraphTrainerConfig) -> str:
     entry set) come from that entry too; a comment lists their keys.
     """
     left_out: list[str] = []
-    table: dict[str, Any] = {k: getattr(config, k) for k in ("module", "base")}
-    table = {k: v for k, v in table.items() if v} | _table(config, "", left_out)
+    names = {key: value for key in ("module", "base") if (value := getattr(config, key))}
+    table = names | _table(config, "", left_out)
     header = _HEADER
     if left_out:
         header += f"# Not written, they come from `base`: {', '.join(left_out)}\n"
