@@ -7,7 +7,7 @@ import operator
 import pickle
 import zlib
 from collections.abc import Sequence
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MethodType
 from typing import Any
 
 import torch
@@ -95,25 +95,6 @@ def graph_from_bytes(
     return joint
 
 
-def _node(place: int) -> Any: ...
-
-
-def _op(namespace: str, name: str, overload: str) -> Any: ...
-
-
-def _constant(name: str) -> Any: ...
-
-
-def _mesh(place: int) -> Any: ...
-
-
-def _tensor(storage: tuple[int, int], like: tuple[Any, ...]) -> Any: ...
-
-
-_MADE = {f.__name__: f for f in (_node, _op, _constant, _mesh, _tensor)}
-"""In the bytes, a call of one of these stands for what the reader's method of that name makes."""
-
-
 class _Writer(pickle.Pickler):
     """Refuses all but what `_Reader` makes."""
 
@@ -125,20 +106,20 @@ class _Writer(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, fx.Node):
-            return _node, (self.places[value],)
+            return _Reader.node, (self.places[value],)
         if isinstance(value, OpOverload):
             namespace, _, name = value._schema.name.partition("::")
-            return _op, (namespace, name, value._overloadname)
+            return _Reader.op, (namespace, name, value._overloadname)
         if isinstance(value, _CONSTANTS):
-            return _constant, (str(value).removeprefix("torch."),)
+            return _Reader.constant, (str(value).removeprefix("torch."),)
         if isinstance(value, DeviceMesh) and value in self._meshes:
-            return _mesh, (self._meshes.index(value),)
+            return _Reader.mesh, (self._meshes.index(value),)
         if type(value) is FakeTensor and value.constant is None and not value.is_neg():
             storage = value.untyped_storage()
             place = self._storages.setdefault(storage._cdata, len(self._storages))
             layout = (value.dtype, value.shape, value.stride(), value.storage_offset())
             kind = (value.fake_device, value.requires_grad, value.is_conj())
-            return _tensor, ((place, storage.nbytes()), (*layout, *kind))
+            return _Reader.tensor, ((place, storage.nbytes()), (*layout, *kind))
         known = isinstance(value, type | BuiltinFunctionType) and value in _CLASSES
         if known or type(value) in _CLASSES or value in _MADE.values():
             return NotImplemented
@@ -160,25 +141,25 @@ class _Reader(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__ and name in _MADE:
-            return getattr(self, f"{name}_of")
+            return MethodType(_MADE[name], self)
         if (module, name) not in self._classes:
             raise pickle.UnpicklingError(f"{module}.{name} is not part of a captured graph")
         return self._classes[module, name]
 
-    def _node_of(self, place: int) -> fx.Node:
+    def node(self, place: int) -> fx.Node:
         return self.nodes[place]
 
-    def _op_of(self, namespace: str, name: str, overload: str) -> Any:
+    def op(self, namespace: str, name: str, overload: str) -> Any:
         op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
         return _checked(op, OpOverload)
 
-    def _constant_of(self, name: str) -> Any:
+    def constant(self, name: str) -> Any:
         return _checked(getattr(torch, name), _CONSTANTS)
 
-    def _mesh_of(self, place: int) -> DeviceMesh:
+    def mesh(self, place: int) -> DeviceMesh:
         return self._meshes[place]
 
-    def _tensor_of(self, storage: tuple[int, int], like: tuple[Any, ...]) -> torch.Tensor:
+    def tensor(self, storage: tuple[int, int], like: tuple[Any, ...]) -> torch.Tensor:
         dtype, shape, stride, offset, device, requires_grad, is_conjugate = like
         place, num = storage
         with no_dispatch():
@@ -188,6 +169,11 @@ class _Reader(pickle.Unpickler):
             tensor.set_(self._storages[place], offset, shape, stride)
             tensor = tensor.conj() if is_conjugate else tensor
             return FakeTensor(self._mode, tensor.requires_grad_(requires_grad), device)
+
+
+_METHODS = (_Reader.node, _Reader.op, _Reader.constant, _Reader.mesh, _Reader.tensor)
+_MADE: dict[str, Any] = {method.__qualname__: method for method in _METHODS}
+"""In the bytes, the name of one of these stands for that method of the reader."""
 
 
 def _checked(value: Any, kinds: Any) -> Any:
