@@ -71,10 +71,10 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
     Raises:
         PassError: the solver found no optimum in its time, or is not installed.
     """
-    fewest = _solve(ops, mib=1.0, nanoseconds=0.0)
-    least = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=fewest.bytes)
-    quickest = _solve(ops, mib=0.0, nanoseconds=1.0)
-    fastest = _solve(ops, mib=1.0, nanoseconds=0.0, most_nanoseconds=quickest.nanoseconds)
+    fewest = solve(ops, mib=1.0)
+    least = solve(ops, nanoseconds=1.0, most_bytes=fewest.bytes)
+    quickest = solve(ops, nanoseconds=1.0)
+    fastest = solve(ops, mib=1.0, most_nanoseconds=quickest.nanoseconds)
     choices = [least]
 
     def refine(low: Choice, high: Choice) -> None:
@@ -82,7 +82,7 @@ def frontier(ops: Sequence[Op]) -> list[Choice]:
         if high.bytes <= low.bytes or high.nanoseconds >= low.nanoseconds:
             return
         price = (low.nanoseconds - high.nanoseconds) / (high.bytes - low.bytes)
-        middle = solve(ops, price * MIB)
+        middle = solve(ops, mib=price * MIB, nanoseconds=1.0)
 
         def value(choice: Choice) -> float:
             return choice.nanoseconds + price * choice.bytes
@@ -111,7 +111,7 @@ def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[
     """
     choices = [high]
     while (most := int(choices[-1].bytes - max(apart, KIB))) > low.bytes:
-        fastest = _solve(ops, mib=0.0, nanoseconds=1.0, most_bytes=most)
+        fastest = solve(ops, nanoseconds=1.0, most_bytes=most)
         if fastest.nanoseconds >= low.nanoseconds:
             break
         if fastest.nanoseconds == choices[-1].nanoseconds:
@@ -120,20 +120,11 @@ def between(ops: Sequence[Op], low: Choice, high: Choice, apart: float) -> list[
     return choices[::-1]
 
 
-def solve(ops: Sequence[Op], price: float) -> Choice:
-    """Choose for least nanoseconds plus `price` times MiB.
-
-    Raises:
-        PassError: as `frontier`.
-    """
-    return _solve(ops, mib=price, nanoseconds=1.0)
-
-
-def _solve(
+def solve(
     ops: Sequence[Op],
     *,
-    mib: float,
-    nanoseconds: float,
+    mib: float = 0.0,
+    nanoseconds: float = 0.0,
     most_bytes: int | None = None,
     most_nanoseconds: int | None = None,
 ) -> Choice:
@@ -141,6 +132,9 @@ def _solve(
 
     An integer program with two variables an op, whether it is kept and whether it is recomputed: a
     result that backward reads is one of the two, and so is each input of what is recomputed.
+
+    Raises:
+        PassError: as `frontier`.
     """
     try:
         from scipy.optimize import Bounds, LinearConstraint, milp

@@ -62,7 +62,7 @@ def every_choice(ops):
 @given(blocks(), st.sampled_from([0.0, 1.0, 300.0, 1000.0, 2500.0, 1e9]))
 @examples(150)
 def test_no_choice_is_better_at_any_price(ops, price):
-    found = solve(ops, price)
+    found = solve(ops, mib=price, nanoseconds=1.0)
     assert found.nanoseconds == nanoseconds(ops, found.saved)
 
     def value(choice):
@@ -109,4 +109,4 @@ def test_a_solver_out_of_time_says_so(monkeypatch):
     monkeypatch.setattr(solver, "SECONDS_OF_ONE_SOLUTION", 0.0)
     ops = tuple(Op("", "op", i, MIB, 10, tuple(range(i)), True, True, True) for i in range(40))
     with pytest.raises(PassError, match="found no best choice for a block of 40 ops"):
-        solve(ops, 3.0)
+        solve(ops, mib=3.0, nanoseconds=1.0)
