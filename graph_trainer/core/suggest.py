@@ -69,19 +69,20 @@ _NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9
 
 def show(value: Any) -> str:
     """Format `value` as a TOML author would write it, cut after 120 characters."""
-    text = _as_toml(value)
+    text = as_toml(value)
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-def _as_toml(value: Any) -> str:
+def as_toml(value: Any) -> str:
+    """Format `value` as in a TOML file; None, which TOML does not have, as "unset"."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, str):  # as in JSON, which leaves one character that TOML escapes
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_as_toml, value))}]"
+        return f"[{', '.join(map(as_toml, value))}]"
     if isinstance(value, Mapping):
-        pairs = ", ".join(f"{key} = {_as_toml(each)}" for key, each in value.items())
+        pairs = ", ".join(f"{key} = {as_toml(each)}" for key, each in value.items())
         return f"{{ {pairs} }}" if pairs else "{}"
     return "unset" if value is None else str(value)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from graph_trainer.core.passes.plan_memory.solver import Block, Op
-from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.suggest import as_toml, did_you_mean
 from graph_trainer.core.units import MIB
 from graph_trainer.errors import PassError
 
@@ -117,18 +116,18 @@ class MemoryTable:
         """Write the table as TOML, with what it is for as comment."""
         lines = [_HEADER]
         if self.parameters is not None:
-            lines.append(f"keep_unsharded = {_strings(self.parameters)}\n")
+            lines.append(f"keep_unsharded = {as_toml(self.parameters)}\n")
         if self.offloaded:
-            lines.append(f"offload_inputs_of = {_strings(in_ranges(self.offloaded))}\n")
+            lines.append(f"offload_inputs_of = {as_toml(in_ranges(self.offloaded))}\n")
         if not self.rows:
             lines.append("activation = []  # the model has no numbered blocks\n")
         for row in self.rows:
             lines += [
                 "[[activation]]",
-                f"module = {_string(row.module)}",
-                f"op = {_string(row.op)}",
+                f"module = {as_toml(row.module)}",
+                f"op = {as_toml(row.op)}",
                 f"nth = {row.nth}",
-                f"keep_in = {_strings(in_ranges(row.keep_in))}",
+                f"keep_in = {as_toml(in_ranges(row.keep_in))}",
                 f"mib = {row.mib:.3f}",
                 f"milliseconds = {row.milliseconds:.3f}\n",
             ]
@@ -147,12 +146,3 @@ def in_ranges(names: Sequence[str]) -> list[str]:
         else:
             ranges.append((stem, digits, digits))
     return [f"{stem}{a}" if a == b else f"{stem}{a}-{b}" for stem, a, b in ranges]
-
-
-def _string(value: str) -> str:
-    """Quote a string as in JSON, which in TOML escapes one more character."""
-    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-def _strings(values: Iterable[str]) -> str:
-    return f"[{', '.join(map(_string, values))}]"
