@@ -66,10 +66,10 @@ def distance(name: str, wanted: Any, actual: Any) -> Difference | None:
     """
     if digest(wanted) == digest(actual):
         return None
-    pairs = list(zip(_tensors(wanted), _tensors(actual), strict=False))
+    pairs = list(zip(tensors_in(wanted), tensors_in(actual), strict=False))
     notes = [f"{_kind(b)} instead of {_kind(a)}" for a, b in pairs if _kind(a) != _kind(b)]
-    if len(_tensors(wanted)) != len(_tensors(actual)):
-        notes.append(f"{len(_tensors(actual))} tensors instead of {len(_tensors(wanted))}")
+    if len(tensors_in(wanted)) != len(tensors_in(actual)):
+        notes.append(f"{len(tensors_in(actual))} tensors instead of {len(tensors_in(wanted))}")
     apart = [_distance(a, b) for a, b in pairs if a.shape == b.shape]
     if not apart:
         return Difference(name, math.nan, math.nan, "; ".join(notes) or "not a tensor")
@@ -98,7 +98,8 @@ def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """List the tensors of a value: a tensor, a list or tuple with some, or anything else."""
     values = value if isinstance(value, (tuple, list)) else [value]
     return [v for v in values if isinstance(v, torch.Tensor)]
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 
 from graph_trainer.core.analysis.lifetimes import lifetimes
@@ -21,9 +20,10 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import Input, Output, with_parts
 from graph_trainer.core.graph.snapshot import copy_graph
+from graph_trainer.core.ordering.agreement import Agreement
 from graph_trainer.core.ordering.sequences import may_communicate
 from graph_trainer.core.passes.report import EQUAL
-from graph_trainer.core.tensor_diff import Difference, Results, compare
+from graph_trainer.core.tensor_diff import Difference, Results, compare, tensors_in
 from graph_trainer.core.torch_private import FakeTensor, FakeTensorMode, detect_fake_mode
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import VerificationError
@@ -72,9 +72,8 @@ class _Checker(fx.Interpreter):
                 f"{type(error).__name__}: {error}"
             ) from error
         if n.op == "call_function":
-            results = result if isinstance(result, (tuple, list)) else [result]
-            real = [_describe(t) for t in results if isinstance(t, torch.Tensor)]
-            traced = [_describe(t) for t in tensors_of(n)]
+            real = list(map(_describe, tensors_in(result)))
+            traced = list(map(_describe, tensors_of(n)))
             if real != traced:
                 raise VerificationError(
                     f"node '{n.name}' ({n.target}) makes {real} and its metadata says {traced}"
@@ -214,7 +213,7 @@ def why_not(joint: JointGraph) -> str:
     if needed > MOST_BYTES:
         return f"a run needs {needed / GIB:.1f} GiB, more than {MOST_BYTES / GIB:.1f} GiB"
     # an unknown op may wait for the other ranks, which may not run it
-    alone = not dist.is_initialized() or dist.get_backend() == "fake" or dist.get_world_size() == 1
+    alone = len(Agreement().ranks) == 1
     for node, inner in _all_nodes(joint.graph):
         if node.op == "get_attr" and not inner:
             value = getattr(joint.graph_module, str(node.target), None)
@@ -254,8 +253,7 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
     def compare_with_metadata(node: fx.Node, value: Any) -> None:
         if node.op != "call_function":
             return
-        results = value if isinstance(value, (tuple, list)) else [value]
-        real = [(tuple(t.shape), t.dtype) for t in results if isinstance(t, torch.Tensor)]
+        real = [(tuple(t.shape), t.dtype) for t in tensors_in(value)]
         traced = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
         if not _matches(real, traced):
             mismatches[node.name] = f"makes {real} of real values and its metadata says {traced}"

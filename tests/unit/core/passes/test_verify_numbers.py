@@ -296,7 +296,7 @@ def out_of_range():
 )
 def test_what_cannot_run_is_said(make, reason, monkeypatch):
     become(0, 2)
-    monkeypatch.setattr(dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(dist, "get_backend", lambda group=None: "gloo")
     joint = make()
     passes = [Pass(name, Stage.TAG, "", lambda *_: None) for name in ("one", "two")]
     report = gt.run_passes(joint, gt.PassConfig(passes=passes, verify_passes=True))
