@@ -125,6 +125,14 @@ class Budget:
             MemoryLimitError: on all ranks, with what the memory is for and what would help.
         """
         hardware = self._context.hardware_for(joint)
+
+        def refusal(said: str, hardware: Hardware, remedy: str) -> MemoryLimitError:
+            """Add what this rank needs, what each pass did, and what would help."""
+            memory = self.memory(joint, hardware)
+            helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
+            needed = what_is_needed(memory, hardware)
+            return MemoryLimitError(f"{said} {needed}.\n{report}\n{remedy} {helps}")
+
         if self.is_over(joint):
             planned = (
                 "What is kept is planned for the first batch, and every later one follows: let the "
@@ -136,14 +144,13 @@ class Budget:
                 f"{KEY} = {self._limit:g}: the step needs {gib(self.needed(joint))} GiB on the "
                 f"rank that needs most. {planned}This rank needs"
             )
-            remedy = f"Raise {KEY}, or set"
-            raise self._refusal(said, joint, hardware, report, raised, remedy)
+            raise refusal(said, hardware, f"Raise {KEY}, or set")
         if self._host_memory is not unknown and self._limit != 0:
             copies = any(map(is_copy_to_host, joint.graph.nodes))
             need = self.memory(joint, hardware).host_bytes if copies else 0
             room = self._host_memory(joint) if need else None
             if (lack := self._lack(need, room)) > 0:
-                said = (
+                raise MemoryLimitError(
                     f"compile.offload_activations needs {gib(lack)} GiB more of host memory than "
                     "there is on the rank that lacks most. This rank keeps "
                     f"{gib(need)} GiB of activations there and has {_text(room)}. Offload less: "
@@ -151,7 +158,6 @@ class Budget:
                     "compile.offload_activations.min_bytes, fewer gt.offload(); or recompute: "
                     f'activation_checkpoint.type = "full". {KEY} = 0 takes the risk'
                 )
-                raise MemoryLimitError(said)
         if not self.may_refuse or self._limit is not None:
             return
         room, here = self._device_memory(joint), detect_for(joint).hardware
@@ -163,28 +169,12 @@ class Budget:
                 f"{KEY} is unset, and the step needs {gib(lack)} GiB more than there is on the "
                 f"rank that lacks most. This rank has {_text(room)}; it needs"
             )
-            remedy = f"Take the risk with {KEY} = 0, or set"
-            raise self._refusal(said, joint, hardware, report, raised, remedy)
+            raise refusal(said, hardware, f"Take the risk with {KEY} = 0, or set")
 
     def _lack(self, need: int, room: DeviceMemory | None) -> int:
         """Return the most bytes that any rank lacks; a rank of unknown memory takes part too."""
         mine = -(2**62) if room is None else need - room.bytes
         return self._context.agreement.all_reduce_max(mine)
-
-    def _refusal(
-        self,
-        said: str,
-        joint: JointGraph,
-        hardware: Hardware,
-        report: Report | None,
-        raised: Mapping[str, int],
-        remedy: str,
-    ) -> MemoryLimitError:
-        """Return an error with what this rank needs, what each pass did, and what would help."""
-        memory = self.memory(joint, hardware)
-        helps = what_would_help(memory.peak_by_category(), self._context.settings, raised)
-        said = f"{said} {what_is_needed(memory, hardware)}."
-        return MemoryLimitError(f"{said}\n{report}\n{remedy} {helps}")
 
 
 def _text(room: DeviceMemory | None) -> str:
