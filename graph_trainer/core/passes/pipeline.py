@@ -109,10 +109,9 @@ def run_passes(
         CollectiveError: another rank has ended before this one's passes had.
     """
     report = Report()
-    steps = pass_by_pass(
+    for _ in pass_by_pass(
         joint, config, first=first, agreement=agreement, on_pass=on_pass, report=report
-    )
-    for _ in steps:
+    ):
         pass  # what it did is in the report
     return report
 
@@ -328,11 +327,10 @@ def _context_of(
     """Return what all passes know of the run; and which machine they simulate and why, where a
     pass does and no hardware is named."""
     simulates = (each.needs_hardware(_options(config, each), config) for each in selected)
-    if config.hardware is not None or not any(simulates):
-        return PassContext(settings=config, agreement=agreement, hardware=config.hardware), ""
-    detected = detect_on_all_ranks(joint, agreement)
-    context = PassContext(settings=config, agreement=agreement, hardware=detected.hardware)
-    return context, detected.why
+    hardware, why = config.hardware, ""
+    if hardware is None and any(simulates):
+        hardware, why, _ = detect_on_all_ranks(joint, agreement)
+    return PassContext(settings=config, agreement=agreement, hardware=hardware), why
 
 
 def _prepare(
