@@ -10,7 +10,7 @@ from graph_trainer.core.analysis.collectives import collective_inputs
 from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.graph.annotations import Phase, annotations_of, is_analysed_alike, phase_of
 from graph_trainer.core.graph.collective_kinds import KINDS, Result
-from graph_trainer.core.graph.content import Content, is_same, known_content, unchanging
+from graph_trainer.core.graph.content import Content, is_same, known_content
 from graph_trainer.core.graph.data_sizes import nbytes_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
 from graph_trainer.core.graph.ops import collective_name, is_collective
@@ -65,23 +65,14 @@ class PassReport(PassRun):
 
 def measure(joint: JointGraph, run: PassRun) -> PassReport:
     """Make the report row of a pass from the graph as it is now. Linear in nodes."""
-    counts: Counter[tuple[str, str]] = Counter()
-    total = 0
-    nodes = 0
-    with unchanging(joint.graph):
-        for node in compute_nodes(joint.graph):
-            nodes += 1
-            if is_collective(node):
-                phase = phase_of(node)
-                counts[(collective_name(node), phase.value if phase else "")] += 1
-                total += sum(map(nbytes_of, collective_inputs(node)))
-        peak_bytes = lifetimes(joint).peak_bytes
+    nodes = list(compute_nodes(joint.graph))
+    issued = [node for node in nodes if is_collective(node)]
     return PassReport(
         **asdict(run),
-        nodes=nodes,
-        collectives=dict(counts),
-        collective_bytes=total,
-        peak_bytes=peak_bytes,
+        nodes=len(nodes),
+        collectives=dict(Counter((collective_name(n), str(phase_of(n) or "")) for n in issued)),
+        collective_bytes=sum(nbytes_of(t) for n in issued for t in collective_inputs(n)),
+        peak_bytes=lifetimes(joint).peak_bytes,
     )
 
 
