@@ -164,10 +164,8 @@ class ScheduleGraph:
         """What must run before: what a node reads, and what it may not overtake."""
         self.seconds = [self._seconds(node) for node in self.nodes]
         """Simulated time; of a collective the time on its group."""
-        self.heavy = [
-            n in self.cost and self.cost[n].kind in (CostKind.MATMUL, CostKind.ATTENTION)
-            for n in self.nodes
-        ]
+        heavy = (CostKind.MATMUL, CostKind.ATTENTION)
+        self.heavy = [self.cost[n].kind in heavy for n in self.nodes]
         """Whether the node is a matrix product or attention."""
         self.backward = [is_backward(n) for n in self.nodes]
         self.group = {self.at[c.node]: c.ranks for c in self.issued if c.node in self.at}
