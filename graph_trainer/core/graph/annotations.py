@@ -322,6 +322,12 @@ def set_recompute_policy(
     node.meta[_AC_GRAPH_ID] = ac_graph_id
 
 
+def set_kept(node: fx.Node, kept: bool, *, ac_graph_id: int = FSDP_AC_GRAPH_ID) -> None:
+    """Tag a node MUST_SAVE where its result is kept for backward, else MUST_RECOMPUTE."""
+    policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
+    set_recompute_policy(node, policy, ac_graph_id=ac_graph_id)
+
+
 def clear_recompute_policy(node: fx.Node) -> None:
     """Remove the recompute tag of a node."""
     node.meta.pop(_RECOMPUTE, None)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.blocks import (
     forward_block_of,
@@ -19,7 +18,7 @@ from graph_trainer.core.analysis.blocks import (
 from graph_trainer.core.graph.annotations import (
     module_of,
     recompute_policy,
-    set_recompute_policy,
+    set_kept,
     tensor_of,
 )
 from graph_trainer.core.graph.collective_kinds import Result
@@ -121,10 +120,7 @@ def tag_activations(
             kept |= set(_worth_keeping(nodes, block, options, context))
         for node in nodes:
             if recompute_policy(node) is None and not is_getitem(node):
-                tag = (
-                    CheckpointPolicy.MUST_SAVE if node in kept else CheckpointPolicy.MUST_RECOMPUTE
-                )
-                set_recompute_policy(node, tag, ac_graph_id=FIRST_AC_GRAPH_ID + number)
+                set_kept(node, node in kept, ac_graph_id=FIRST_AC_GRAPH_ID + number)
 
 
 def _communicated(

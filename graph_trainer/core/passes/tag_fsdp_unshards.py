@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.unshard_chains import last_bucket, unshard_chains
-from graph_trainer.core.graph.annotations import recompute_policy, set_recompute_policy
+from graph_trainer.core.graph.annotations import recompute_policy, set_kept
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
@@ -40,11 +40,6 @@ def tag_fsdp_unshards(joint: JointGraph, options: NoOptions, context: PassContex
         )
         if not (chain.backward_readers or recomputed):
             continue
-        policy = (
-            CheckpointPolicy.MUST_SAVE
-            if chain.parameter in kept
-            else CheckpointPolicy.MUST_RECOMPUTE
-        )
         for node in chain.nodes:
             if recompute_policy(node) not in decided:
-                set_recompute_policy(node, policy)
+                set_kept(node, chain.parameter in kept)

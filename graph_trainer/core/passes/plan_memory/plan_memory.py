@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from graph_trainer.core.analysis.blocks import block_inputs
 from graph_trainer.core.analysis.memory import Memory
 from graph_trainer.core.analysis.unshard_chains import UnshardChain, unshard_chains
-from graph_trainer.core.graph.annotations import recompute_policy, set_offload, set_recompute_policy
+from graph_trainer.core.graph.annotations import recompute_policy, set_kept, set_offload
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import is_getitem
 from graph_trainer.core.graph.snapshot import copy_graph
@@ -333,10 +333,9 @@ def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
         for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
             kept = number in saved[block.name] or not op.may_recompute
-            policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
             for node in nodes:
                 if recompute_policy(node) is None and not is_getitem(node):
-                    set_recompute_policy(node, policy, ac_graph_id=graph_id)
+                    set_kept(node, kept, ac_graph_id=graph_id)
     inputs = block_inputs(joint) if table.offloaded else {}
     for node in (node for name in table.offloaded for node in inputs.get(name, ())):
         if recompute_policy(node) in (None, CheckpointPolicy.MUST_SAVE):
@@ -350,8 +349,6 @@ def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None
             "which this model does not gather: take it out of the table"
         )
     for chain in chains:
-        kept = chain.parameter in unsharded
-        policy = CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
         for node in chain.nodes:
             if recompute_policy(node) is None:
-                set_recompute_policy(node, policy)
+                set_kept(node, chain.parameter in unsharded)
