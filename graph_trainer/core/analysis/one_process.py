@@ -19,6 +19,7 @@ from torch import fx
 from graph_trainer.core.analysis.node_diff import Observe, Observed
 from graph_trainer.core.graph.annotations import tensor_of
 from graph_trainer.core.graph.collective_kinds import Effect, kind_of_op
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import given_value
 from graph_trainer.core.graph.signature import InputKind, with_parts
@@ -157,9 +158,8 @@ def values_for(joint: JointGraph, seed: int = 0) -> list[torch.Tensor]:
 
 
 def _like(fake: torch.Tensor, kind: InputKind, generator: torch.Generator) -> torch.Tensor:
-    steps = zip(fake.shape, fake.stride(), strict=True)
-    last = sum((size - 1) * step for size, step in steps) if fake.numel() else -1
-    numel, dtype = fake.storage_offset() + last + 1, fake.dtype
+    dtype = fake.dtype
+    numel = fake.storage_offset() + storage_bytes(fake) // dtype.itemsize
     if not (dtype.is_floating_point or dtype.is_complex):
         filled = torch.randint(0, 2, (numel,), generator=generator).to(dtype)
         if fake.ndim == 0:  # a number of something, as of tokens: a loss is divided by it

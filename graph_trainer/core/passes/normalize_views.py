@@ -8,10 +8,9 @@ from torch import fx
 from graph_trainer.core.graph.annotations import value_of
 from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.joint_graph import JointGraph
+from graph_trainer.core.graph.ops import aten
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.context import PassContext
-
-aten = torch.ops.aten
 
 _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _VIEWS = {

@@ -130,13 +130,11 @@ def _communicated(
     full = context.settings.activation_policy != "selective"
     repeats = options.regather == "always" or (options.regather == "policy" and full)
     for node in nodes:
-        if not (is_collective(node) or is_wait(node)):
-            continue
-        kind = collective_kind(node if is_collective(node) else node.all_input_nodes[0])
-        gathers = kind is not None and kind.result is Result.GATHERED
-        is_repeated = repeats and (gathers or full)  # under "selective" only gathers are
-        if not is_repeated:
-            yield node
+        if is_collective(node) or is_wait(node):
+            kind = collective_kind(node if is_collective(node) else node.all_input_nodes[0])
+            gathers = kind is not None and kind.result is Result.GATHERED
+            if not (repeats and (gathers or full)):  # under "selective" only gathers are repeated
+                yield node
 
 
 def _worth_keeping(
