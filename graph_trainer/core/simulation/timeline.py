@@ -118,7 +118,6 @@ def play(
     link_free = {TO_HOST: 0.0, FROM_HOST: 0.0}
     copied: dict[fx.Node, float] = {}
     copy_wait_seconds = 0.0
-    busy: dict[str, float] = defaultdict(float)
     ends: dict[object, tuple[float, Collective]] = {}
     events: list[Event] = []
     starts: list[float] = []
@@ -136,7 +135,6 @@ def play(
                 seconds += copies.pop(node)
             start = max(now, free[stream])
             free[stream] = start + seconds
-            busy[stream] += seconds
             ends[roots[node]] = (free[stream], collective)
             events.append(Event(node, stream, start, seconds))
         elif each.kind is CostKind.HOST_COPY:
@@ -144,7 +142,6 @@ def play(
             seconds = hardware.host_copy_seconds(each.bytes)
             start = max(now, link_free[stream])
             copied[node] = link_free[stream] = start + seconds
-            busy[stream] += seconds
             events.append(Event(node, stream, start, seconds))
         elif waits_for_copy(node):
             idle = max(0.0, copied.get(node.all_input_nodes[0], 0.0) - now)
@@ -160,7 +157,6 @@ def play(
                 now = end
             if copying := copies.pop(waited.node, 0.0):
                 events.append(Event(node, COMPUTE, now, copying))
-                busy[COMPUTE] += copying
                 now += copying
         elif each.seconds:
             communicating = max(free.values(), default=0.0) - now
@@ -169,8 +165,10 @@ def play(
                 exposed[undelayed:] = [replace(w, delayed=node) for w in exposed[undelayed:]]
                 undelayed = len(exposed)
             events.append(Event(node, COMPUTE, now, seconds))
-            busy[COMPUTE] += seconds
             now += seconds
+    busy: dict[str, float] = defaultdict(float)
+    for event in events:
+        busy[event.stream] += event.seconds
     end = max([now, *free.values(), *link_free.values()])
     return Timeline(events, starts, end, dict(busy), exposed, copy_wait_seconds)
 
