@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -112,9 +113,8 @@ class Scheduler:
         self.num_heavy = 0
         self.deferred: dict[int, Deferred] = {}
         self.deferred_bytes = 0
-        self.in_flight: set[int] = set()
-        """Gathers that have started and whose wait has not run."""
-        self.bytes_in_flight = 0
+        self.in_flight: dict[int, int] = {}
+        """Gathers that have started and whose wait has not run, with their bytes."""
         self.ready: set[int] = set()
         """Indices of the reductions whose inputs have all run."""
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)
@@ -128,9 +128,7 @@ class Scheduler:
         for index, inputs in enumerate(self._missing):
             for place in inputs:
                 self._waiting[place].append(index)
-        self.heavy_until = [0]
-        for heavy in graph.heavy:
-            self.heavy_until.append(self.heavy_until[-1] + heavy)
+        self.heavy_until = list(itertools.accumulate(graph.heavy, initial=0))
         self.prepares = {place for each in graph.gathers for place in each.places[:-1]}
         self.next_gather = 0
         self.refused_at = (-1, -1, -1)
@@ -182,14 +180,11 @@ class Scheduler:
             self.ends[place] = max(self.now, self._group_ends[group]) + seconds
             self._group_ends[group] = self.ends[place]
             if place in self._bytes_of:
-                self.in_flight.add(place)
-                self.bytes_in_flight += self._bytes_of[place]
+                self.in_flight[place] = self._bytes_of[place]
         elif place in graph.issuer:
             start = graph.issuer[place]
             self.now = max(self.now, self.ends[start])
-            if start in self.in_flight:
-                self.in_flight.discard(start)
-                self.bytes_in_flight -= self._bytes_of[start]
+            self.in_flight.pop(start, None)
         elif seconds:
             communicating = max(self._group_ends.values(), default=0.0) - self.now
             self.now += stretched(seconds, communicating, graph.hardware)
@@ -339,7 +334,7 @@ class Scheduler:
             if (
                 group.backward is not self.graph.backward[place]
                 or len(self.in_flight) >= self.options.prefetch_depth
-                or self.bytes_in_flight + group.bytes > self.max_in_flight
+                or sum(self.in_flight.values()) + group.bytes > self.max_in_flight
             ):
                 return
             tried = (self.next_gather, len(self.in_flight), self.num_heavy)
