@@ -115,7 +115,8 @@ def blocks_of(joint: JointGraph, context: PassContext) -> list[Block]:
                 )
             )
             seen[key] += 1
-        blocks.append(Block(name, tuple(ops), groups))
+        names = [[node.name for node in group] for group in groups]
+        blocks.append(Block(name, tuple(ops), names))
     return blocks
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 
-from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from graph_trainer.core.analysis.blocks import block_inputs
@@ -292,14 +290,7 @@ class _Planner:
         All later passes, or those before a stage.
         """
         trial, context = copy_graph(self._joint), self._context
-        named = {node.name: node for node in trial.graph.nodes}
-        blocks = []
-        for block in self._blocks:
-            nodes: list[list[fx.Node]] = []
-            for group in block.nodes:
-                nodes.append([named[node.name] for node in group])
-            blocks.append(replace(block, nodes=nodes))
-        _tag(trial, blocks, self._table(number))
+        _tag(trial, self._blocks, self._table(number))
         context.run_later_passes(trial, before)
         return trial
 
@@ -329,11 +320,11 @@ def _tag(joint: JointGraph, blocks: Sequence[Block], table: MemoryTable) -> None
     Raises:
         PassError: the table has an op, a block or a parameter that the graph does not have.
     """
-    saved = table.saved(blocks)
+    saved, named = table.saved(blocks), {node.name: node for node in joint.graph.nodes}
     for graph_id, block in enumerate(blocks, start=FIRST_AC_GRAPH_ID):
-        for number, (op, nodes) in enumerate(zip(block.ops, block.nodes, strict=True)):
+        for number, (op, names) in enumerate(zip(block.ops, block.nodes, strict=True)):
             kept = number in saved[block.name] or not op.may_recompute
-            for node in nodes:
+            for node in map(named.__getitem__, names):
                 if recompute_policy(node) is None and not is_getitem(node):
                     set_kept(node, kept, ac_graph_id=graph_id)
     inputs = block_inputs(joint) if table.offloaded else {}

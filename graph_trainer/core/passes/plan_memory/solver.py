@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from torch import fx
-
 from graph_trainer.core.units import KIB, MIB
 from graph_trainer.errors import PassError
 
@@ -47,8 +45,8 @@ class Block:
 
     name: str
     ops: tuple[Op, ...]
-    nodes: list[list[fx.Node]] = field(repr=False)
-    """The nodes of each op."""
+    nodes: list[list[str]] = field(repr=False)
+    """The names of each op's nodes, the same in every copy of the graph."""
 
 
 class Choice(NamedTuple):
