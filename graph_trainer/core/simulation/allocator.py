@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 
 from graph_trainer.core.analysis.memory import Category, LiveStorage, Memory
 from graph_trainer.core.units import MIB
@@ -22,8 +22,19 @@ _LARGE_PAGE = 20 * MIB
 # At the first node the only gradients are those of earlier microbatches.
 _GIVEN = (Category.PARAMETERS, Category.OPTIMIZER_STATE, Category.BUFFERS, Category.GRADIENTS)
 
-Pool = str
-"""Name of a pool of memory; a pool has one segment for small blocks and one for large ones."""
+Pools = Mapping[Category, str]
+"""By category, the pool of memory of its storages, where that is not the one named "compute". A
+pool has one segment for small blocks and one for large ones."""
+
+ONE_POOL: Pools = {}
+"""All are allocated on the compute stream, as graph_trainer's collectives allocate."""
+POOL_PER_STREAM: Pools = {
+    Category.UNSHARDED: "unshard",
+    Category.GRADIENTS: "reduce",
+    Category.COMMUNICATION: "reduce",
+}
+"""FSDP2 allocates gathered parameters and reduced gradients on separate streams, and the allocator
+does not reuse memory of one stream on another."""
 
 
 class Segment:
@@ -82,37 +93,20 @@ class Segment:
         return size
 
 
-def one_pool(storage: LiveStorage) -> Pool:
-    """Allocate everything on the compute stream, as graph_trainer's collectives do."""
-    return "compute"
-
-
-def pool_per_stream(storage: LiveStorage) -> Pool:
-    """Allocate as FSDP2 does: gathered parameters and reduced gradients on separate streams. The
-    allocator does not reuse memory of one stream on another."""
-    if storage.category is Category.UNSHARDED:
-        return "unshard"
-    if storage.category in (Category.GRADIENTS, Category.COMMUNICATION):
-        return "reduce"
-    return "compute"
-
-
-def reserved_bytes(
-    memory: Memory, pool_of: Callable[[LiveStorage], Pool] = one_pool, steps: int = 2
-) -> int:
+def reserved_bytes(memory: Memory, pools: Pools = ONE_POOL, steps: int = 2) -> int:
     """Return the most bytes that the allocator takes, in all pools. n log n in storages.
 
     Parameters, buffers, optimizer state and gradients of earlier microbatches are allocated before
     the first of `steps` equal steps. Gradients of the graph are alive until the next step begins.
     """
     always = sum(memory.by_category[c][0] for c in _GIVEN if memory.by_category[c])
-    pools: dict[Pool, tuple[Segment, Segment]] = defaultdict(
+    segments: dict[str, tuple[Segment, Segment]] = defaultdict(
         lambda: (Segment(_SMALL_PAGE), Segment(_LARGE_PAGE))
     )
-    pools["compute"][1].allocate("always", always)
+    segments["compute"][1].allocate("always", always)
 
     def segment(storage: LiveStorage) -> Segment:
-        return pools[pool_of(storage)][storage.bytes > _SMALL]
+        return segments[pools.get(storage.category, "compute")][storage.bytes > _SMALL]
 
     def free(storages: Iterable[LiveStorage], step: int) -> None:
         for storage in storages:
@@ -135,4 +129,4 @@ def reserved_bytes(
             free((s for s in ends if s.category is not Category.GRADIENTS), step)
             for storage in born.get(place, ()):
                 segment(storage).allocate((step, storage.node, storage.index), storage.bytes)
-    return sum(s.reserved for pair in pools.values() for s in pair)
+    return sum(s.reserved for pair in segments.values() for s in pair)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.analysis.memory import LiveStorage
 from graph_trainer.core.graph.annotations import (
     Phase,
     Role,
@@ -21,7 +20,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import Storage, aten, storage_roots
-from graph_trainer.core.simulation.allocator import Pool, one_pool, pool_per_stream
+from graph_trainer.core.simulation.allocator import ONE_POOL, POOL_PER_STREAM, Pools
 from graph_trainer.core.simulation.fusion import NO_FUSION, Fusion, fuse, fuse_in_regions
 from graph_trainer.core.simulation.hardware import Hardware
 
@@ -34,8 +33,8 @@ class Runtime:
     """Value of the flag that chooses it."""
     compiled: Callable[[fx.Node], bool]
     """Which nodes the compiler sees, if the backend compiles."""
-    pool_of: Callable[[LiveStorage], Pool]
-    """The allocator's pool of a storage."""
+    pools: Pools
+    """Those of the allocator."""
     keeps_saved: bool
     """Whether tensors that autograd or a checkpoint saved stay alive until the backward of their
     layer ends, even if it does not read them."""
@@ -87,7 +86,7 @@ class Runtime:
 GRAPH_TRAINER = Runtime(
     name="graph_trainer",
     compiled=lambda node: True,
-    pool_of=one_pool,
+    pools=ONE_POOL,
     keeps_saved=False,
     runs_backend=True,
     copies_buckets=False,
@@ -97,7 +96,7 @@ GRAPH_TRAINER = Runtime(
 TORCHTITAN = Runtime(
     name="torchtitan",
     compiled=lambda node: block_of(module_of(node)) is not None,
-    pool_of=pool_per_stream,
+    pools=POOL_PER_STREAM,
     keeps_saved=True,
     runs_backend=False,
     copies_buckets=True,

@@ -144,5 +144,5 @@ def need_of(memory: Memory, hardware: Hardware, runtime: Runtime = GRAPH_TRAINER
     """
     alive = allocated = memory.peak_bytes
     if hardware.device == "cuda":
-        allocated = reserved_bytes(memory, runtime.pool_of)
+        allocated = reserved_bytes(memory, runtime.pools)
     return Need(alive, allocated, allocated + hardware.reserved_bytes)
