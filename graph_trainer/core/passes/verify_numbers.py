@@ -175,7 +175,6 @@ def _compared(
                 f"{NOT_COMPARED}{', '.join(sorted(kinds))} replaces another collective, which "
                 "one process cannot simulate; graph-trainer bisect-passes compares real ranks"
             )
-    if wrong:
         first, others = wrong[0], len(wrong) - 1
         node = first_differing_node(
             lambda joint, observe: run(joint, alike=bool(replaced), observe=observe),

@@ -20,7 +20,7 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.collective_kinds import Result
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import has_effect, is_collective, is_wait, plain_kind
+from graph_trainer.core.graph.ops import has_effect, is_wait, plain_kind
 from graph_trainer.core.graph.writes import Writes, writes_of
 from graph_trainer.core.passes.base import NoOptions, Stage, graph_pass
 from graph_trainer.core.passes.bucketing.rewrite import prepared_from
@@ -55,8 +55,6 @@ def tag_buckets(joint: JointGraph, options: NoOptions, context: PassContext) -> 
     source = computed_from_one_parameter(joint, lambda node: _moves(node, writes))
     goal = leading_to_one_gradient(joint, lambda node: _moves(node, writes))
     for node in joint.graph.nodes:
-        if not is_collective(node):
-            continue
         kind = plain_kind(node)
         if kind is None or not kind.mergeable:
             continue
