@@ -8,7 +8,7 @@ from enum import StrEnum
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective
-from graph_trainer.core.graph.annotations import Role, counts_of, purpose_of
+from graph_trainer.core.graph.annotations import Role, counts_of, is_context_parallel
 
 
 class Traffic(StrEnum):
@@ -25,7 +25,7 @@ class Traffic(StrEnum):
 def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[fx.Node, Traffic]:
     """Return the purpose of each collective of a graph. Linear in collectives and group sizes.
 
-    FSDP's collectives have a role, and those of context parallelism a purpose. Expert parallelism's
+    FSDP's collectives have a role, and those of context parallelism a mark. Expert parallelism's
     are the all-to-alls whose splits data decide, and those of its group, which exchange the counts.
     Of the others, a collective belongs to tensor parallelism if its group shares no two ranks with
     a data-parallel group: its members then compute on the same batch.
@@ -39,8 +39,8 @@ def traffic_of(issued: list[Collective], gradients: Iterable[str] = ()) -> dict[
     for c in issued:
         if c.role is not None:
             traffic[c.node] = Traffic(c.role)
-        elif (purpose := purpose_of(c.node)) is not None:
-            traffic[c.node] = Traffic(purpose)
+        elif is_context_parallel(c.node):
+            traffic[c.node] = Traffic.CONTEXT_PARALLEL
         elif c.kind == "all_to_all_single" and c.ranks in of_experts:
             traffic[c.node] = Traffic.EXPERT_PARALLEL
         else:

@@ -5,7 +5,7 @@ Passes and analyses use the accessors below and never the dictionary itself:
     phase        forward, loss or backward
     module       FQN of the module whose forward made the node, or whose backward it is
     fsdp role    unshard or reduce_grad, with the FQN of the parameter
-    purpose      the parallelism that another collective was issued for
+    parallelism  whether context parallelism issued a collective
     bucket       the tag of the collectives that may be merged
     loss grad    the gradient of a loss that backward begins with: a tensor of ones
     counts       of an all-to-all whose splits data decide: the exchange of their counts
@@ -44,12 +44,6 @@ class Role(StrEnum):
     REDUCE_GRAD = "reduce_grad"
 
 
-class Purpose(StrEnum):
-    """The parallelism that a collective without an FSDP role was issued for."""
-
-    CONTEXT_PARALLEL = "context_parallel"
-
-
 _CUSTOM = "custom"  # torch.fx.traceback.annotate writes here, and fx keeps it across retracing
 # Looked up a million times in a plan: a dictionary takes a fifth of the time of an enum's call.
 _PHASES: dict[str | None, Phase] = {phase.value: phase for phase in Phase}
@@ -59,7 +53,7 @@ _PHASE = "phase"
 _MODULE = "module"
 _ROLE = "fsdp_role"
 _PARAMETER = "fsdp_parameter"
-_PURPOSE = "purpose"
+_CONTEXT_PARALLEL = "context_parallel"
 _INPUT_NAME = "input_name"
 _RECOMPUTE = "recompute"  # these two names are PyTorch's own
 _AC_GRAPH_ID = "ac_graph_id"
@@ -99,7 +93,7 @@ def annotation(
     module: str | None = None,
     role: Role | None = None,
     parameter: str | None = None,
-    purpose: Purpose | None = None,
+    context_parallel: bool | None = None,
     local_slice: str | None = None,
     offload: bool | None = None,
     loss_gradient: int | None = None,
@@ -111,7 +105,7 @@ def annotation(
         _MODULE: module,
         _ROLE: role,
         _PARAMETER: parameter,
-        _PURPOSE: purpose,
+        _CONTEXT_PARALLEL: context_parallel,
         _LOCAL_SLICE: local_slice,
         _OFFLOAD: offload,
         _LOSS_GRADIENT: loss_gradient,
@@ -227,10 +221,9 @@ def role_of(node: fx.Node) -> Role | None:
     return _ROLES.get(_custom(node, _ROLE))
 
 
-def purpose_of(node: fx.Node) -> Purpose | None:
-    """Return the parallelism that a collective was issued for, where its maker has annotated it."""
-    value = _custom(node, _PURPOSE)
-    return None if value is None else Purpose(value)
+def is_context_parallel(node: fx.Node) -> bool:
+    """Tell whether context parallelism issued a collective."""
+    return _custom(node, _CONTEXT_PARALLEL) is not None
 
 
 def parameter_of(node: fx.Node) -> str | None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.fx.traceback import annotate
 
-from graph_trainer.core.graph.annotations import Purpose, annotation
+from graph_trainer.core.graph.annotations import annotation
 from graph_trainer.core.sharding.collectives import all_gather, all_to_all, reduce_scatter
 
 Collective = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
@@ -27,12 +27,12 @@ class _Sent(torch.autograd.Function):
         ctx: Any, sent: torch.Tensor, group: dist.ProcessGroup, there: Collective, back: Collective
     ) -> torch.Tensor:
         ctx.group, ctx.back = group, back
-        with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
+        with annotate(annotation(context_parallel=True)):
             return there(sent.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
+        with annotate(annotation(context_parallel=True)):
             return ctx.back(grad.contiguous(), ctx.group), None, None, None
 
 
@@ -92,7 +92,7 @@ def places(local: int, group: dist.ProcessGroup, device: torch.device) -> torch.
 
 def gather_positions(positions: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[batch, local sequence] -> [batch, sequence], in the order of the sequence."""
-    with annotate(annotation(purpose=Purpose.CONTEXT_PARALLEL)):
+    with annotate(annotation(context_parallel=True)):
         whole = all_gather(positions.t().contiguous(), group)
     return _in_order(whole.t().unflatten(1, (group.size(), -1)))
 

@@ -28,10 +28,9 @@ from torch import fx
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.graph.annotations import (
-    Purpose,
     Role,
     is_backward,
-    purpose_of,
+    is_context_parallel,
     role_of,
     tensors_of,
 )
@@ -130,7 +129,7 @@ class ScheduleGraph:
         self._collective = {c.node: c for c in self.issued}
         # Context parallelism's groups may have the ranks of FSDP's, but they are other groups.
         others = [c for c in self.issued if c.role is None]
-        mixed = {c.ranks for c in others if purpose_of(c.node) is not Purpose.CONTEXT_PARALLEL}
+        mixed = {c.ranks for c in others if not is_context_parallel(c.node)}
         self._fsdp_groups = {c.ranks for c in self.issued} - mixed
         if self._gathers_twice():
             self._fsdp_groups = set()

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
-from graph_trainer.core.graph.annotations import Purpose, Role, annotate_node, annotation
+from graph_trainer.core.graph.annotations import Role, annotate_node, annotation
 from tests.unit.graphs import collective
 
 UNSHARD, REDUCE = Role.UNSHARD, Role.REDUCE_GRAD
@@ -49,7 +49,7 @@ def test_the_purpose_of_collectives(issued, expected):
 def test_context_parallelism_says_what_its_collectives_are_for():
     """Its group may have the ranks of fsdp's."""
     entries = [collective(ranks=FSDP, role=UNSHARD), collective(ranks=FSDP), collective(ranks=FSDP)]
-    annotate_node(entries[1].node, annotation(purpose=Purpose.CONTEXT_PARALLEL))
+    annotate_node(entries[1].node, annotation(context_parallel=True))
     found = traffic_of(entries)
     expected = [Traffic.UNSHARD, Traffic.CONTEXT_PARALLEL, Traffic.OTHER]
     assert [found[each.node] for each in entries] == expected
