@@ -91,9 +91,7 @@ def _runs(graph: fx.Graph, storages: Mapping[fx.Node, ValueStorages]) -> Iterato
 
 def _fits(node: fx.Node, storages: Mapping[fx.Node, ValueStorages], inside: set[fx.Node]) -> bool:
     """Tell whether a node may run in a region that so far has the nodes `inside`."""
-    if schema_of(node) is None or collective_kind(node) is not None:
-        return False
-    if is_host_copy(node):
+    if schema_of(node) is None or collective_kind(node) is not None or is_host_copy(node):
         return False
     for source in (node, *node.all_input_nodes):
         value = value_of(source)
