@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from graph_trainer.core.analysis.lifetimes import lifetimes
 from graph_trainer.core.analysis.node_diff import first_differing_node, result_name
 from graph_trainer.core.analysis.one_process import REDUCTIONS, SIMULATED, run
 from graph_trainer.core.graph.annotations import tensor_of, tensors_of, value_of
-from graph_trainer.core.graph.data_sizes import Size, data_sizes_of, storage_bytes
+from graph_trainer.core.graph.data_sizes import data_sizes_of, storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, subgraphs
 from graph_trainer.core.graph.signature import Input, Output, with_parts
@@ -252,10 +251,11 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
     def compare_with_metadata(node: fx.Node, value: Any) -> None:
         if node.op != "call_function":
             return
-        real = [(tuple(t.shape), t.dtype) for t in tensors_in(value)]
-        traced = [(tuple(t.shape), t.dtype) for t in tensors_of(node)]
-        if not _matches(real, traced):
-            mismatches[node.name] = f"makes {real} of real values and its metadata says {traced}"
+        made, traced = tensors_in(value), tensors_of(node)
+        if len(made) != len(traced) or not all(map(_matches, made, traced)):
+            real = [(tuple(t.shape), t.dtype) for t in made]
+            said = [(tuple(t.shape), t.dtype) for t in traced]
+            mismatches[node.name] = f"makes {real} of real values and its metadata says {said}"
 
     tensors = run(joint, alike=alike, observe=compare_with_metadata)
     specs: tuple[Input | Output, ...] = (*joint.signature.outputs, *joint.signature.inputs)
@@ -264,15 +264,11 @@ def _run(joint: JointGraph, *, alike: bool = False) -> tuple[Results, dict[str, 
     }, mismatches
 
 
-_Layout = tuple[tuple[Size, ...], torch.dtype]
-
-
-def _matches(real: Sequence[_Layout], traced: Sequence[_Layout]) -> bool:
-    """Tell whether shapes and dtypes are those of metadata; sizes that data decide are any."""
-    if [(len(shape), dtype) for shape, dtype in real] != [(len(s), dtype) for s, dtype in traced]:
+def _matches(real: torch.Tensor, traced: torch.Tensor) -> bool:
+    """Tell whether shape and dtype are those of metadata; sizes that data decide are any."""
+    if real.dtype != traced.dtype or real.ndim != traced.ndim:
         return False
-    pairs = zip(real, traced, strict=True)
-    sizes = [pair for (a, _), (b, _) in pairs for pair in zip(a, b, strict=True)]
+    sizes = zip(real.shape, traced.shape, strict=True)
     return all(size == said for size, said in sizes if isinstance(said, int))
 
 
