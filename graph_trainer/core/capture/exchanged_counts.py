@@ -56,14 +56,13 @@ def trace_counts(graph: fx.Graph) -> None:
         exchange, backwards = _exchange_of(node, sent, received)
         number = exchanges.setdefault(exchange, len(exchanges))
         annotate_node(node, annotation(counts=f"{number} back" if backwards else f"{number}"))
-        rows = argument(node, "input")
-        assert isinstance(rows, fx.Node)
+        rows = tensor_of(argument(node, "input")).shape[0]
         for splits in (sent, received):
-            _expect(splits, tensor_of(rows).shape[0])
+            _expect(splits, rows)
         own = sent if backwards else received
-        sizes = value_of(own[0]).node.shape_env  # type: ignore[index]
+        sizes = value_of(own[0]).node.shape_env
         if number == len(sizes.exchanges):
-            read = tuple(value_of(each).node.expr for each in own)  # type: ignore[attr-defined]
+            read = tuple(value_of(each).node.expr for each in own)
             sizes.exchanges.append(Exchange(module_of(exchange) or "", read))
     for node in symbols:
         size = value_of(node)
@@ -107,24 +106,22 @@ def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool
 
 def _summed(splits: Any) -> fx.Node | None:
     """Return the counts [ranks, ...] if the splits are the sums of its rows, in order."""
-    source = None
+    source: Any = None
     for place, node in enumerate(splits):
         if not isinstance(node, fx.Node) or node.target is not aten._local_scalar_dense.default:
             return None
-        item = node.args[0]
-        assert isinstance(item, fx.Node)
-        if not is_getitem(item) or item.args[1] != place:
-            return None
-        if source not in (None, item.args[0]):
+        item: Any = node.args[0]
+        if not is_getitem(item) or item.args[1] != place or source not in (None, item.args[0]):
             return None
         source = item.args[0]
-    if source is None or source.target is not aten.unbind.int:  # type: ignore[union-attr]
+    if source is None or source.target is not aten.unbind.int:
         return None
-    sums = _without_copies(source.args[0])  # type: ignore[union-attr]
+    sums = source.args[0]
+    while sums.target in _COPIES:
+        sums = sums.args[0]
     if sums.target is not aten.sum.dim_IntList or sums.args[1] != [1]:
         return None
     counts = sums.args[0]
-    assert isinstance(counts, fx.Node)
     return counts if tensor_of(counts).shape[0] == len(splits) else None
 
 
@@ -135,30 +132,18 @@ def _exchanged(counts: fx.Node) -> fx.Node | None:
     if kind is None or "all_to_all_single" not in kind.ops:
         return None
     splits = argument(base, "input_split_sizes"), argument(base, "output_split_sizes")
-    given = argument(base, "input")
-    assert isinstance(given, fx.Node)
     ranks = tensor_of(counts).shape[0]
-    equal = [tensor_of(given).shape[0] // ranks] * ranks
-    return base if all(list(each) == equal for each in splits) else None  # type: ignore[call-overload]
+    equal = [tensor_of(argument(base, "input")).shape[0] // ranks] * ranks
+    return base if all(list(each) == equal for each in splits) else None
 
 
-def _base(node: object, *, through_waits: bool = False) -> fx.Node:
+def _base(node: Any, *, through_waits: bool = False) -> fx.Node:
     """Return what made the numbers of a node, in the same order."""
-    assert isinstance(node, fx.Node)
     while True:
         source = node.args[0] if node.target in _COPIES else aliased_input(node)
         if source is None or (is_wait(node) and not through_waits):
             return node
-        assert isinstance(source, fx.Node)
         node = source
-
-
-def _without_copies(node: object) -> fx.Node:
-    assert isinstance(node, fx.Node)
-    while node.target in _COPIES:
-        node = node.args[0]
-        assert isinstance(node, fx.Node)
-    return node
 
 
 def _expect(splits: Any, rows: int | torch.SymInt) -> None:

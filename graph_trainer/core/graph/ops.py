@@ -54,7 +54,7 @@ def schema_of(node: fx.Node) -> torch.FunctionSchema | None:
     return None
 
 
-def argument(node: fx.Node, name: str, default: object = None) -> object:
+def argument(node: fx.Node, name: str, default: object = None) -> Any:
     """Return a node's argument by its name in the schema, passed by position or by keyword."""
     if schema_of(node) is None:
         return default

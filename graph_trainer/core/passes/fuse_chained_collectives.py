@@ -184,7 +184,7 @@ def _before(node: fx.Node) -> fx.Node | None:
         first.target is not node.target
         or len(first.users) != 1
         or argument(first, "reduce_op") != argument(node, "reduce_op")
-        or not shows_the_same(sent, read)  # type: ignore[arg-type]
+        or not shows_the_same(sent, read)
     ):
         return None
     return first
