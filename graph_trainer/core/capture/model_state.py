@@ -44,22 +44,18 @@ def state_of(model: nn.Module) -> ModelState:
                 f"module '{clean_fqn(name)}' is scripted or traced by torch.jit, which hides its "
                 "operators: capture the Python module that it was made of"
             )
-    named: list[tuple[InputKind, str, torch.Tensor]] = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        named.append((InputKind.PARAMETER, clean_fqn(name), parameter))
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        named.append((InputKind.BUFFER, clean_fqn(name), buffer))
-    names: dict[int, list[str]] = {}
-    for _, name, tensor in named:
-        names.setdefault(id(tensor), []).append(name)
+    known: dict[int, tuple[InputKind, torch.Tensor, list[str]]] = {}
+    for kind, named in (
+        (InputKind.PARAMETER, model.named_parameters(remove_duplicate=False)),
+        (InputKind.BUFFER, model.named_buffers(remove_duplicate=False)),
+    ):
+        for name, tensor in named:
+            known.setdefault(id(tensor), (kind, tensor, []))[2].append(clean_fqn(name))
     state = ModelState([], [])
-    for kind, name, tensor in named:
-        if names[id(tensor)][0] != name:
-            continue
+    for kind, tensor, (name, *aliases) in known.values():
         _, layout = unwrap(tensor, name)
-        aliases = tuple(names[id(tensor)][1:])
         state.tensors.append(tensor)
-        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, aliases))
+        state.inputs.append(Input(kind, name, layout, tensor.requires_grad, tuple(aliases)))
     return state
 
 
