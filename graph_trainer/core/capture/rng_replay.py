@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from graph_trainer.core.capture.side_effects import user_line
 from graph_trainer.core.graph.annotations import copy_annotations, module_of, tensors_of, value_of
 from graph_trainer.core.graph.ops import (
     OpOverload,
-    given_value,
+    draws,
     is_random,
     schema_of,
     subgraphs,
@@ -93,9 +93,9 @@ class RandomDraws(TorchDispatchMode):
             self._move_to(place + 1)
             with annotate({_RUN_AGAIN: True}) if is_run_again else contextlib.nullcontext():
                 return func(*args, **kwargs)
-        if not _draws(func, args, kwargs):
+        if not draws(func, args, kwargs):
             return func(*args, **kwargs)
-        own = _own_generator(func._schema, args, kwargs)
+        own = _own_generator((*args, *kwargs.values()))
         if own is not None:
             self._generators.check(own)
             return func(*args, **kwargs)
@@ -238,28 +238,12 @@ class UserGenerators:
         self._next_mark += 1
 
 
-def _draws(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tell whether a call draws random numbers: of attention, what drops values in forward does.
-
-    Attention carries torch's tag whatever its dropout, and cuDNN's backward too, which is given
-    what forward has drawn.
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    if given_value(func, args, kwargs, "philox_seed") is not None:
-        return False
-    return bool(given_value(func, args, kwargs, "dropout_p", 1.0) != 0.0)
-
-
-def _own_generator(
-    schema: torch.FunctionSchema, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Generator | None:
-    """Return the user's generator that an op draws from.
+def _own_generator(given: Iterable[Any]) -> torch.Generator | None:
+    """Return the user's generator among the arguments of an op that draws.
 
     Checkpointing does not restore its state, so a recomputation draws other numbers in eager too.
     """
-    given = {**dict(zip((a.name for a in schema.arguments), args, strict=False)), **kwargs}
-    for value in given.values():
+    for value in given:
         # the dispatcher makes a new wrapper of the default generator, known by its seed: a mark
         if (
             isinstance(value, torch.Generator)

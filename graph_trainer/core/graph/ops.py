@@ -219,23 +219,31 @@ def collective_name(node: fx.Node) -> str:
     return schema.name.split("::")[1]
 
 
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a call of an op draws random numbers.
+
+    Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; here the
+    dropout probability decides. (Other ops draw even at a probability of zero.) cuDNN's backward
+    carries it too, and is given what forward has drawn.
+    """
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags
+        and given_value(op, args, kwargs, "philox_seed") is None
+        and given_value(op, args, kwargs, "train", True) is not False
+        and given_value(op, args, kwargs, "dropout_p", 1.0) != 0.0
+    )
+
+
 def is_random(node: fx.Node) -> bool:
     """Tell whether running a node again gives another result or advances the random generator.
 
-    Attention ops carry torch's nondeterministic_seeded tag whatever their dropout; here the
-    dropout probability decides. (Other ops draw even at a probability of zero.) A higher-order
-    op is random when a node of its subgraphs is.
+    A higher-order op is random when a node of its subgraphs is.
     """
     if node.op != "call_function":
         return False
     if schema_of(node) is None:
         return any(is_random(inner) for module in subgraphs(node) for inner in module.graph.nodes)
-    assert isinstance(node.target, OpOverload)
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return False
-    if argument(node, "train", True) is False:
-        return False
-    return argument(node, "dropout_p", 1.0) != 0.0
+    return draws(node.target, node.args, node.kwargs)
 
 
 def runs_once(node: fx.Node) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
+    draws,
     has_effect,
     is_collective,
     is_random,
@@ -69,6 +70,12 @@ def test_an_op_is_random_where_it_draws(op, args, random):
     inputs = [g.input("q", 1, 2, 4, 8)] * 3 if op is FLASH else [g.x]
     assert is_random(g.f(op, *inputs, *args)) is random
     assert not is_random(g.x)
+
+
+def test_an_op_that_is_given_what_was_drawn_draws_nothing():
+    op = aten._scaled_dot_product_cudnn_attention_backward.default
+    assert draws(op, (), {"dropout_p": 0.1})
+    assert not draws(op, (), {"dropout_p": 0.1, "philox_seed": object()})
 
 
 # --- writes --------------------------------------------------------------------------------
