@@ -47,24 +47,19 @@ class Scopes:
     @contextlib.contextmanager
     def trace(self, model: nn.Module) -> Iterator[None]:
         """Annotate everything that runs inside; hooks are gone from `model` afterwards."""
-        handles: list[Any] = []
-        with preserve_node_meta():
+        with preserve_node_meta(), contextlib.ExitStack() as hooks:
             names = {module: clean_fqn(fqn) for fqn, module in model.named_modules()}
             unseen = modules_that_look_for_hooks(model)
             for module in names.keys() - unseen:
                 enter = functools.partial(self._enter, names[module])
                 leave = functools.partial(self._leave, names[module])
-                handles.append(module.register_forward_pre_hook(enter, prepend=True))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+                hooks.enter_context(module.register_forward_pre_hook(enter, prepend=True))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             if unseen:
-                handles += self._hook_unseen({module: names[module] for module in unseen})
+                self._hook_unseen({module: names[module] for module in unseen}, hooks)
             self._write(annotation(phase=Phase.LOSS, module=LOSS_MODULE))
             self._remember(LOSS_MODULE)
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
+            yield
 
     @contextlib.contextmanager
     def backward(self, *roots: torch.Tensor) -> Iterator[None]:
@@ -76,19 +71,17 @@ class Scopes:
                 "the model uses torch.utils.checkpoint with use_reentrant=True, whose gradients a "
                 "captured step would lose: pass use_reentrant=False"
             )
-        handles = [node.register_prehook(self._enter_backward_of(node)) for node in nodes]
-        self._write(annotation(phase=Phase.BACKWARD, module=LOSS_MODULE))
-        try:
+        with contextlib.ExitStack() as hooks:
+            for node in nodes:
+                hooks.enter_context(node.register_prehook(self._enter_backward_of(node)))
+            self._write(annotation(phase=Phase.BACKWARD, module=LOSS_MODULE))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def failed_module(self) -> str:
         """Return the FQN of the innermost module whose forward raised, else of the running one."""
         return self._module if self._failed is None else self._failed
 
-    def _hook_unseen(self, names: dict[nn.Module, str]) -> list[Any]:
+    def _hook_unseen(self, names: dict[nn.Module, str], hooks: contextlib.ExitStack) -> None:
         """Hook modules that choose other kernels where they find a hook of their own."""
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -99,10 +92,8 @@ class Scopes:
             if module in names:
                 self._leave(names[module], output)
 
-        return [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave, always_call=True),
-        ]
+        hooks.enter_context(register_module_forward_pre_hook(enter))
+        hooks.enter_context(register_module_forward_hook(leave, always_call=True))
 
     def _enter(self, fqn: str, *_: Any) -> None:
         self._failed = None  # an earlier exception was caught by the model
