@@ -21,6 +21,7 @@ from graph_trainer.core.suggest import did_you_mean
 from graph_trainer.core.torch_private import storage_id
 from graph_trainer.core.torch_private_compile import (
     Compiled,
+    Partition,
     boxed,
     compile_partitioned_with_inductor,
     compile_plainly,
@@ -90,27 +91,32 @@ class CompileBackend:
                 "gt.backend: this module has no partitioned step, so it is compiled as by plain "
                 "torch.compile: give it gt.partition(joint)"
             )
-        if self._compiler == "eager" and not partitioned:
+        if not partitioned and self._compiler == "eager":
             return compile_without_compiler(module, inputs, standard_partition, run_as_it_is)
-        if self._compiler == "eager":
-            return compile_without_compiler(
-                module, inputs, self._partition, run_as_it_is, self._autograd_settings
-            )
         if not partitioned:
             return compile_plainly(module, inputs)
+        partition = observed(self._repartition, self._on_partition)
+        if self._compiler == "eager":
+            return compile_without_compiler(
+                module, inputs, partition, run_as_it_is, self._autograd_settings
+            )
         settings = settings_in_order() | self._inductor_settings
         uuid = self._repartition.__name__.encode() + Path(repartition.__file__).read_bytes()
         return compile_partitioned_with_inductor(
-            module, inputs, settings, self._autograd_settings, self._partition, uuid
+            module, inputs, settings, self._autograd_settings, partition, uuid
         )
 
-    def _partition(
-        self, joint: fx.GraphModule, inputs: Sequence[Any], **rest: Any
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = self._repartition(joint, inputs, **rest)
-        if self._on_partition is not None:
-            self._on_partition(forward, backward)
-        return forward, backward
+
+def observed(partition: Partition, on_partition: OnPartition | None) -> Partition:
+    """Call `on_partition`, if any, with the two graphs of each partition."""
+
+    def partition_observed(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        halves = partition(*args, **rest)
+        if on_partition is not None:
+            on_partition(*halves)
+        return halves
+
+    return partition_observed
 
 
 def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> list[int | None]:

@@ -47,7 +47,7 @@ from graph_trainer.core.graph.ops import (
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
-from graph_trainer.core.partition.backend import OnPartition, run_as_it_is
+from graph_trainer.core.partition.backend import OnPartition, observed, run_as_it_is
 from graph_trainer.core.partition.partitioned_step import PartitionedStep
 from graph_trainer.core.partition.repartition import PARTITIONS
 from graph_trainer.core.passes.pipeline import PassConfig, run_tags
@@ -269,12 +269,6 @@ class ExportedStep:
         self.graph_module.recompile()
         step, unchecked = self._step, list[JointGraph]()
 
-        def partition_joint(*args: Any, **rest: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-            halves = PARTITIONS[partition](*args, **rest)
-            if on_partition is not None:
-                on_partition(*halves)
-            return halves
-
         def compile_half(kind: OutputKind, module: fx.GraphModule, inputs: Any) -> Compiled:
             half = half_of(module, kind)
             if compare_ranks:
@@ -290,6 +284,7 @@ class ExportedStep:
         forward, backward = (
             partial(compile_half, kind) for kind in (OutputKind.SAVED, OutputKind.GRADIENT)
         )
+        partition_joint = observed(PARTITIONS[partition], on_partition)
         compiled = compile_joint(self._joint, partition_joint, forward, backward)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -341,11 +336,9 @@ def _as_joint_graph(module: fx.GraphModule, traced: JointGraph) -> JointGraph:
             phase = Phase.FORWARD if forward else Phase.BACKWARD
             annotate_node(node, annotation(phase=phase))
         restore_recompute_policy(node)
-    output = module.graph.output_node()
-    values = output.args[0]
-    assert isinstance(values, (tuple, list))
+    output: Any = module.graph.output_node()
     outputs = []
-    for value, descriptor in zip(values, output.meta["desc"], strict=True):
+    for value, descriptor in zip(output.args[0], output.meta["desc"], strict=True):
         place = gradient_of(descriptor)
         kind = OutputKind.OUTPUT if place is None else OutputKind.GRADIENT
         name = str(descriptor) if place is None else traced.signature.inputs[place].name
@@ -371,8 +364,7 @@ def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
     """
     nodes = module.graph.find_nodes(op="placeholder")
     inputs = [Input(InputKind.SAVED, node.name, _layout(node)) for node in nodes]
-    values = module.graph.output_node().args[0]
-    assert isinstance(values, (tuple, list))
+    values: Any = module.graph.output_node().args[0]
     outputs = [Output(kind, str(value), _layout(value)) for value in values]
     return JointGraph(module, Signature(tuple(inputs), tuple(outputs)))
 
