@@ -11,7 +11,7 @@ from torch import nn
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, is_collective
-from graph_trainer.core.graph.signature import OutputKind
+from graph_trainer.core.graph.signature import OutputKind, with_parts
 from graph_trainer.core.graph.subclasses import wrap
 from graph_trainer.core.ordering.exchange import check_order_across_ranks
 from graph_trainer.core.runtime.backends.base import BoxedFunction
@@ -62,11 +62,10 @@ class Step:
     def run(self, call: Call) -> tuple[torch.Tensor, Gradients]:
         """Run the step on a call that has been read; see `__call__`."""
         values = self._binding.values(call)
-        results = iter(self._binding.run(self._run, self.joint, values))
+        results = self._binding.run(self._run, self.joint, values)
         loss: torch.Tensor | None = None
         gradients: Gradients = {}
-        for spec in self.joint.signature.outputs:
-            parts = [next(results) for _ in range(spec.layout.num_tensors)]
+        for spec, parts in with_parts(self.joint.signature.outputs, results):
             if spec.kind is OutputKind.LOSS:
                 loss = wrap(parts, spec.layout)
             else:
