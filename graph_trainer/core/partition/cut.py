@@ -98,7 +98,7 @@ def cut(joint: JointGraph) -> Halves:
             "the graph was captured without backward, so there is nothing to partition: capture "
             "with backward=True"
         )
-    forward = {node for _, nodes in _outputs(joint, gradients=False) for node in nodes}
+    forward = {node for _, nodes in _forward_outputs(joint) for node in nodes}
     for node in reversed(joint.graph.nodes):
         if node in forward or phase_of(node) in (Phase.FORWARD, Phase.LOSS):
             forward |= {node, *node.all_input_nodes}
@@ -112,7 +112,7 @@ def cut(joint: JointGraph) -> Halves:
     # the gradients with which backward begins: inputs, or the node that makes ones
     given = [n for _, nodes in joint.inputs_of(InputKind.OUTPUT_GRADIENT) for n in nodes]
     seeds = given or [n for n in joint.graph.nodes if loss_gradient_of(n) is not None]
-    if not given and len(seeds) != 1 and _outputs(joint, gradients=True):
+    if not given and len(seeds) != 1 and any(joint.gradients()):
         raise PassError(
             f"{len(seeds)} nodes are marked as the gradient of the loss, with which backward "
             "begins, and there must be one: a pass that replaces a node copies its annotations"
@@ -132,9 +132,9 @@ def cut(joint: JointGraph) -> Halves:
     return Halves(forward_half, _backward_half(joint, forward, seeds, taken, saved), tuple(places))
 
 
-def _outputs(joint: JointGraph, *, gradients: bool) -> list[tuple[Output, tuple[fx.Node, ...]]]:
+def _forward_outputs(joint: JointGraph) -> list[tuple[Output, tuple[fx.Node, ...]]]:
     pairs = with_parts(joint.signature.outputs, joint.output_values())
-    return [(spec, n) for spec, n in pairs if (spec.kind is OutputKind.GRADIENT) == gradients]
+    return [(spec, nodes) for spec, nodes in pairs if spec.kind is not OutputKind.GRADIENT]
 
 
 _Cloned = dict[tuple[fx.Node, fx.Node], fx.Node]
@@ -147,7 +147,7 @@ def _reads(
     """Return what backward reads of forward and of its inputs: as forward leaves it, or cloned."""
     roots = storage_roots(joint.graph)
     readable = forward.union(joint.placeholders()).difference(seeds)
-    gradients = [node for _, nodes in _outputs(joint, gradients=True) for node in nodes]
+    gradients = [node for _, node in joint.gradients()]
     by_forward: dict[Storage, list[fx.Node]] = defaultdict(list)
     by_backward: dict[Storage, fx.Node] = {}
     for node in joint.graph.nodes:
@@ -238,7 +238,7 @@ def _forward_half(
                 annotate_node(made[node], annotation(phase=Phase.LOSS))
         if node in forward and node in read:
             saved[node, None] = made[node]
-    outputs = _outputs(joint, gradients=False)
+    outputs = _forward_outputs(joint)
     returned = list(dict.fromkeys(saved.values()))
     for node in returned:
         mark_saved_in_cut(node.all_input_nodes[0] if is_getitem(node) else node)
@@ -289,11 +289,10 @@ def _backward_half(
         made[node] = graph.node_copy(node, functools.partial(read, node))
         if node.op == "call_function":
             copy_annotations(node, made[node])
-    outputs = _outputs(joint, gradients=True)
     end = joint.output_node()
-    graph.output(tuple(read(end, node) for _, nodes in outputs for node in nodes))
-    without = joint.signature.parameters_without_grad
-    signature = Signature(tuple(inputs), tuple(spec for spec, _ in outputs), without)
+    graph.output(tuple(read(end, node) for _, node in joint.gradients()))
+    specs = tuple(s for s in joint.signature.outputs if s.kind is OutputKind.GRADIENT)
+    signature = Signature(tuple(inputs), specs, joint.signature.parameters_without_grad)
     return _half(joint, graph, signature)
 
 
