@@ -31,8 +31,8 @@ from graph_trainer.titan.device import setup
 setup()  # before any torchtitan import
 
 import graph_trainer as gt  # noqa: E402
+from benchmarks.halves import peaks_of  # noqa: E402
 from graph_trainer.core.analysis.lifetimes import bytes_kept  # noqa: E402
-from graph_trainer.core.partition.export import peaks_of  # noqa: E402
 from graph_trainer.planner.fake_rank import FakeRank  # noqa: E402
 
 GIB = 1024**3

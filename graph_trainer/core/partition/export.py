@@ -8,7 +8,6 @@ of its tags that `rematerialize` has not acted on: passes run on it as they are.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Callable
 from dataclasses import replace
 from enum import IntEnum
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from graph_trainer.core.analysis.lifetimes import lifetimes, live_bytes
 from graph_trainer.core.analysis.unshard_chains import is_layout_only, unshard_chains
 from graph_trainer.core.graph.annotations import (
     Phase,
@@ -35,14 +33,10 @@ from graph_trainer.core.graph.annotations import (
 )
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
-    Storage,
     erase_unused,
     is_collective,
     is_getitem,
     is_wait,
-    storage_roots,
-    storages_in,
-    value_storages,
 )
 from graph_trainer.core.graph.signature import Input, InputKind, Output, OutputKind, Signature
 from graph_trainer.core.graph.subclasses import Layout, unwrap
@@ -367,23 +361,3 @@ def half_of(module: fx.GraphModule, kind: OutputKind) -> JointGraph:
     values: Any = module.graph.output_node().args[0]
     outputs = [Output(kind, str(value), _layout(value)) for value in values]
     return JointGraph(module, Signature(tuple(inputs), tuple(outputs)))
-
-
-def peaks_of(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[int, int]:
-    """Return the most bytes alive at once in the two graphs of a partitioned step. Linear in nodes.
-
-    Inputs of forward and scratch memory are not counted. A saved value is alive until its last
-    reader.
-    """
-    first = lifetimes(half_of(forward, OutputKind.SAVED))
-    made = lifetimes(half_of(backward, OutputKind.GRADIENT)).live_bytes
-    results, roots = value_storages(forward.graph), storage_roots(backward.graph)
-    saved = {node.name: node for node in forward.graph.nodes if node.op == "call_function"}
-    last: dict[Storage, int] = {}
-    for place, node in enumerate(backward.graph.nodes):
-        for root, _ in map(roots.__getitem__, node.all_input_nodes):
-            if root.op == "placeholder" and root.name in saved:
-                last |= dict.fromkeys(storages_in(results[saved[root.name]]), place)
-    lifespans = ((0, place, first.size.get(s, 0)) for s, place in last.items())
-    kept = live_bytes(len(made), lifespans)
-    return first.peak_bytes, max(map(operator.add, kept, made))
