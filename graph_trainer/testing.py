@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -38,22 +37,11 @@ from graph_trainer.core.passes.context import PassContext
 from graph_trainer.core.passes.pipeline import PassStep, run_one
 from graph_trainer.core.passes.verify_numbers import ALIKE, NOT_COMPARED, Numbers
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
-from graph_trainer.core.torch_private import FakeTensorMode, c10d_functional, clear_sharding_cache
-from graph_trainer.core.torch_private_groups import init_fake_process_group
+from graph_trainer.core.torch_private import FakeTensorMode, c10d_functional
+from graph_trainer.core.torch_private_groups import become as become
 from graph_trainer.errors import VerificationError
 
 aten = torch.ops.aten
-
-
-def become(rank: int, ranks: int) -> None:
-    """Start over as `rank` of `ranks`, on a fake process group that communicates nothing.
-
-    An earlier process group is ended first, with the meshes that DTensor keeps of it.
-    """
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    clear_sharding_cache()
-    init_fake_process_group(rank, ranks)
 
 
 def fake_mesh(sizes: int | tuple[int, ...] = 4, rank: int = 0) -> DeviceMesh:

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import (
     _set_pg_timeout as set_process_group_timeout,  # noqa: F401
 )
 
+from graph_trainer.core.torch_private import clear_sharding_cache
+
 
 def group_ranks(group_name: str) -> tuple[int, ...]:
     """Return the global ranks of the process group that a collective in a graph names."""
@@ -69,14 +71,15 @@ def gloo_with_one_thread(store: dist.Store, rank: int, size: int, timeout: timed
     return gloo(store, rank, size, options)
 
 
-def init_fake_process_group(rank: int, ranks: int) -> None:
-    """Start a process group of which only this rank exists, and which communicates nothing.
+def become(rank: int, ranks: int) -> None:
+    """Start over as `rank` of `ranks`, on a fake process group that communicates nothing.
 
-    The store that goes with the backend "fake" is in torch's tests.
+    An earlier process group is ended first, with the meshes that DTensor keeps of it.
     """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=rank, world_size=ranks, store=FakeStore())
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    clear_sharding_cache()
+    dist.init_process_group("fake", rank=rank, world_size=ranks)
 
 
 def mesh_slices(mesh: Any) -> torch.Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -17,7 +16,7 @@ from graph_trainer.core.capture.capture import Step, capture_step
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.returned import scalar_loss
 from graph_trainer.core.passes.pipeline import PassConfig
-from graph_trainer.core.torch_private import clear_sharding_cache
+from graph_trainer.core.torch_private_groups import become
 from graph_trainer.titan.config.run_config import GraphTrainerConfig
 from graph_trainer.titan.parallelize import parallelized
 from graph_trainer.titan.step_inputs import attach_loss, batch_of_zeros, loss_of_batch, passes_of
@@ -42,11 +41,7 @@ class FakeRank:
         self, config: GraphTrainerConfig, world_size: int, rank: int = 0, device: str = "cuda"
     ) -> None:
         assert config.model_spec is not None
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        # DTensor caches results together with the meshes, and so the groups, of an earlier rank.
-        clear_sharding_cache()
-        dist_utils.init_fake_mode(world_size, rank=rank)
+        become(rank, world_size)
         self.config = config
         self.world_size = world_size
         self.rank = rank
