@@ -298,26 +298,25 @@ def reads_seen(
 
     The attribute is out of the modules' dicts for as long: who looks there does not find it.
     """
-    contents = {id(m): vars(m).copy() for m in modules if type(m) is kind}
+    contents = {id(m): (vars(m), vars(m).copy()) for m in modules if type(m) is kind}
 
     def read(module: nn.Module) -> Any:
         see(module, name)
         if id(module) not in contents:
             raise AttributeError(name)
-        return contents[id(module)][name]
+        return contents[id(module)][1][name]
 
-    held = [vars(m) for m in modules if type(m) is kind]
-    for each in held:
-        del each[name]
+    for now, _ in contents.values():
+        del now[name]
     try:
         with patch.object(kind, name, property(read), create=True):
             yield
     finally:
-        for module, each in zip(contents.values(), held, strict=True):
+        for now, before in contents.values():
             # in the order that it had
-            now = {**each, name: module[name]}
-            each.clear()
-            each.update({key: now.pop(key) for key in module if key in now} | now)
+            after = {**now, name: before[name]}
+            now.clear()
+            now.update({key: after.pop(key) for key in before if key in after} | after)
 
 
 def ambient_state() -> tuple[Any, ...]:

@@ -33,8 +33,7 @@ class StartingPoint:
     def __init__(self, model: nn.Module, loss_fn: LossFn, batches: Any) -> None:
         self._model, self._loss_fn = model, loss_fn
         self._state = [*model.parameters(), *model.buffers()]
-        leaves, _ = pytree.tree_flatten(batches)
-        batch = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        batch = [t for t in pytree.tree_leaves(batches) if isinstance(t, torch.Tensor)]
         parts = [part.detach() for tensor in (*self._state, *batch) for part in unwrap(tensor)[0]]
         self._stored = [(part, part.clone()) for part in parts]
         self._random = torch.get_rng_state()

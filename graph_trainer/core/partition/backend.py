@@ -127,9 +127,8 @@ def _inputs_of_batch(graph: fx.Graph, call: fx.Node, step: PartitionedStep) -> l
     # The model's inputs first, so that others override them: where two inputs share memory in this
     # call, as they need not in the next, a computed tensor is rather a view of the other input.
     state = set(call.args).difference(batch)
-    given: dict[int, int] = {}
-    for node in sorted(places, key=lambda n: n not in state):
-        given |= dict.fromkeys(_memory_of(node), places[node])
+    ordered = sorted(places, key=lambda n: n not in state)
+    given = {memory: places[node] for node in ordered for memory in _memory_of(node)}
 
     def source(node: Any) -> int | None:
         known = (given[m] for m in _memory_of(node) if m in given)

@@ -259,9 +259,8 @@ def _backward_half(
 ) -> JointGraph:
     graph = fx.Graph()
     made: dict[fx.Node, fx.Node] = {}
-    spec_of: dict[fx.Node, Input] = {}
-    for spec, nodes in with_parts(joint.signature.inputs, joint.placeholders()):
-        spec_of |= dict.fromkeys(nodes, spec)
+    pairs = with_parts(joint.signature.inputs, joint.placeholders())
+    spec_of = {node: spec for spec, nodes in pairs for node in nodes}
     inputs: list[Input] = []
 
     def take(source: fx.Node, kind: InputKind, name: str) -> fx.Node:

@@ -156,11 +156,10 @@ class PartitionedStep(nn.Module):
         if self._batch is None or len(args) != self._batch[0] or sorted(kwargs) != self._batch[1]:
             return None
         batch = [*args, *(kwargs[name] for name in self._batch[1])]
-        for value, (shape, stride, dtype, device) in zip(batch, self._batch[2], strict=True):
+        for value, layout in zip(batch, self._batch[2], strict=True):
             if type(value) is not torch.Tensor or value.requires_grad:
                 return None
-            layout = (tuple(value.shape), tuple(value.stride()), value.dtype, value.device)
-            if layout != (shape, stride, dtype, device):
+            if (tuple(value.shape), tuple(value.stride()), value.dtype, value.device) != layout:
                 return None
         state = []
         for path, kind, last in self._places:
