@@ -220,11 +220,8 @@ def _check_weights(path: str, lm: Any) -> None:
                 "from_pretrained and save it again with save_pretrained"
             )
         return
-    found: set[int] = set()
     try:
-        for ours, _, _ in _weights(path, lm):
-            if ours is not None:
-                found.add(id(ours))
+        found = {id(ours) for ours, _, _ in _weights(path, lm)}
     except Exception as error:  # safetensors has one class of its own for all
         raise ConfigError(f"its safetensors cannot be read ({error}). Copy them again") from error
     state = lm.state_dict(keep_vars=True)

@@ -138,11 +138,8 @@ def refuse_shared_memory(inputs: Sequence[Input], values: Sequence[torch.Tensor]
     """
     if not any(spec.mutated for spec in inputs):
         return
-    written: dict[int, str] = {}
     pairs = [(spec, part) for spec, parts in with_parts(inputs, values) for part in parts]
-    for spec, part in pairs:
-        if spec.mutated and part.numel():
-            written[storage_id(part)] = spec.name
+    written = {storage_id(p): spec.name for spec, p in pairs if spec.mutated and p.numel()}
     for spec, part in pairs:
         owner = written.get(storage_id(part), spec.name) if spec.kind is InputKind.BATCH else None
         if owner not in (None, spec.name):
