@@ -24,6 +24,7 @@ from graph_trainer.core.graph.data_sizes import DataSizes, Exchange, expected
 from graph_trainer.core.graph.ops import (
     aliased_input,
     argument,
+    argument_nodes,
     collective_kind,
     is_getitem,
     is_wait,
@@ -51,7 +52,7 @@ def trace_counts(graph: fx.Graph) -> None:
     exchanges: dict[fx.Node, int] = {}
     for node in graph.nodes:
         sent, received = (argument(node, f"{side}_split_sizes") for side in ("input", "output"))
-        if not _has_symbols(sent) and not _has_symbols(received):
+        if not argument_nodes([sent, received]):
             continue
         exchange, backwards = _exchange_of(node, sent, received)
         number = exchanges.setdefault(exchange, len(exchanges))
@@ -73,10 +74,6 @@ def trace_counts(graph: fx.Graph) -> None:
                 "is captured: compute with tensors. Only numbers of rows that ranks exchange and "
                 "then send by an all-to-all may be read"
             )
-
-
-def _has_symbols(splits: Any) -> bool:
-    return isinstance(splits, (list, tuple)) and any(isinstance(n, fx.Node) for n in splits)
 
 
 def _exchange_of(node: fx.Node, sent: Any, received: Any) -> tuple[fx.Node, bool]:
