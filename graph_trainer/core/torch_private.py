@@ -352,7 +352,10 @@ def fake_like(value: Any, shape: Sequence[Any], stride: Sequence[Any]) -> torch.
     each of thousands of parameters, and ten milliseconds and more where sizes are symbols.
     """
     with no_dispatch():
-        like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
+        if all(type(size) is int for size in (*shape, *stride)):
+            like = torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+        else:
+            like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
         like.requires_grad_(value.requires_grad)
         return FakeTensor(value.fake_mode, like, value.fake_device)
 

@@ -18,13 +18,16 @@ from typing import Any
 
 import pytest
 
+from graph_trainer.core.analysis.collective_purpose import Traffic
+from graph_trainer.core.analysis.memory import Category
 from graph_trainer.core.graph.annotations import annotate_node, annotation, parameter_of
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.core.units import MIB
+from graph_trainer.planner.html.drawn import KINDS
 from graph_trainer.planner.html.page import write_comparison, write_page
 from graph_trainer.planner.plan import Outcome, Plan, make_plan
-from graph_trainer.planner.plan_report import plan_report
-from graph_trainer.planner.trace import WAITS, Slice, slices, tracks
+from graph_trainer.planner.plan_report import PURPOSES, plan_report
+from graph_trainer.planner.trace import WAIT, WAITS, Slice, slices, tracks
 from graph_trainer.titan.config.load import load_config
 from tests.integration.browser import Browser, hover
 
@@ -439,6 +442,14 @@ def test_the_page_is_filled_and_its_blues_differ(browser, dark):
         for part in ("thead", "tbody")
     )
     assert headings == figures
+    kinds = [each.value for each in (*Category, *Traffic)] + list(KINDS)
+    colours = browser.js(
+        "const style = getComputedStyle(document.documentElement);"
+        "return arguments[0].map(kind => style.getPropertyValue(`--${kind}`).trim())",
+        kinds,
+    )
+    of_kind = dict(zip(kinds, colours, strict=True))
+    assert all(colours) and len({of_kind[kind] for kind in (*PURPOSES, WAIT)}) == len(PURPOSES) + 1
     assert browser.contrast_of("--parameters", "--optimizer_state") > (2.4 if dark else 2.1)
     assert browser.contrast_of("--matmul", "--tensor_parallel") > (2.4 if dark else 2.1)
 

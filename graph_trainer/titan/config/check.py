@@ -1,6 +1,5 @@
 """Check what spans sections of a config, needs the number of ranks, or names a file."""
 
-import contextlib
 import copy
 import itertools
 import math
@@ -12,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchtitan.components.checkpointer.dcp import CheckpointManager
 from torchtitan.components.loss import BaseLoss, CrossEntropyLoss
 from torchtitan.components.tokenizer import HuggingFaceTokenizer
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.hf_datasets import text_datasets
 from torchtitan.models.deepseek_v3.mtp import MTPLoss
-from torchtitan.tools.filesystem import is_remote
 
 from graph_trainer.core.passes.catalogue import (
     WITHOUT_PASSES,
@@ -37,10 +34,9 @@ from graph_trainer.titan.activation_policies import (
     LayersAC,
     activation_settings,
 )
-from graph_trainer.titan.checkpoint_files import HF_INDEX, is_complete, steps_in
-from graph_trainer.titan.checkpoint_reader import METADATA, DataReader
 from graph_trainer.titan.chunked_loss import ChunkedCrossEntropyLoss
 from graph_trainer.titan.config.build import type_of
+from graph_trainer.titan.config.check_checkpoint import checkpoint_problems
 from graph_trainer.titan.config.check_parallelism import (
     context_parallel_problems,
     expert_parallel_problems,
@@ -121,7 +117,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
-        *(_checkpoint_problems(config, origins) if reads_checkpoint else ()),
+        *(checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
         for i, each in enumerate(problems):
@@ -479,93 +475,6 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             'there is no such folder, and tokenizer.type = "huggingface" reads the tokenizer there',
             'Name the folder that holds tokenizer.json, or set tokenizer.type = "byte_bpe".',
         )
-
-
-def _holds_model_alone(checkpoint: Path) -> bool:
-    if not (checkpoint / METADATA).is_file():
-        return (checkpoint / HF_INDEX).is_file()
-    # damaged bytes raise anything; such a checkpoint is passed over later
-    with contextlib.suppress(Exception):
-        states = DataReader(str(checkpoint)).read_metadata().state_dict_metadata
-        return "train_state.step" not in states
-    return False
-
-
-def _without_checkpoints(section: Any, origins: Origins) -> Iterator[Problem]:
-    """Refuse keys that load or export a checkpoint where checkpoints are switched off.
-
-    A user who switches them off beside such a key, or by a flag, does so on purpose.
-    """
-    switched, default = origins.of("checkpoint.enable"), type(section)()
-    for name in ("load_step", "initial_load_path", "initial_load_in_hf", "last_save_in_hf"):
-        given = origins.of(f"checkpoint.{name}") if switched != COMMAND_LINE else ""
-        if given not in ("", switched) and getattr(section, name) != getattr(default, name):
-            yield Problem(
-                f"checkpoint.{name}",
-                "checkpoint.enable is false, and so no checkpoint is read or written",
-                "Set checkpoint.enable = true, or leave this out.",
-            )
-
-
-def _checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterator[Problem]:
-    """Check that the checkpoint which the run would begin with is there."""
-    section = config.checkpoint
-    folder = os.path.join(config.dump_folder, getattr(section, "folder", ""))
-    if not isinstance(section, CheckpointManager.Config):
-        return
-    if not section.enable:
-        yield from _without_checkpoints(section, origins)
-        return
-    for name in ("initial_load_in_hf", "last_save_in_hf"):
-        if getattr(section, name) and not getattr(config.model_spec, "state_dict_adapter", True):
-            remedy = "Leave it out, or give the model's ModelSpec a state_dict_adapter."
-            yield Problem(f"checkpoint.{name}", "the model has no names of Hugging Face's", remedy)
-    if section.last_save_in_hf and is_remote(folder):
-        yield Problem(
-            "checkpoint.last_save_in_hf",
-            f"{folder} is remote storage, to which no export is written",
-            "Leave it out, copy the last checkpoint to a disk and `graph-trainer export` it.",
-            ("dump_folder", "checkpoint.folder"),
-        )
-    if is_remote(folder) or is_remote(section.initial_load_path or ""):
-        return
-    steps = [step for step, complete in steps_in(Path(folder)).items() if complete]
-    if section.load_step not in (-1, *steps):
-        held = f"those of steps {', '.join(map(str, steps))}" if steps else "no checkpoint"
-        yield Problem(
-            "checkpoint.load_step",
-            f"{folder} holds {held}",
-            f"{'Set one of these, or l' if steps else 'L'}eave it out to begin with the newest.",
-            ("checkpoint.folder", "dump_folder"),
-        )
-    step = section.load_step if section.load_step >= 0 else max(steps, default=0)
-    path = Path(folder, f"step-{step}")
-    # of step 0, a seed, the model alone is read
-    if step and "train_state" not in section.exclude_from_loading and _holds_model_alone(path):
-        problem = f"{path} holds the model alone, as does the last one of a run"
-        remedy = "Set an earlier one, or begin" if min(steps) < step else "Begin"
-        remedy += " another run, with its own dump_folder and "
-        remedy += f"checkpoint.initial_load_path = {show(str(path))}, or without "
-        remedy += "checkpoints: checkpoint.enable = false."
-        yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
-    if steps or section.load_step != -1:  # the run continues, and the keys below have no effect
-        return
-    named = section.initial_load_path
-    key, path = ("checkpoint.initial_load_path", Path(named or config.hf_assets_path))
-    if section.initial_load_in_hf:
-        key = key if named else "hf_assets_path"
-        if not any(path.glob("*.safetensors")):
-            yield Problem(
-                key,
-                "the folder holds no safetensors" if path.is_dir() else "there is no such folder",
-                "Name the folder of the model's weights, as Hugging Face lays it out.",
-                ("checkpoint.initial_load_in_hf",),
-            )
-    elif named and not is_complete(path):
-        inside = [step for step, complete in steps_in(path).items() if complete]
-        problem = "the folder holds no checkpoint" if path.is_dir() else "there is no such folder"
-        there = f"{path / f'step-{inside[0]}'}" if inside else "the folder step-N of a run"
-        yield Problem(key, problem, f"Name {there}.")
 
 
 def _unreadable(key: str, value: Any, error: ConfigError, *others: str) -> Problem:

@@ -53,6 +53,9 @@ def assert_equal(part, full, *, names=True):
         assert fx.map_arg((mine.args, mine.kwargs), partner.get) == (its.args, its.kwargs)
         assert described(value_of(mine)) == described(value_of(its)), mine.name
         assert annotations_of(mine) == annotations_of(its), mine.name
+    given = [[value_of(n).untyped_storage() for n in each.placeholders()] for each in (part, full)]
+    assert [s.nbytes() for s in given[0]] == [s.nbytes() for s in given[1]]
+    assert len({storage._cdata for storage in given[0]}) == len(given[0])
     assert part.signature == full.signature
     assert part.rounding == full.rounding
 
