@@ -345,8 +345,14 @@ def ambient_state() -> tuple[Any, ...]:
     )
 
 
-def fake_like(value: Any, shape: Sequence[Any], stride: Sequence[Any]) -> torch.Tensor:
-    """Make a fake tensor like another one, of a shape and strides, with a storage of its own.
+def fake_like(
+    value: torch.Tensor,
+    shape: Sequence[Any],
+    stride: Sequence[Any],
+    mode: FakeTensorMode,
+    device: torch.device,
+) -> torch.Tensor:
+    """Make a fake tensor like another one, of a shape, strides and device, with its own storage.
 
     By its class, which has no public name: an op in a FakeTensorMode takes ten times as long for
     each of thousands of parameters, and ten milliseconds and more where sizes are symbols.
@@ -357,7 +363,7 @@ def fake_like(value: Any, shape: Sequence[Any], stride: Sequence[Any]) -> torch.
         else:
             like = torch.empty(0, dtype=value.dtype, device="meta").as_strided(shape, stride)
         like.requires_grad_(value.requires_grad)
-        return FakeTensor(value.fake_mode, like, value.fake_device)
+        return FakeTensor(mode, like, device)
 
 
 def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
@@ -386,7 +392,8 @@ def value_of_copy(value: Any, sizes: dict[Any, torch.SymInt]) -> Any:
 
     if not isinstance(value, FakeTensor):
         return own(value)
-    return fake_like(value, tuple(map(own, value.shape)), tuple(map(own, value.stride())))
+    shape, stride = tuple(map(own, value.shape)), tuple(map(own, value.stride()))
+    return fake_like(value, shape, stride, value.fake_mode, value.fake_device)
 
 
 def clear_saved_tensors(ctx: Any) -> None:

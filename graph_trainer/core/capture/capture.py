@@ -43,9 +43,9 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import Returned, scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
-from graph_trainer.core.graph.subclasses import unwrap
+from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.graph.writes import writes_of
-from graph_trainer.core.torch_private import hooks_of, rename_node
+from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node
 from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -176,23 +176,21 @@ def _captured(
     real = _parts([*traced_state.tensors, *batch_tensors])
     made: list[weakref.ref[torch.Tensor]] = []
 
+    def like(part: torch.Tensor) -> torch.Tensor:
+        device = torch.device(step.meta_as) if part.is_meta else part.device
+        return fake_like(part, part.shape, part.stride(), mode, device)
+
     def traced() -> tuple[fx.GraphModule, StepTrace]:
-        own = [t.detach().requires_grad_(t.requires_grad) for t in apart.tensors]
-        left_out = list(zip(apart.inputs, own, apart.tensors, strict=True))
+        left_out = []
+        for spec, tensor in zip(apart.inputs, apart.tensors, strict=True):
+            stand_in = wrap([like(part) for part in unwrap(tensor)[0]], spec.layout)
+            stand_in.requires_grad_(spec.requires_grad)
+            left_out.append((spec, stand_in, tensor))
         trace = StepTrace(
             *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
             *(backward, generators, step.returned),
         )
-        fakes = []
-        for part in real:
-            if part.is_meta and torch.device(step.meta_as).type != "meta":
-                shape, stride, dtype = part.shape, part.stride(), part.dtype
-                with mode:
-                    fakes.append(
-                        torch.empty_strided(shape, stride, dtype=dtype, device=step.meta_as)
-                    )
-            else:
-                fakes.append(mode.from_tensor(part))
+        fakes = [like(part) if part.is_meta else mode.from_tensor(part) for part in real]
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(fakes, mode)
@@ -205,7 +203,10 @@ def _captured(
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()
-        refuse_state_among_constants(graph_module, state)
+        stood_in = [(spec, stand_in) for spec, stand_in, _ in trace.apart]
+        refuse_state_among_constants(
+            graph_module, [*zip(state.inputs, state.tensors, strict=True), *stood_in]
+        )
         changes = python.changes()
         if changes or generators.seen or users_own:
             generators.second_trace()

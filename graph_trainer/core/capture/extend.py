@@ -85,7 +85,7 @@ def _add_inputs(
             with graph.inserting_before(following):
                 following = graph.placeholder(sample.name)
             value: Any = value_of(sample)
-            own = fake_like(value, value.shape, value.stride())
+            own = fake_like(value, value.shape, value.stride(), value.fake_mode, value.device)
             following.meta.update(sample.meta, val=own)
     trace.inputs = [*state.inputs, *trace.inputs[count:]]
     trace.state = state

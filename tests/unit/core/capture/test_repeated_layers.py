@@ -450,8 +450,19 @@ def freezing_one(layers, x):
     return with_nothing_between(layers, x)
 
 
+def reading_the_data_of_one(layers, x):
+    return with_nothing_between(layers, x) * layers[3].linear.bias.tolist()[0]
+
+
 @pytest.mark.parametrize(
-    "loop", [giving_one_an_attribute, giving_one_a_gradient, replacing_one, freezing_one]
+    "loop",
+    [
+        giving_one_an_attribute,
+        giving_one_a_gradient,
+        replacing_one,
+        freezing_one,
+        reading_the_data_of_one,
+    ],
 )
 def test_what_is_left_out_is_neither_changed_nor_forgotten(loop):
     """What a step does with a tensor of a layer that is not traced ends as if it were traced."""
