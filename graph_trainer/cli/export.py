@@ -17,12 +17,13 @@ the run's flags. Flags belong to the config: --checkpoint.export_dtype bfloat16 
 def main(argv: Sequence[str]) -> int:
     """Export a checkpoint, or raise a GraphTrainerError."""
     parser = CommandParser("graph-trainer export", description=_ABOUT, allow_abbrev=False)
-    parser.add_argument("checkpoint", type=Path, help="such as outputs/checkpoint/step-40")
-    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="a new folder")
-    for word in argv:
-        if "://" in word:
-            raise ConfigError(f"{word}: copy it from or to remote storage, and export on a disk.")
+    parser.add_argument("checkpoint", help="such as outputs/checkpoint/step-40")
+    parser.add_argument("--to", required=True, metavar="FOLDER", help="a new folder")
     given, rest = parser.parse_known_args(argv)
+    for place in (given.checkpoint, given.to):
+        if "://" in place:
+            raise ConfigError(f"{place}: copy it from or to remote storage, and export on a disk.")
+    given.checkpoint, given.to = Path(given.checkpoint), Path(given.to)
     from graph_trainer.titan.checkpoint_files import is_complete, steps_in
     from graph_trainer.titan.config.load import load_config
     from graph_trainer.titan.export import export

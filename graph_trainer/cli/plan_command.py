@@ -192,10 +192,11 @@ def _check_together(flags: argparse.Namespace) -> None:
             f"{only_ours} is for runs of graph_trainer, and --like {flags.like} plans another "
             "program: leave one of the two out"
         )
+    several = [name for name in _WRITERS if name not in ("json", "html")]
     if flags.verify_order:
         if flag := given("compare", "rank", *_OF_ONE_PLAN, *_WRITERS):
             raise ConfigError(f"--verify-order plans nothing: leave it or {flag} out")
-    elif flags.compare and (flag := given(*_OF_ONE_PLAN, "trace", "save", "table")):
+    elif flags.compare and (flag := given(*_OF_ONE_PLAN, *several)):
         raise ConfigError(
             f"{flag} is of one plan and --compare makes several: leave one of the two out"
         )

@@ -263,7 +263,7 @@ def comparison(
     )
     for what, name, how, why_not in (
         ("peak memory", "peak_bytes", maximum if on_cuda else resident, f"{no_watch}, on Linux"),
-        *(of_gpu if on_cuda else ()),  # a CPU's allocator tells neither of the two
+        *(of_gpu if on_cuda else ()),  # a CPU's allocator reports neither of the two
         ("parameters", "parameter_bytes", "summed", ""),
         ("optimizer state", "optimizer_bytes", "summed", ""),
         ("gradients", "gradient_bytes", "summed after backward", ": no step was run"),

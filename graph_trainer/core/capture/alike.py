@@ -203,7 +203,7 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
         for name in (*([_INITIAL] if own_initial else []), *apart):
             attributes.pop(name, None)
         for name in _HOOKS & attributes.keys():
-            if not attributes[name]:  # most kinds
+            if not attributes[name]:  # as most are
                 del attributes[name]
         attributes.update(_hooks_in(value))
     for name in slots:
@@ -214,8 +214,8 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
 
 @functools.lru_cache
 def _slots_of(kind: Any) -> list[str] | None:
-    """List the attributes of a class that are slots; None for a class of C++, or one derived of
-    it, in which there is more to see than attributes."""
+    """List the attributes of a class that are slots; None for a class of C++, or one derived
+    from it, in which there is more to see than attributes."""
     bases = [base for base in kind.__mro__ if base is not object]
     if kind is CodeType or not all(base.__flags__ & _HEAP_TYPE for base in bases):
         return None

@@ -8,6 +8,7 @@ import logging
 import re
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,7 +28,12 @@ from graph_trainer.core.capture.model_state import (
 from graph_trainer.core.capture.offload_regions import tag_offload_regions
 from graph_trainer.core.capture.python_state import PythonState
 from graph_trainer.core.capture.real_strides import fakes_as_real
-from graph_trainer.core.capture.repeated_layers import NotRepeated, Repetition, repetition_in
+from graph_trainer.core.capture.repeated_layers import (
+    NotRepeated,
+    Repetition,
+    refuse_left_out_among_constants,
+    repetition_in,
+)
 from graph_trainer.core.capture.rng_replay import (
     UserGenerators,
     refuse_draws_of_python,
@@ -39,13 +45,14 @@ from graph_trainer.core.capture.trace import LossFn, StepTrace
 from graph_trainer.core.graph.annotations import set_input_name
 from graph_trainer.core.graph.call import Call
 from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.data_sizes import storage_bytes
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import Returned, scalar_loss
 from graph_trainer.core.graph.signature import Signature, with_parts
 from graph_trainer.core.graph.subclasses import unwrap, wrap
 from graph_trainer.core.graph.writes import writes_of
-from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node
+from graph_trainer.core.torch_private import fake_like, hooks_of, rename_node, storage_id
 from graph_trainer.errors import CaptureError
 
 logger = logging.getLogger(__name__)
@@ -176,8 +183,17 @@ def _captured(
     real = _parts([*traced_state.tensors, *batch_tensors])
     made: list[weakref.ref[torch.Tensor]] = []
 
+    meta_as = torch.device(step.meta_as)
+    as_other = meta_as.type != "meta"
+    storages = Counter(map(storage_id, _parts(state.tensors) if repetition else ()))
+
     def like(part: torch.Tensor) -> torch.Tensor:
-        device = torch.device(step.meta_as) if part.is_meta else part.device
+        """Make a fake tensor of a plain one, in a tenth of the time where it fills its storage."""
+        part = part.detach()
+        is_other = part.is_meta and as_other
+        if not is_other and (storages[storage_id(part)] > 1 or not _fills_its_storage(part)):
+            return mode.from_tensor(part)
+        device = meta_as if part.is_meta else part.device
         return fake_like(part, part.shape, part.stride(), mode, device)
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
@@ -190,7 +206,9 @@ def _captured(
             *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
             *(backward, generators, step.returned),
         )
-        fakes = [like(part) if part.is_meta else mode.from_tensor(part) for part in real]
+        fakes = [
+            like(part) if part.is_meta and as_other else mode.from_tensor(part) for part in real
+        ]
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
             graph_module = trace.graph_of(fakes, mode)
@@ -203,10 +221,8 @@ def _captured(
         UserGenerators() as generators,
     ):
         graph_module, trace = traced()
-        stood_in = [(spec, stand_in) for spec, stand_in, _ in trace.apart]
-        refuse_state_among_constants(
-            graph_module, [*zip(state.inputs, state.tensors, strict=True), *stood_in]
-        )
+        refuse_left_out_among_constants(graph_module, trace.apart)
+        refuse_state_among_constants(graph_module, state)
         changes = python.changes()
         if changes or generators.seen or users_own:
             generators.second_trace()
@@ -216,7 +232,7 @@ def _captured(
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        graph_module = extend(graph_module, trace, repetition, state)
+        graph_module = extend(graph_module, trace, repetition, state, like)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked
@@ -252,3 +268,8 @@ def _captured(
 def _parts(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the plain tensors that tensors consist of, as tensors of their own."""
     return [part.detach() for tensor in tensors for part in unwrap(tensor)[0]]
+
+
+def _fills_its_storage(part: torch.Tensor) -> bool:
+    unread = part.storage_offset() or part.is_conj() or part.is_neg()
+    return not unread and storage_bytes(part) == part.untyped_storage().nbytes()

@@ -31,7 +31,8 @@ from graph_trainer.core.graph.annotations import (
 from graph_trainer.core.graph.data_sizes import exact_layout, has_data_sizes
 from graph_trainer.core.graph.signature import InputKind, Output, OutputKind, with_parts
 from graph_trainer.core.graph.snapshot import node_like
-from graph_trainer.core.torch_private import LazyGraphModule, fake_like, pytree, value_of_copy
+from graph_trainer.core.graph.subclasses import unwrap
+from graph_trainer.core.torch_private import LazyGraphModule, pytree, value_of_copy
 
 FIRST, SECOND, LAST = range(3)
 """The periods that were traced."""
@@ -41,9 +42,13 @@ _Place = tuple[str, int, int]
 
 
 def extend(
-    graph_module: fx.GraphModule, trace: StepTrace, repetition: Repetition, state: ModelState
+    graph_module: fx.GraphModule,
+    trace: StepTrace,
+    repetition: Repetition,
+    state: ModelState,
+    like: Callable[[torch.Tensor], torch.Tensor],
 ) -> fx.GraphModule:
-    """Write the graph with all layers, and complete the outputs of its trace.
+    """Write the graph with all layers, and complete the inputs and outputs of its trace.
 
     Linear in nodes of the result.
 
@@ -51,21 +56,26 @@ def extend(
         graph_module: of a step in which `repetition` skipped layers.
         trace: made it. Its lists of inputs, of outputs, of parameters without a gradient and of
             remarks on rounding are completed.
-        state: of the model, with what only layers have that were left out.
+        state: of the model, with the tensors of layers that were left out.
+        like: makes a fake tensor of the trace of a plain one.
 
     Raises:
         NotRepeated: the traced periods differ, or something else reads what is of one layer.
     """
-    _add_inputs(graph_module.graph, trace, repetition, state)
+    _add_inputs(graph_module.graph, trace, repetition, state, like)
     extension = _Extension(graph_module.graph, trace, repetition)
     extension.check()
     return LazyGraphModule(graph_module, extension.written())
 
 
 def _add_inputs(
-    graph: fx.Graph, trace: StepTrace, repetition: Repetition, state: ModelState
+    graph: fx.Graph,
+    trace: StepTrace,
+    repetition: Repetition,
+    state: ModelState,
+    like: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Add placeholders for what layers have that were left out, like those of the sample's."""
+    """Add a placeholder for each tensor of a layer that was left out, annotated as the sample's."""
     samples: dict[int, int] = {}  # by id of a tensor, that of the sample's
     for tensors in repetition.counterparts:
         samples.update({id(tensor): sample for sample, tensor in tensors.items()})
@@ -81,12 +91,11 @@ def _add_inputs(
         if id(tensor) in placeholders:
             following = next(iter(placeholders[id(tensor)]), following)
             continue
-        for sample in reversed(placeholders[samples[id(tensor)]]):
+        parts = zip(unwrap(tensor)[0], placeholders[samples[id(tensor)]], strict=True)
+        for part, sample in reversed(list(parts)):
             with graph.inserting_before(following):
                 following = graph.placeholder(sample.name)
-            value: Any = value_of(sample)
-            own = fake_like(value, value.shape, value.stride(), value.fake_mode, value.device)
-            following.meta.update(sample.meta, val=own)
+            following.meta.update(sample.meta, val=like(part))
     trace.inputs = [*state.inputs, *trace.inputs[count:]]
     trace.state = state
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -59,37 +59,36 @@ def state_of(model: nn.Module) -> ModelState:
     return state
 
 
-def refuse_state_among_constants(
-    graph_module: fx.GraphModule, named: Iterable[tuple[Input, torch.Tensor]]
-) -> None:
+def refuse_state_among_constants(graph_module: fx.GraphModule, state: ModelState) -> None:
     """Refuse a constant of the graph that is a tensor of the model or requires a gradient.
 
     A tensor that forward does not read through an attribute of the model becomes a constant of
     the graph: right for a table, and silently wrong for anything that training changes.
 
-    Args:
-        named: the model's tensors, and what stood for them in the trace without being its input.
-
     Raises:
         CaptureError: with the name of the tensor, or its shape and dtype.
     """
-    names = {storage_id(part): spec.name for spec, t in named for part in unwrap(t)[0]}
+    names = {
+        storage_id(part): spec.name
+        for spec, tensor in zip(state.inputs, state.tensors, strict=True)
+        for part in unwrap(tensor)[0]
+    }
     for node in graph_module.graph.find_nodes(op="get_attr"):
         constant = getattr(graph_module, str(node.target), None)
         if not isinstance(constant, torch.Tensor):
             continue
+        if isinstance(constant, FakeTensor):
+            raise CaptureError(
+                f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "
+                "data, made by an earlier capture that has kept it: clear what holds it (a "
+                "cache, a global, an attribute) and compute it in the step"
+            )
         name = names.get(storage_id(constant))
         if name is not None:
             raise CaptureError(
                 f"'{name}' is read through something else than its attribute (a "
                 "list, a closure, an attribute of another object), where capture cannot "
                 "replace it: read it as an attribute of its module"
-            )
-        if isinstance(constant, FakeTensor):
-            raise CaptureError(
-                f"the step reads a tensor of {tuple(constant.shape)} {constant.dtype} without "
-                "data, made by an earlier capture that has kept it: clear what holds it (a "
-                "cache, a global, an attribute) and compute it in the step"
             )
         if constant.requires_grad:
             raise CaptureError(

@@ -116,7 +116,7 @@ class _Holder(NamedTuple):
     def changed(self) -> list[tuple[Any, Any]]:
         """Return the keys whose entries are others than before, and what they are now."""
         now = self.read()
-        # most are as they were, which this finds out without a loop in Python
+        # most are as they were: compared in C
         same_keys = self.before.keys() == now.keys()
         if same_keys and all(map(operator.is_, self.before.values(), map(now.get, self.before))):
             return []
@@ -218,7 +218,7 @@ def _own(kind: type) -> Contents:
 
 def _by_key(container: Any) -> Contents:
     if isinstance(container, dict):
-        return dict.copy(container)
+        return dict(dict.items(container))  # dict.copy calls a subclass's methods
     if isinstance(container, set):
         return dict.fromkeys(set.__iter__(container))
     kind = list if isinstance(container, list) else deque

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.fx.traceback import get_current_meta
 
 from graph_trainer.core.capture.alike import Alike, Attribute, Tensors, compare
 from graph_trainer.core.graph.annotations import Phase
+from graph_trainer.core.graph.signature import Input
+from graph_trainer.core.graph.subclasses import unwrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     ambient_state,
@@ -27,6 +29,7 @@ from graph_trainer.core.torch_private import (
     modules_that_look_for_hooks,
     pytree,
     reads_seen,
+    storage_id,
 )
 from graph_trainer.errors import CaptureError
 
@@ -64,7 +67,7 @@ class Repetition:
         return place // self.period in (0, 1, self.periods - 1)
 
     def left_out(self) -> set[int]:
-        """Return the ids of the tensors that only layers have which are not traced."""
+        """Return the ids of the tensors of layers that are not traced."""
         return {
             id(tensor)
             for place, tensors in enumerate(self.counterparts)
@@ -219,6 +222,23 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
             if left_out > most:
                 best, most = run, left_out
     return best
+
+
+def refuse_left_out_among_constants(
+    graph_module: fx.GraphModule, apart: Iterable[tuple[Input, torch.Tensor, torch.Tensor]]
+) -> None:
+    """Refuse a trace that used a stand-in for a tensor of a layer that is left out.
+
+    Raises:
+        NotRepeated: with the name of the tensor.
+    """
+    names = {
+        storage_id(part): spec.name for spec, stand_in, _ in apart for part in unwrap(stand_in)[0]
+    }
+    for node in graph_module.graph.find_nodes(op="get_attr"):
+        constant = getattr(graph_module, str(node.target), None)
+        if isinstance(constant, torch.Tensor) and storage_id(constant) in names:
+            raise NotRepeated(f"the step uses '{names[storage_id(constant)]}' beside its layer")
 
 
 def _longest_run(

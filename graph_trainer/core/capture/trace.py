@@ -63,8 +63,8 @@ class StepTrace:
     inputs: list[Input]
     state: ModelState
     apart: list[tuple[Input, torch.Tensor, torch.Tensor]]
-    """What only layers have that are left out, no inputs of the graph: each with a stand-in that
-    the step must neither read nor change, and the model's tensor."""
+    """The tensors of layers that are left out, which are not inputs of the graph. Each is described
+    and has a stand-in, which the step must not use; the last is the model's tensor."""
     batch: Batch
     backward: bool
     generators: UserGenerators
@@ -219,8 +219,9 @@ class StepTrace:
                             "outside of the step"
                         )
             for spec, stand_in, real in self.apart:
-                if stand_in.requires_grad != real.requires_grad:  # of others autograd sees it
-                    raise CaptureError(f"the step sets requires_grad of '{spec.name}'")
+                # where a layer is traced, autograd shows both
+                if stand_in.requires_grad != real.requires_grad or tensor_hooks(stand_in)[0]:
+                    raise CaptureError(f"the step sets requires_grad or a hook of '{spec.name}'")
             with annotate(annotation(phase=Phase.LOSS)):
                 self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(

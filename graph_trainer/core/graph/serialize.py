@@ -7,6 +7,7 @@ import operator
 import pickle
 import zlib
 from collections.abc import Sequence
+from enum import Enum
 from types import BuiltinFunctionType, MethodType
 from typing import Any
 
@@ -120,6 +121,8 @@ class _Writer(pickle.Pickler):
             layout = (value.dtype, value.shape, value.stride(), value.storage_offset())
             kind = (value.fake_device, value.requires_grad, value.is_conj())
             return _Reader.tensor, ((place, storage.nbytes()), (*layout, *kind))
+        if isinstance(value, Enum) and type(value) in _CLASSES:
+            return type(value), (value.value,)  # by getattr before Python 3.11.4
         known = isinstance(value, type | BuiltinFunctionType) and value in _CLASSES
         if known or type(value) in _CLASSES or value in _MADE.values():
             return NotImplemented

@@ -114,7 +114,7 @@ class Scheduler:
         self.deferred: dict[int, Deferred] = {}
         self.deferred_bytes = 0
         self.in_flight: dict[int, int] = {}
-        """Gathers that have started and whose wait has not run, with their bytes."""
+        """Gathers that have started and are not waited for yet, with their bytes."""
         self.ready: set[int] = set()
         """Indices of the reductions whose inputs have all run."""
         self._group_ends: dict[tuple[int, ...], float] = defaultdict(float)

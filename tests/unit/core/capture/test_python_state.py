@@ -270,6 +270,9 @@ class Lazy(dict[str, int]):
     def __iter__(self) -> Any:
         raise AssertionError
 
+    def __getitem__(self, key: str) -> int:
+        raise AssertionError
+
 
 @pytest.mark.parametrize(
     "kind",

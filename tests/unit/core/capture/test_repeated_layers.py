@@ -36,7 +36,8 @@ def described(value):
         if isinstance(leaf, torch.Tensor):
             layout = (data_sizes.shape_of(leaf), data_sizes.stride_of(leaf))
             offset = data_sizes.expected(leaf.storage_offset())
-            parts.append((*layout, offset, leaf.dtype, leaf.device, leaf.requires_grad))
+            kind = (leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj())
+            parts.append((*layout, offset, *kind))
     return parts
 
 
@@ -55,7 +56,7 @@ def assert_equal(part, full, *, names=True):
         assert annotations_of(mine) == annotations_of(its), mine.name
     given = [[value_of(n).untyped_storage() for n in each.placeholders()] for each in (part, full)]
     assert [s.nbytes() for s in given[0]] == [s.nbytes() for s in given[1]]
-    assert len({storage._cdata for storage in given[0]}) == len(given[0])
+    assert len({s._cdata for s in given[0]}) == len({s._cdata for s in given[1]})
     assert part.signature == full.signature
     assert part.rounding == full.rounding
 
@@ -163,6 +164,24 @@ def test_the_graph_is_that_of_a_full_capture(name, shards, backward, reasons):
         simple_fsdp(model, fake_mesh(shards, shards - 1))
     # draws that are shared with backward get their names when the trace has ended
     assert_equal(*both(model, *args, backward=backward), names=name != "random again")
+    assert reasons.all() == []
+
+
+class Packed(nn.Module):
+    """Has its weights in one memory, the last with a mark of torch's on it."""
+
+    def __init__(self):
+        super().__init__()
+        memory = torch.randn(3, 8, 8, dtype=torch.complex64)
+        self.q, self.k, self.v = map(nn.Parameter, (memory[0], memory[1], memory[2].conj()))
+
+    def forward(self, x):
+        y = x.to(torch.complex64)
+        return (y @ self.q + y @ self.k * (y @ self.v)).real
+
+
+def test_parameters_in_one_memory_are_so_in_the_graph(reasons):
+    assert_equal(*both(stack_of(*(Packed() for _ in range(6))), X))
     assert reasons.all() == []
 
 
@@ -393,6 +412,11 @@ def writing_into_one(layers, x):
     return x
 
 
+def hooking_one(layers, x):
+    layers[3].linear.weight.register_hook(lambda gradient: gradient * 2)
+    return with_nothing_between(layers, x)
+
+
 LOOPS = [
     dropping_one_result,
     giving_one_an_earlier_result,
@@ -410,6 +434,7 @@ LOOPS = [
     with_norms_of_weights,
     with_the_norm_of_one,
     writing_into_one,
+    hooking_one,
 ]
 WITHOUT_BACKWARD = [
     pytest.param(loop, False, marks=() if loop in LOOPS[-3:] else pytest.mark.full)
