@@ -194,6 +194,14 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return a parameter without attribute access, which a property of the class may answer.
+
+    `_parameters` exists since the first release of torch.nn; get_parameter uses getattr.
+    """
+    return module._parameters[name]
+
+
 @contextlib.contextmanager
 def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
     """Inside, replace the tensors of `model`; restore them at the end, on errors too.

@@ -184,34 +184,35 @@ def _captured(
     made: list[weakref.ref[torch.Tensor]] = []
 
     meta_as = torch.device(step.meta_as)
-    as_other = meta_as.type != "meta"
     storages = Counter(map(storage_id, _parts(state.tensors) if repetition else ()))
 
-    def like(part: torch.Tensor) -> torch.Tensor:
-        """Make a fake tensor of a plain one, in a tenth of the time where it fills its storage."""
+    def fake_of(part: torch.Tensor) -> torch.Tensor:
+        """Make the fake tensor of a plain one."""
+        if part.is_meta and meta_as.type != "meta":
+            return fake_like(part, part.shape, part.stride(), mode, meta_as)
+        return mode.from_tensor(part)
+
+    def fake_of_left_out(part: torch.Tensor) -> torch.Tensor:
+        """As `fake_of`, in a tenth of the time where nothing else is in the storage."""
         part = part.detach()
-        is_other = part.is_meta and as_other
-        if not is_other and (storages[storage_id(part)] > 1 or not _fills_its_storage(part)):
-            return mode.from_tensor(part)
+        if storages[storage_id(part)] > 1 or not _fills_its_storage(part):
+            return fake_of(part)
         device = meta_as if part.is_meta else part.device
         return fake_like(part, part.shape, part.stride(), mode, device)
 
     def traced() -> tuple[fx.GraphModule, StepTrace]:
         left_out = []
         for spec, tensor in zip(apart.inputs, apart.tensors, strict=True):
-            stand_in = wrap([like(part) for part in unwrap(tensor)[0]], spec.layout)
+            stand_in = wrap(list(map(fake_of_left_out, unwrap(tensor)[0])), spec.layout)
             stand_in.requires_grad_(spec.requires_grad)
             left_out.append((spec, stand_in, tensor))
         trace = StepTrace(
             *(model, loss_fn, [*traced_state.inputs, *of_batch], traced_state, left_out, batch),
             *(backward, generators, step.returned),
         )
-        fakes = [
-            like(part) if part.is_meta and as_other else mode.from_tensor(part) for part in real
-        ]
         skipping = contextlib.nullcontext() if repetition is None else repetition.skipping()
         with refuse_draws_of_python(), skipping:
-            graph_module = trace.graph_of(fakes, mode)
+            graph_module = trace.graph_of(list(map(fake_of, real)), mode)
         made.extend(trace.made)
         return graph_module, trace
 
@@ -232,7 +233,7 @@ def _captured(
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
-        graph_module = extend(graph_module, trace, repetition, state, like)
+        graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
     trace_counts(graph_module.graph)
     # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
     # inputs that the step writes are marked

@@ -46,7 +46,7 @@ def extend(
     trace: StepTrace,
     repetition: Repetition,
     state: ModelState,
-    like: Callable[[torch.Tensor], torch.Tensor],
+    fake_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> fx.GraphModule:
     """Write the graph with all layers, and complete the inputs and outputs of its trace.
 
@@ -57,13 +57,13 @@ def extend(
         trace: made it. Its lists of inputs, of outputs, of parameters without a gradient and of
             remarks on rounding are completed.
         state: of the model, with the tensors of layers that were left out.
-        like: makes a fake tensor of the trace of a plain one.
+        fake_of: makes the fake tensor, in the trace, of a plain one.
 
     Raises:
         NotRepeated: the traced periods differ, or something else reads what is of one layer.
     """
-    _add_inputs(graph_module.graph, trace, repetition, state, like)
-    extension = _Extension(graph_module.graph, trace, repetition)
+    placeholders = _add_inputs(graph_module.graph, trace, repetition, state, fake_of)
+    extension = _Extension(graph_module.graph, trace, repetition, placeholders)
     extension.check()
     return LazyGraphModule(graph_module, extension.written())
 
@@ -73,9 +73,13 @@ def _add_inputs(
     trace: StepTrace,
     repetition: Repetition,
     state: ModelState,
-    like: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
-    """Add a placeholder for each tensor of a layer that was left out, annotated as the sample's."""
+    fake_of: Callable[[torch.Tensor], torch.Tensor],
+) -> dict[int, tuple[fx.Node, ...]]:
+    """Add placeholders for each tensor of a layer that was left out, annotated as the sample's.
+
+    Returns:
+        The placeholders of each tensor of the model, by its id.
+    """
     samples: dict[int, int] = {}  # by id of a tensor, that of the sample's
     for tensors in repetition.counterparts:
         samples.update({id(tensor): sample for sample, tensor in tensors.items()})
@@ -91,26 +95,30 @@ def _add_inputs(
         if id(tensor) in placeholders:
             following = next(iter(placeholders[id(tensor)]), following)
             continue
-        parts = zip(unwrap(tensor)[0], placeholders[samples[id(tensor)]], strict=True)
-        for part, sample in reversed(list(parts)):
+        made: list[fx.Node] = []
+        pairs = zip(unwrap(tensor)[0], placeholders[samples[id(tensor)]], strict=True)
+        for part, sample in reversed(list(pairs)):
             with graph.inserting_before(following):
                 following = graph.placeholder(sample.name)
-            following.meta.update(sample.meta, val=like(part))
+            following.meta.update(sample.meta, val=fake_of(part))
+            made.insert(0, following)
+        placeholders[id(tensor)] = tuple(made)
     trace.inputs = [*state.inputs, *trace.inputs[count:]]
-    trace.state = state
+    return placeholders
 
 
 class _Extension:
-    def __init__(self, graph: fx.Graph, trace: StepTrace, repetition: Repetition) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        trace: StepTrace,
+        repetition: Repetition,
+        placeholders: dict[int, tuple[fx.Node, ...]],
+    ) -> None:
         self._graph = graph
         self._trace = trace
         self._run = repetition
         self._last = repetition.periods - 1
-        placeholders = graph.find_nodes(op="placeholder")
-        by_tensor: dict[int, tuple[fx.Node, ...]] = {}
-        pairs = zip(with_parts(trace.inputs, placeholders), trace.state.tensors, strict=False)
-        for (_, nodes), tensor in pairs:
-            by_tensor[id(tensor)] = nodes
         self._inputs: list[dict[fx.Node, fx.Node]] = []
         """By period, from each placeholder of the pattern to its own."""
         self._names: list[dict[str, str]] = []
@@ -121,7 +129,7 @@ class _Extension:
             for place in range(period * repetition.period, (period + 1) * repetition.period):
                 names[repetition.names[repetition.sample(place)]] = repetition.names[place]
                 for sample, own in repetition.counterparts[place].items():
-                    pairs_of_nodes = zip(by_tensor[sample], by_tensor[id(own)], strict=True)
+                    pairs_of_nodes = zip(placeholders[sample], placeholders[id(own)], strict=True)
                     inputs.update({node: its for node, its in pairs_of_nodes if its is not node})
             self._inputs.append(inputs)
             self._names.append(names)
