@@ -229,6 +229,17 @@ class Odd(float):
     __hash__ = float.__hash__
 
 
+class Noting(Named):
+    """Has two lists that are equal, or one list twice: what it appends to one shows in the other,
+    or does not."""
+
+    def __init__(self, *, one_list):
+        super().__init__()
+        self.notes, self.read = [2.0], [2.0]
+        if one_list:
+            self.read = self.notes
+
+
 def shifted(layers):
     layers[3].linear.weight.data = layers[3].linear.weight.data.t()
     return layers
@@ -261,6 +272,8 @@ def test_a_tensor_that_all_layers_hold_is_no_difference():
         lambda: [Named().train(i != 3) for i in range(6)],
         lambda: [Named().requires_grad_(i != 3) for i in range(6)],
         lambda: shifted([Named() for _ in range(6)]),
+        lambda: [Noting(one_list=i == 3) for i in range(6)],
+        lambda: [Noting(one_list=i != 3) for i in range(6)],
     ],
     ids=[
         "all differ",
@@ -272,6 +285,8 @@ def test_a_tensor_that_all_layers_hold_is_no_difference():
         "a mode",
         "frozen",
         "strides",
+        "a list that one shares",
+        "a list that all others share",
     ],
 )
 def test_layers_that_differ_are_not_taken_for_alike(layers):

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,10 +70,11 @@ def test_a_step_takes_at_least_its_peak_and_with_one_pool_no_more_than_with_seve
     assert reserved_bytes(memory_of(joint, optimizer_bytes=50 * MIB)) >= one + 40 * MIB
 
 
-def test_a_pool_gives_nothing_to_another():
+@pytest.mark.parametrize("role", [Role.UNSHARD, Role.REDUCE_GRAD])
+def test_a_pool_gives_nothing_to_another(role):
     builder = Builder()
     shard = builder.parameter("w", 1024, 1024)
-    gathered = builder.call(c10d.all_gather_into_tensor.default, shard, 4, "g", role=Role.UNSHARD)
+    gathered = builder.call(c10d.all_gather_into_tensor.default, shard, 4, "g", role=role)
     waited = builder.call(c10d.wait_tensor.default, gathered)
     small = builder.call(aten.sum.default, waited)
     big = builder.call(aten.expand.default, small, [4096, 1024])

@@ -13,11 +13,19 @@ from hypothesis import strategies as st
 import graph_trainer as gt
 from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.analysis.lifetimes import lifetimes
-from graph_trainer.core.graph.annotations import Role, is_backward, parameter_of, role_of
+from graph_trainer.core.graph.annotations import (
+    Role,
+    annotate_node,
+    annotation,
+    is_backward,
+    parameter_of,
+    role_of,
+)
 from graph_trainer.core.graph.ops import is_wait, storage_roots, written_arguments
 from graph_trainer.core.ordering.proof import prove_order
 from graph_trainer.core.ordering.sequences import sequence_of
 from graph_trainer.core.passes.bucketing.bucket_collectives import BucketCollectivesOptions
+from graph_trainer.core.passes.overlap.schedule_graph import ScheduleGraph
 from graph_trainer.core.passes.overlap.schedule_overlap import (
     ScheduleOverlapOptions,
     schedule_overlap,
@@ -256,6 +264,20 @@ def test_it_says_what_moved_and_what_that_hides():
     assert any("node all_gather_into_tensor" in line for line in report.last.remarks[1:])
     # nothing to move, nothing to say
     assert gt.run_passes(step_of(([1], [("relu", 0, 0)], 99), groups), passes).notes() == []
+
+
+@pytest.mark.parametrize("of_context", [False, True])
+def test_context_parallelism_may_use_the_ranks_of_fsdp(of_context):
+    """It has groups of its own; other collectives on FSDP's group keep FSDP's where they are."""
+    program = ([4, 4], [("gather", 0, 0), ("use", 0, 0), ("gather", 1, 0), ("use", 1, 0)] * 2, 99)
+    joint = step_of(program, make_groups())
+    *others, last = gathers(joint)
+    custom = last.meta["custom"]
+    last.meta["custom"] = {k: v for k, v in custom.items() if v != Role.UNSHARD.value}
+    if of_context:
+        annotate_node(last, annotation(context_parallel=True))
+    graph = ScheduleGraph(joint, machine(), fused=False)
+    assert len(graph.gathers) == (len(others) if of_context else 0)
 
 
 @pytest.mark.parametrize(
