@@ -234,6 +234,15 @@ def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iter
                     vars(module)[name] = value
 
 
+def without_torch_functions() -> contextlib.AbstractContextManager[None]:
+    """Inside, no mode sees reads of tensors' attributes, each of which would call its Python.
+
+    torch._C.DisableTorchFunction is what implementations of __torch_function__ use themselves; the
+    public DisableTorchFunctionSubclass leaves modes on.
+    """
+    return torch._C.DisableTorchFunction()
+
+
 def mark_as_parameter(tensor: torch.Tensor) -> None:
     """Let isinstance(tensor, nn.Parameter) hold, as torch itself does for subclasses of Tensor."""
     tensor._is_param = True

@@ -46,6 +46,7 @@ from graph_trainer.core.torch_private import (
     storage_id,
     swap_tensors,
     tensor_hooks,
+    without_torch_functions,
 )
 from graph_trainer.errors import CaptureError, GraphTrainerError
 
@@ -166,11 +167,12 @@ class StepTrace:
         # a stand-in takes the attributes that were set on the model's tensor, and counts as a
         # parameter where that is one
         own: list[set[str]] = []
-        for _, stand_in, real in state:
-            own.append(set(vars(stand_in)))
-            vars(stand_in).update({n: v for n, v in vars(real).items() if n not in own[-1]})
-            if isinstance(real, nn.Parameter):
-                mark_as_parameter(stand_in)
+        with without_torch_functions():
+            for _, stand_in, real in state:
+                own.append(set(vars(stand_in)))
+                vars(stand_in).update({n: v for n, v in vars(real).items() if n not in own[-1]})
+                if isinstance(real, nn.Parameter):
+                    mark_as_parameter(stand_in)
         args, kwargs = self.batch.rebuild(tensors[count:])
         leaves = [
             (spec.name, tensor)
@@ -209,19 +211,8 @@ class StepTrace:
                     )
                 _refuse_accumulated(watched, "the backward of a custom function")
             self._refuse_assigned_parameters(stand_ins)
-            for (spec, stand_in, real), names in zip(state, own, strict=True):
-                now, earlier = vars(stand_in), vars(real)
-                for name in sorted((now.keys() | earlier.keys()) - names):
-                    if not name.startswith("_") and now.get(name) is not earlier.get(name):
-                        raise CaptureError(
-                            f"the step sets attribute '{name}' of {spec.kind.value} "
-                            f"'{spec.name}', which no graph does: keep it in a buffer, or set it "
-                            "outside of the step"
-                        )
-            for spec, stand_in, real in self.apart:
-                # where a layer is traced, autograd shows both
-                if stand_in.requires_grad != real.requires_grad or tensor_hooks(stand_in)[0]:
-                    raise CaptureError(f"the step sets requires_grad or a hook of '{spec.name}'")
+            with without_torch_functions():
+                self._refuse_changed_stand_ins(state, own)
             with annotate(annotation(phase=Phase.LOSS)):
                 self._write_back_rebound_buffers(stand_ins)
         for (spec, parts), places in zip(
@@ -250,6 +241,28 @@ class StepTrace:
             _check_gradient(name, leaf, gradient)
             emit(OutputKind.GRADIENT, name, taken.unshared(gradient, like=leaf))
         return values
+
+    def _refuse_changed_stand_ins(
+        self, state: list[tuple[Input, torch.Tensor, torch.Tensor]], own: list[set[str]]
+    ) -> None:
+        """Refuse attributes that the step has set on tensors of the model.
+
+        Args:
+            state: inputs with what stood in for their tensors, and these.
+            own: the attributes that each stand-in had of its own.
+        """
+        for (spec, stand_in, real), names in zip(state, own, strict=True):
+            now, earlier = vars(stand_in), vars(real)
+            for name in sorted((now.keys() | earlier.keys()) - names):
+                if not name.startswith("_") and now.get(name) is not earlier.get(name):
+                    raise CaptureError(
+                        f"the step sets attribute '{name}' of {spec.kind.value} '{spec.name}', "
+                        "which no graph does: keep it in a buffer, or set it outside of the step"
+                    )
+        for spec, stand_in, real in self.apart:
+            # where a layer is traced, autograd shows both
+            if stand_in.requires_grad != real.requires_grad or tensor_hooks(stand_in)[0]:
+                raise CaptureError(f"the step sets requires_grad or a hook of '{spec.name}'")
 
     def _pass_on_hooks(self, stand_ins: dict[int, torch.Tensor]) -> None:
         """Register the gradient hooks of the model's parameters on the traced ones."""
@@ -337,13 +350,14 @@ def _autocast_cache() -> Iterator[None]:
 
 
 def _refuse_accumulated(leaves: list[tuple[str, torch.Tensor]], where: str) -> None:
-    for name, leaf in leaves:
-        if leaf.grad is not None:
-            raise CaptureError(
-                f"{where} leaves a gradient in .grad of '{name}': it calls backward() "
-                "itself, which a captured step would lose; return the loss and let capture "
-                "run backward"
-            )
+    with without_torch_functions():
+        accumulated = [name for name, leaf in leaves if leaf.grad is not None]
+    if accumulated:
+        raise CaptureError(
+            f"{where} leaves a gradient in .grad of '{accumulated[0]}': it calls backward() "
+            "itself, which a captured step would lose; return the loss and let capture "
+            "run backward"
+        )
 
 
 def _place_in_memory(part: torch.Tensor) -> tuple[Any, ...]:

@@ -306,8 +306,6 @@ _Shared = fx.Node | list[fx.Node] | None
 
 def _shared_inputs(node: fx.Node) -> list[_Shared]:
     """List, for each result in the schema of a node's op, the input whose storage it shares."""
-    if is_wait(node):
-        return [node.all_input_nodes[0]]
     names = _shared_names(node.target) if node.op == "call_function" else []
     if not any(names):
         return [None] * len(names)
@@ -328,7 +326,8 @@ def _shared_names(target: Any) -> list[str | None]:
     """List, for each result in an op's schema, the argument whose storage it shares."""
     if not isinstance(target, OpOverload):
         return []
-    if target in _HIDDEN_VIEWS:
+    kind = _kind_of(target)
+    if target in _HIDDEN_VIEWS or (kind is not None and kind.effect is Effect.WAITS):
         return [target._schema.arguments[0].name]
     names: list[str | None] = []
     for result in (entry.alias_info for entry in target._schema.returns):
