@@ -194,19 +194,15 @@ def storage_id(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def registered_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
-    """Return a parameter without attribute access, which a property of the class may answer.
-
-    `_parameters` exists since the first release of torch.nn; get_parameter uses getattr.
-    """
-    return module._parameters[name]
+PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
+"""The dicts in which a module keeps what is registered on it, since the first release of torch.nn.
+get_parameter and its like use getattr, which a property of the class may answer."""
 
 
 @contextlib.contextmanager
 def swap_tensors(model: nn.Module, replacement: dict[int, torch.Tensor]) -> Iterator[None]:
     """Inside, replace the tensors of `model`; restore them at the end, on errors too.
 
-    The dictionaries `_parameters` and `_buffers` exist since the first release of torch.nn;
     torch.nn.utils.stateless does the same but allows no call other than forward.
 
     Args:
@@ -249,8 +245,8 @@ def mark_as_parameter(tensor: torch.Tensor) -> None:
 
 
 def tensor_dicts(module: nn.Module) -> list[dict[str, Any]]:
-    """Return the dicts of a module's own parameters, buffers and modules; see `swap_tensors`."""
-    return [vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")]
+    """Return the dicts of a module's own parameters, buffers and modules."""
+    return [vars(module)[kind] for kind in (PARAMETERS, BUFFERS, MODULES)]
 
 
 def tensor_hooks(tensor: torch.Tensor) -> tuple[list[Callable[..., Any]], list[Callable[..., Any]]]:
@@ -283,7 +279,7 @@ def hooks_of(modules: Iterable[nn.Module]) -> tuple[Callable[..., Any], ...]:
         for kind in _HOOKS:
             if of_kind := contents[kind]:
                 hooks += of_kind.values()
-        for parameter in module._parameters.values():
+        for parameter in vars(module)[PARAMETERS].values():
             if parameter is not None and (
                 parameter._backward_hooks or parameter._post_accumulate_grad_hooks
             ):

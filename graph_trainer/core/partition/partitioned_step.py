@@ -21,7 +21,7 @@ from graph_trainer.core.partition.cut import cut
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.backends.registry import find_backend
 from graph_trainer.core.runtime.binding import Binding, output_tensor
-from graph_trainer.core.torch_private import clear_saved_tensors, tensor_hooks
+from graph_trainer.core.torch_private import MODULES, clear_saved_tensors, tensor_hooks
 from graph_trainer.errors import CaptureError
 
 
@@ -165,7 +165,7 @@ class PartitionedStep(nn.Module):
         for path, kind, last in self._places:
             module = self.model
             for name in path:
-                module = module._modules[name]  # type: ignore[assignment]
+                module = getattr(module, MODULES)[name]
             state.append(getattr(module, kind)[last])
         return [*state, *batch]
 

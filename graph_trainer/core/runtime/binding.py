@@ -17,10 +17,11 @@ from graph_trainer.core.graph.subclasses import unwrap, with_stride, wrap
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.runtime.backends.base import BoxedFunction
 from graph_trainer.core.runtime.collective_failure import failed_collective
+from graph_trainer.core.torch_private import BUFFERS, MODULES, PARAMETERS
 from graph_trainer.errors import CaptureError
 
 _Place = tuple[tuple[str, ...], str, str]
-"""Path of module names, "_parameters" or "_buffers", and the name in that dict."""
+"""Path of module names, `PARAMETERS` or `BUFFERS`, and the name in that dict."""
 
 
 class Binding:
@@ -106,8 +107,8 @@ class Binding:
     def _find_places(self, model: nn.Module) -> list[list[_Place]]:
         places: dict[str, _Place] = {}
         for kind, named in (
-            ("_parameters", model.named_parameters(remove_duplicate=False)),
-            ("_buffers", model.named_buffers(remove_duplicate=False)),
+            (PARAMETERS, model.named_parameters(remove_duplicate=False)),
+            (BUFFERS, model.named_buffers(remove_duplicate=False)),
         ):
             for name, _ in named:
                 *path, last = name.split(".")
@@ -126,7 +127,7 @@ class Binding:
 
         def module_at(path: tuple[str, ...]) -> nn.Module:
             if path not in modules:
-                modules[path] = module_at(path[:-1])._modules[path[-1]]  # type: ignore[assignment]
+                modules[path] = vars(module_at(path[:-1]))[MODULES][path[-1]]
             return modules[path]
 
         values: list[torch.Tensor] = []

@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from graph_trainer.core.graph.annotations import Role, annotation
 from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.sharding.collectives import all_gather, all_reduce, reduce_scatter
-from graph_trainer.core.torch_private import StridedShard, registered_parameter
+from graph_trainer.core.torch_private import PARAMETERS, StridedShard
 from graph_trainer.core.torch_private_groups import concatenate_meshes
 from graph_trainer.errors import CheckpointError, ConfigError
 
@@ -278,7 +278,7 @@ def _reading_class(base: type, names: tuple[str, ...]) -> type:
     """
 
     def read(module: nn.Module, name: str) -> torch.Tensor | None:
-        parameter = registered_parameter(module, name)
+        parameter = vars(module)[PARAMETERS][name]
         if parameter is None or _as_shards.get():
             return parameter
         try:

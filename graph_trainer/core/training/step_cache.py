@@ -31,7 +31,7 @@ from graph_trainer.core.partition.partitioned_step import partition
 from graph_trainer.core.passes.pipeline import PassConfig, run_passes
 from graph_trainer.core.passes.report import Report
 from graph_trainer.core.runtime.step import Gradients, Step, compile
-from graph_trainer.core.torch_private import pytree
+from graph_trainer.core.torch_private import PARAMETERS, pytree
 from graph_trainer.errors import CollectiveError, VerificationError
 
 _ERROR_SHOWN = 4000
@@ -243,7 +243,7 @@ def _errors_sent(what: str, agreement: Agreement) -> Iterator[None]:
 def _program_key(call: Call) -> object:
     """Make a key of everything that changes the graph and is not in the batch."""
     trainable = [
-        p.requires_grad for m in call.modules for p in m._parameters.values() if p is not None
+        p.requires_grad for m in call.modules for p in vars(m)[PARAMETERS].values() if p is not None
     ]
     devices = {v.device.type for v in call.leaves if isinstance(v, torch.Tensor)} | {"cpu"}
     # the model itself: another one of the same class may have other hyperparameters
