@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 from graph_trainer.core.analysis.mesh_groups import RankClasses
 from graph_trainer.core.ordering.proof import OrderProof, prove_order
 from graph_trainer.core.ordering.sequences import Sequence, issued_by
-from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.passes.pipeline import pass_by_pass
 from graph_trainer.core.torch_private import StridedShard
 from graph_trainer.errors import GraphTrainerError, VerificationError
 from graph_trainer.planner.agreement import AsFarAsKnown, Passes, as_agreed, decided_by
@@ -72,7 +72,7 @@ def verify_order(
             if classes is not None:
                 check_shapes(fake, classes)
             joint = captures.of(fake)
-            run_passes(joint, fake.pass_config(), agreement=agreement)
+            list(pass_by_pass(joint, fake.pass_config(), agreement=agreement))
             sequence = issued_by(joint, world_size)
         except GraphTrainerError as error:
             raise VerificationError(

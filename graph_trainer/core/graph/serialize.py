@@ -29,6 +29,7 @@ from graph_trainer.core.torch_private import (
     StridedShard,
     TensorMeta,
     no_dispatch,
+    storage_id,
 )
 
 _UNREAD = {"eager_input_vals", "original_aten", "tensor_meta", "unbacked_bindings"}
@@ -116,11 +117,11 @@ class _Writer(pickle.Pickler):
         if isinstance(value, DeviceMesh) and value in self._meshes:
             return _Reader.mesh, (self._meshes.index(value),)
         if type(value) is FakeTensor and value.constant is None and not value.is_neg():
-            storage = value.untyped_storage()
-            place = self._storages.setdefault(storage._cdata, len(self._storages))
+            place = self._storages.setdefault(storage_id(value), len(self._storages))
+            size = value.untyped_storage().nbytes()
             layout = (value.dtype, value.shape, value.stride(), value.storage_offset())
             kind = (value.fake_device, value.requires_grad, value.is_conj())
-            return _Reader.tensor, ((place, storage.nbytes()), (*layout, *kind))
+            return _Reader.tensor, ((place, size), (*layout, *kind))
         if isinstance(value, Enum) and type(value) in _CLASSES:
             return type(value), (value.value,)  # by getattr before Python 3.11.4
         known = isinstance(value, type | BuiltinFunctionType) and value in _CLASSES

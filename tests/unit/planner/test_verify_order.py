@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 import graph_trainer as gt
 from graph_trainer.core.passes.memory_limit import unknown
 from graph_trainer.core.passes.pipeline import run_passes
+from graph_trainer.core.passes.report import Report
 from graph_trainer.core.sharding.collectives import all_reduce
 from graph_trainer.core.simulation.hardware import load_hardware
 from graph_trainer.planner.fake_rank import FakeRank
@@ -181,6 +182,17 @@ def test_a_branch_on_the_first_or_the_last_rank_is_seen_by_representatives(where
     config = config_of(shard=5, on_rank=extra_reduction(where))
     with pytest.raises(gt.VerificationError, match=r"ranks 0 and \d .*all_reduce\(sum\)"):
         verify_order(config, 5, device="cpu")
+
+
+def test_no_pass_is_measured(monkeypatch):
+    """A proof shows no bytes and no times, which take as long to find as the passes take to run."""
+
+    def measured(report, joint, run):
+        raise AssertionError(f"{run.name} was measured")
+
+    monkeypatch.setattr(Report, "add", measured)
+    verify_order(config_of(shard=2), 2)
+    make_plan(config_of(shard=2), 2, load_hardware("h100-sxm"))
 
 
 def test_all_ranks_are_proved_one_by_one():
