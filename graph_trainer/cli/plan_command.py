@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
@@ -132,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
                 captures=captures,
                 on_progress=say,
             )
-        print(proof)
+        print("\n".join(wrapped(line, WIDTH) for line in str(proof).splitlines()))
         return 0
     if flags.compare:
         plan_one = partial(plan_of, every_pass=False)
@@ -411,8 +413,10 @@ def _parser() -> CommandParser:
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: write 1 or more")
+    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):  # a mesh has a number for each rank
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of ranks: write 1 or more, below 10,000,000"
+        )
     return int(text)
 
 

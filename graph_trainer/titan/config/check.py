@@ -414,7 +414,8 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
 def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Check the files and folders that the config names, by reading what can be read here."""
     folder = config.dump_folder
-    if not folder.strip() or "\0" in folder or os.path.isfile(folder):
+    is_name = folder.strip() and "\0" not in folder
+    if not is_name or os.path.exists(folder) and not os.path.isdir(folder):
         remedy = "Name a folder, new or existing."
         yield Problem("dump_folder", "not a folder to write to", remedy)
     spec, routing = config.model_spec, getattr(config.metrics, "save_routing", None)

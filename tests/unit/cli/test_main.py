@@ -170,6 +170,7 @@ def test_every_command_has_help(command, capsys):
         assert ended.code == 0
     out, err = capsys.readouterr()
     assert f"graph-trainer {command}" in out and err == ""
+    assert max(map(len, out.splitlines())) <= 100
     assert command != "config" or "--schema" in out
 
 
