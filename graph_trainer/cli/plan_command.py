@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = flags.world_size or world_size_from_environment()
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config([*words, *more], world_size=ranks or world_size)
+        config = load_config([*words, *more], world_size=ranks or world_size, reads_text=False)
         if config.compile.hardware is None:  # as if --compile.hardware had been given
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
                 f"all that the other degrees leave, so {world_size} is the fewest that shard: add "
                 f"--world-size {world_size}, or the number of your GPUs"
             )
-        check_config(config, world_size)
+        check_config(config, world_size, reads_text=False)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"

@@ -167,6 +167,7 @@ def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
 
     monkeypatch.setattr(command, "make_plan", make_plan)
     words = ["--world-size", "8", TP, "2", "--hardware", "a100-80g", "--rank", "3"]
+    words += ["--dataloader.dataset_path", "/of/the/cluster"]  # where the run's text is
     with pytest.raises(Reached):
         cli.main(["plan", *words])
     assert (asked["world_size"], asked["hardware"], asked["rank"]) == (8, "a100-80g", 3)
