@@ -175,8 +175,10 @@ def dry_run(argv: Sequence[str]) -> int:
     with progress("plan") as say:
         world_size = launch.world_size
         plan = make_plan(config, world_size, hardware, captures=captures, on_progress=say)
+    report = plan_report(plan)
     lines = [f"{world_size} ranks: {launch.arguments[0]}", plan.headline]
-    lines += fit_and_speed(plan_report(plan)).splitlines()
+    for text in (*report["notes"], *fit_and_speed(report).splitlines()):
+        lines += wrapped(text, WIDTH - len("# ")).splitlines()
     print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
     return 0
 
