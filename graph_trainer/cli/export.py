@@ -37,7 +37,7 @@ def main(argv: Sequence[str]) -> int:
     run = given.checkpoint.resolve().parent.parent
     if not any(word.startswith("--config") for word in rest) and (run / "config.toml").is_file():
         rest[:0] = ["--config", str(run / "config.toml")]
-    config = load_config(rest, prog="graph-trainer export")
+    config = load_config(rest, prog="graph-trainer export", reads_text=False)
     config.dump_folder = str(run)
     export(given.checkpoint, given.to, config)
     print(f"{given.to}: read it with AutoModelForCausalLM.from_pretrained({str(given.to)!r})")

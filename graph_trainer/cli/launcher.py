@@ -236,14 +236,15 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
         file: where to write the tracebacks of all ranks.
     """
 
-    def failed_at(rank: int) -> float:
+    def failed_at(rank: int) -> tuple[bool, float]:
+        ended = failures[rank].exitcode == -signal.SIGTERM  # by torchrun, as another has failed
         # torch's time stamps are whole seconds, in which all ranks may fail
         with contextlib.suppress(OSError):
-            return os.stat(failures[rank].error_file).st_mtime
-        return failures[rank].timestamp
+            return ended, os.stat(failures[rank].error_file).st_mtime
+        return ended, failures[rank].timestamp
 
     tracebacks = ""
-    for rank in sorted(failures, key=failed_at, reverse=True):
+    for rank in sorted(failures, key=failed_at)[::-1]:
         code, message = failures[rank].exitcode, cast(Any, failures[rank].message)
         if isinstance(message, dict):
             tracebacks = f"rank {rank}\n{message['extraInfo']['py_callstack']}\n{tracebacks}"

@@ -95,7 +95,7 @@ def _run(command: str, words: list[str]) -> int:
         )
     function, about = _COMMANDS[command]
     if command in ("doctor", "completion") and {"-h", "--help"} & {*words}:
-        print(f"graph-trainer {command}: {about}")
+        print(f"graph-trainer {command}:\n  {about}")
         return 0
     # a rank records what it raises; --schema may be writing the file that is read here
     if "RANK" not in os.environ and "--schema" not in words:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
@@ -20,6 +21,7 @@ from graph_trainer.core.simulation.detect import detect_hardware
 from graph_trainer.core.simulation.hardware import Hardware, known_hardware, load_hardware
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, RUNTIMES
 from graph_trainer.core.suggest import did_you_mean
+from graph_trainer.core.text import WIDTH, wrapped
 from graph_trainer.core.units import GIB
 from graph_trainer.errors import ConfigError
 from graph_trainer.planner.capture_cache import FOLDER, CaptureCache, default_folder
@@ -85,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     world_size = flags.world_size or world_size_from_environment()
 
     def load(more: Sequence[str], ranks: int | None = None) -> GraphTrainerConfig:
-        config = load_config([*words, *more], world_size=ranks or world_size)
+        config = load_config([*words, *more], world_size=ranks or world_size, reads_text=False)
         if config.compile.hardware is None:  # as if --compile.hardware had been given
             config.compile = replace(config.compile, hardware=flags.hardware)
         return config
@@ -104,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
                 f"all that the other degrees leave, so {world_size} is the fewest that shard: add "
                 f"--world-size {world_size}, or the number of your GPUs"
             )
-        check_config(config, world_size)
+        check_config(config, world_size, reads_text=False)
     if not 0 <= flags.rank < world_size:
         raise ConfigError(
             f"--rank {flags.rank}: there are {world_size} ranks: write 0 to {world_size - 1}"
@@ -132,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
                 captures=captures,
                 on_progress=say,
             )
-        print(proof)
+        print("\n".join(wrapped(line, WIDTH) for line in str(proof).splitlines()))
         return 0
     if flags.compare:
         plan_one = partial(plan_of, every_pass=False)
@@ -173,8 +175,10 @@ def dry_run(argv: Sequence[str]) -> int:
     with progress("plan") as say:
         world_size = launch.world_size
         plan = make_plan(config, world_size, hardware, captures=captures, on_progress=say)
+    report = plan_report(plan)
     lines = [f"{world_size} ranks: {launch.arguments[0]}", plan.headline]
-    lines += fit_and_speed(plan_report(plan)).splitlines()
+    for text in (*report["notes"], *fit_and_speed(report).splitlines()):
+        lines += wrapped(text, WIDTH - len("# ")).splitlines()
     print("".join(f"# {line}\n" for line in lines) + config_to_toml(config), end="")
     return 0
 
@@ -411,8 +415,10 @@ def _parser() -> CommandParser:
 
 
 def _positive(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of ranks: write 1 or more")
+    if not re.fullmatch("0*[1-9][0-9]{0,6}", text):  # a mesh has a number for each rank
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of ranks: write 1 or more, below 10,000,000"
+        )
     return int(text)
 
 

@@ -197,7 +197,12 @@ def ledger_columns(ledger: list[dict[str, Any]]) -> Iterator[tuple[str, str, Seq
 
 
 def _notes(plan: Plan) -> Iterator[str]:
-    """Yield remarks on the plan as a whole: its machines, its limit, its host memory."""
+    """Yield remarks on the plan as a whole: its mode, machines, limit and host memory."""
+    if plan.config.compile.mode == "eager" and plan.simulation.runtime is GRAPH_TRAINER:
+        yield (
+            'compile.mode = "eager" captures no graph: all figures are those of the captured step, '
+            'as compile.mode = "aot_fx_trace" runs it.'
+        )
     named = plan.config.compile.hardware
     if named is not None and load_hardware(named, "compile.hardware") != plan.hardware:
         yield (

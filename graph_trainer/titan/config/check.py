@@ -94,6 +94,7 @@ def check_config(
     *,
     origins: Origins | None = None,
     reads_checkpoint: bool = False,
+    reads_text: bool = True,
 ) -> None:
     """Refuse a config that cannot train, before any process group is created.
 
@@ -102,6 +103,7 @@ def check_config(
         world_size: the number of ranks. None leaves out the checks that depend on it.
         origins: which file or flag set each key, for the messages.
         reads_checkpoint: whether the checkpoint that the run begins with has to be here.
+        reads_text: whether the texts and the tokenizer of the run have to be here.
 
     Raises:
         ConfigError: all that is wrong, a line each, with its key, value and remedy.
@@ -117,6 +119,7 @@ def check_config(
         *_pass_problems(config),
         *_optimizer_problems(config.optimizer, origins),
         *_file_problems(config),
+        *(_text_problems(config) if reads_text else ()),
         *(checkpoint_problems(config, origins) if reads_checkpoint else ()),
     ]
     if problems := problems or [*_refused_by_model(config)]:
@@ -414,7 +417,8 @@ def _optimizer_problems(config: Any, origins: Origins) -> Iterator[Problem]:
 def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
     """Check the files and folders that the config names, by reading what can be read here."""
     folder = config.dump_folder
-    if not folder.strip() or "\0" in folder or os.path.isfile(folder):
+    is_name = folder.strip() and "\0" not in folder
+    if not is_name or os.path.exists(folder) and not os.path.isdir(folder):
         remedy = "Name a folder, new or existing."
         yield Problem("dump_folder", "not a folder to write to", remedy)
     spec, routing = config.model_spec, getattr(config.metrics, "save_routing", None)
@@ -442,6 +446,10 @@ def _file_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
             load_hardware(hardware, "compile.hardware")
     except ConfigError as error:
         yield _unreadable("compile.hardware", hardware, error)
+
+
+def _text_problems(config: GraphTrainerConfig) -> Iterator[Problem]:
+    """Check the texts of training, tokenizer and validation, and the folder of a tokenizer."""
     resolved = with_text_of_training(config)
     training, validating = config.dataloader, resolved.validator.dataloader
     yield from _dataset_problems(training, "dataloader")

@@ -54,7 +54,7 @@ def checkpoint_problems(config: GraphTrainerConfig, origins: Origins) -> Iterato
         problem = f"{path} holds the model alone, as does the last one of a run"
         remedy = "Set an earlier one, or begin" if min(steps) < step else "Begin"
         remedy += " another run, with its own dump_folder and "
-        remedy += f"checkpoint.initial_load_path = {show(str(path))}, or without "
+        remedy += f"checkpoint.initial_load_path = {show(os.path.abspath(path))}, or without "
         remedy += "checkpoints: checkpoint.enable = false."
         yield Problem("checkpoint.load_step", problem, remedy, ("checkpoint.last_save_model_only",))
     if steps or section.load_step != -1:  # the run continues, and the keys below have no effect

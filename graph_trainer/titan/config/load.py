@@ -27,6 +27,7 @@ def load_config(
     world_size: int | None = None,
     prog: str = "graph-trainer train",
     reads_checkpoint: bool = False,
+    reads_text: bool = True,
 ) -> GraphTrainerConfig:
     """Load the checked config of a command line: flags over file over registry entry.
 
@@ -38,6 +39,8 @@ def load_config(
         prog: the command's name in help texts and messages.
         reads_checkpoint: whether the run starts on this machine, where the checkpoint that it
             begins with has to be. A plan or a printed config is made without it.
+        reads_text: whether its texts and its tokenizer have to be here too. A plan and an export
+            are made without them.
 
     Raises:
         ConfigError: anything wrong with names, file, flags or values; a line for each wrong key.
@@ -58,7 +61,8 @@ def load_config(
         if config is None:
             raise refusal(problems, origins)
         ranks = world_size_from_environment() if world_size is None else world_size
-        check_config(config, ranks, origins=origins, reads_checkpoint=reads_checkpoint)
+        here = {"reads_checkpoint": reads_checkpoint, "reads_text": reads_text}
+        check_config(config, ranks, origins=origins, **here)
     finally:
         logging.disable(disabled)
     return config

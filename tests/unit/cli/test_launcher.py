@@ -347,6 +347,22 @@ def test_the_error_of_the_first_rank_is_all_that_is_shown(
     assert re.findall(r"^rank (\d)\nTraceback ", file.read_text(), re.M) == ["1", "0"]
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_torchrun_ended_hides_no_error(
+    failing: Failing, capsys: pytest.CaptureFixture[str], killed: bool
+) -> None:
+    """Its time stamp is the second in which another one failed."""
+    if killed:
+        failing.failures[1] = ProcessFailure(1, 4321, -9, "none")
+    else:
+        failing.fail(1, ValueError("x"), at=100.75)
+    failing.failures[0] = ProcessFailure(0, 4320, -15, "none")
+    failing.failures[0].timestamp = 100 if not killed else failing.failures[1].timestamp
+    assert failing.start() == 1
+    said = "Signal 9 (SIGKILL)" if killed else "ValueError: x"
+    assert capsys.readouterr().err.startswith(f"error: rank 1: {said}")
+
+
 def test_a_rank_shows_its_error_where_no_launcher_does(
     failing: Failing, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

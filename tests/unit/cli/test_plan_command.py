@@ -6,6 +6,7 @@ import pytest
 
 from graph_trainer.cli import main as cli
 from graph_trainer.cli import plan_command as command
+from graph_trainer.core.ordering.proof import OrderProof
 
 TP = "--parallelism.tensor_parallel_degree"
 DEEPSEEK = ["--module", "graph_trainer.deepseek_v3", "--config", "debugmodel"]
@@ -66,6 +67,10 @@ BAD = {
         "--like torchtitan plans another program",
     ),
     "no ranks": (["--world-size", "0"], "'0' is not a number of ranks: write 1 or more"),
+    "more than a mesh can list": (
+        ["--world-size", "1000000000"],
+        "'1000000000' is not a number of ranks: write 1 or more, below 10,000,000",
+    ),
     "fewer than none": (["--world-size", "-2"], "'-2' is not a number of ranks"),
     "part of a rank": (["--world-size", "1.5"], "'1.5' is not a number of ranks"),
     "rank too high": (["--world-size", "8", "--rank", "8"], "there are 8 ranks: write 0 to 7"),
@@ -162,8 +167,18 @@ def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
 
     monkeypatch.setattr(command, "make_plan", make_plan)
     words = ["--world-size", "8", TP, "2", "--hardware", "a100-80g", "--rank", "3"]
+    words += ["--dataloader.dataset_path", "/of/the/cluster"]  # where the run's text is
     with pytest.raises(Reached):
         cli.main(["plan", *words])
     assert (asked["world_size"], asked["hardware"], asked["rank"]) == (8, "a100-80g", 3)
     assert asked["config"].parallelism.tensor_parallel_degree == 2
     assert asked["config"].compile.hardware == "a100-80g" and len(read) == 1
+
+
+def test_the_proof_of_an_order_is_within_100_columns(monkeypatch, capsys):
+    proof = OrderProof(dict.fromkeys(range(40), 1), (22, 24), 3, ("my.op",) * 30)
+    monkeypatch.setattr(command, "verify_order", lambda *a, **k: proof)
+    assert cli.main(["plan", "--world-size", "40", "--verify-order"]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 100
+    assert " ".join(out.split()) == " ".join(str(proof).split())

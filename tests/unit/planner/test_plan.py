@@ -209,6 +209,14 @@ def test_passes_that_decide_for_another_machine_are_told():
     assert told not in shown(same) and told not in shown(plan)
 
 
+def test_a_mode_that_captures_nothing_is_told():
+    plan = planned()
+    eager = dataclasses.replace(plan, config=small("--compile.mode", "eager"))
+    assert 'compile.mode = "eager" captures no graph: all' in " ".join(shown(eager).split())
+    as_torchtitan = dataclasses.replace(eager.simulation, runtime=TORCHTITAN)
+    assert plan_report(dataclasses.replace(eager, simulation=as_torchtitan))["notes"] == []
+
+
 def test_a_profile_without_the_dtype_of_the_run_is_told():
     plan = planned()
     slow = dataclasses.replace(plan.hardware, name="mine", peak_flops={"float32": 66.9e12})

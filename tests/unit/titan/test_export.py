@@ -65,8 +65,10 @@ def test_from_pretrained_gives_the_same_logits_and_tokens(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded, model, checkpoint = run_of(module, tmp_path)
+    text = (tmp_path / "text.txt").rename(tmp_path / "elsewhere.txt")  # only training reads it
     folder = tmp_path / "exported"
     assert main(["export", str(checkpoint), "--to", str(folder)]) == 0
+    text.rename(tmp_path / "text.txt")
     assert str(folder) in capsys.readouterr().out
     assert "has no effect" not in caplog.text
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -363,6 +363,7 @@ IN_FILES = (
     ),
     Bad('dump_folder = "out\\u0000put"', "Name a folder"),
     Bad('dump_folder = ""', "Name a folder"),
+    Bad('dump_folder = "/dev/null"', "Name a folder"),
     Bad('module = "graph_trainer.lama3"', "Did you mean graph_trainer.llama3?"),
     Bad("optimizer.param_groups = []", 'pattern = ".*"'),
     Bad(

@@ -1,5 +1,6 @@
 """A checkpoint that is not there is refused before any rank starts."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,21 @@ def test_a_run_does_not_go_on_from_the_model_alone(load, tmp_path: Path) -> None
     load_config(
         ["--checkpoint.enable", "--dump_folder", str(tmp_path / "seed")], reads_checkpoint=True
     )
+
+
+def test_the_remedy_for_the_model_alone_can_be_written_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchtitan takes no relative path there."""
+    monkeypatch.chdir(tmp_path)
+    dcp.save({"weight": torch.zeros(1)}, checkpoint_id="outputs/checkpoint/step-6")
+    words = ["--checkpoint.enable"]
+    with pytest.raises(ConfigError, match="initial_load_path") as error:
+        load_config(words, reads_checkpoint=True)
+    (remedy,) = re.findall(r'initial_load_path = "(.*?)"', str(error.value))
+    words += ["--dump_folder", "other", "--checkpoint.initial_load_path", remedy]
+    config = load_config(words, reads_checkpoint=True)
+    assert config.checkpoint.initial_load_path == str(tmp_path / "outputs/checkpoint/step-6")
 
 
 def test_a_model_that_hugging_face_does_not_know(tmp_path: Path) -> None:
