@@ -26,10 +26,12 @@ from graph_trainer.core.names import clean_fqn
 from graph_trainer.core.torch_private import (
     ambient_state,
     forward_replaced,
+    hooks_of,
     modules_that_look_for_hooks,
     pytree,
     reads_seen,
     storage_id,
+    without_torch_functions,
 )
 from graph_trainer.errors import CaptureError
 
@@ -130,7 +132,7 @@ class _Calls:
         run, name = self._run, self._run.names[place]
         if place != len(self._done):
             self._refuse(f"forward does not call '{name}' once and in order")
-        call = _Call(*pytree.tree_flatten((args, kwargs)), _ambient())
+        call = _Call(*pytree.tree_flatten((args, kwargs)), _ambient(layer))
         for each in call.given:
             if not isinstance(each, torch.Tensor) and not _is_constant(each):
                 self._refuse(f"'{name}' is given a {type(each).__name__}, which it may change")
@@ -190,7 +192,7 @@ class _Calls:
         if call.structure != sample.structure or not all(map(_is_same, call.given, wanted)):
             self._refuse(f"'{name}' is given something else than '{like}'")
         if call.ambient != sample.ambient:
-            self._refuse(f"'{name}' runs in other modes than '{like}'")
+            self._refuse(f"'{name}' runs in other modes or with other hooks than '{like}'")
 
     def _refuse(self, why: str) -> None:
         self._failure = self._failure or why
@@ -209,7 +211,7 @@ def repetition_in(model: nn.Module, tensors: Sequence[torch.Tensor]) -> Repetiti
     best, most = None, 0
     for fqn, module in model.named_modules():
         is_stack = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
-        if not is_stack or len(module._modules) <= TRACED_PERIODS:
+        if not is_stack or len(module) <= TRACED_PERIODS:
             continue
         size = sum(1 for _ in module.modules())
         if size <= most:  # it cannot leave out more
@@ -300,11 +302,15 @@ def _in_backward() -> bool:
     return (get_current_meta().get("custom") or {}).get("phase") == Phase.BACKWARD.value
 
 
-def _ambient() -> tuple[Any, ...]:
-    """Return the modes in which a layer runs, and what it is annotated with."""
+def _ambient(layer: nn.Module) -> tuple[Any, ...]:
+    """Return the modes in which a layer runs, what it is annotated with, and the modes and number
+    of hooks of the modules inside, which a step may set for one call."""
+    inside = list(layer.modules())[1:]  # the layer itself is called, and so its hooks are seen
+    with without_torch_functions():
+        hooks = len(hooks_of(inside))
     custom = get_current_meta().get("custom") or {}
     kept = {key: value for key, value in custom.items() if key not in ("phase", "module")}
-    return (*ambient_state(), kept)
+    return (*ambient_state(), kept, hooks, [module.training for module in inside])
 
 
 def _is_constant(value: Any) -> bool:

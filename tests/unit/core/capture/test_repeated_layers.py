@@ -432,6 +432,20 @@ def hooking_one(layers, x):
     return with_nothing_between(layers, x)
 
 
+def hooking_the_inside_of_one(layers, x):
+    handle = layers[3].linear.register_forward_hook(lambda module, args, output: output * 2)
+    x = with_nothing_between(layers, x)
+    handle.remove()
+    return x
+
+
+def with_another_mode_in_one(layers, x):
+    layers[3].linear.eval()
+    x = with_nothing_between(layers, x)
+    layers[3].linear.train()
+    return x
+
+
 LOOPS = [
     dropping_one_result,
     giving_one_an_earlier_result,
@@ -448,6 +462,8 @@ LOOPS = [
     catching,
     with_norms_of_weights,
     with_the_norm_of_one,
+    hooking_the_inside_of_one,
+    with_another_mode_in_one,
     writing_into_one,
     hooking_one,
 ]
