@@ -303,7 +303,7 @@ def memory_curve(plan: Plan, on_progress: OnProgress, processes: int = 1) -> lis
 
     def summed_up(change: Change, trial: JointGraph) -> Outcome:
         simulation = simulate(trial, plan.hardware, passes.other_memory(trial))
-        rows = [row_of(simulation, "", 0.0)]
+        rows = [row_of(simulation)]
         return outcome_of(change, plan_of(plan.config, run, passes, rows, simulation))
 
     def fixed(policy: ActivationPolicy) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from graph_trainer.core.analysis.collective_purpose import Traffic, traffic_of
 from graph_trainer.core.graph.joint_graph import JointGraph, compute_nodes
@@ -12,6 +12,8 @@ from graph_trainer.core.passes.pipeline import PassConfig, pass_by_pass
 from graph_trainer.core.passes.report import PassRun
 from graph_trainer.core.simulation.simulate import Simulation
 from graph_trainer.planner.processes import Aside
+
+_NO_PASS = PassRun("", 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,10 @@ class Volume:
         return Volume(self.count + other.count, self.bytes + other.bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class LedgerRow:
-    """The graph after one pass; the first row is the graph as captured."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow(PassRun):
+    """A pass and the graph after it, simulated; the first row is the graph as captured."""
 
-    name: str
     nodes: int
     collectives: dict[tuple[str, str, Traffic], Volume]
     """By kind, phase and purpose."""
@@ -39,12 +40,6 @@ class LedgerRow:
     step_seconds: float
     """Forward, loss and backward of one microbatch."""
     exposed_seconds: dict[Traffic, float]
-    seconds: float
-    """The time that the pass took on this machine."""
-    rolled_back: str = ""
-    """Why the pass was rolled back; empty where it was not."""
-    remarks: tuple[str, ...] = ()
-    """Remarks of the pass on its work, a summary first."""
 
     @property
     def exposed(self) -> float:
@@ -75,7 +70,7 @@ def ledger(
     def look() -> LedgerRow:
         nonlocal simulation
         simulation = simulate(joint)
-        return row_of(simulation, "", 0.0)
+        return row_of(simulation)
 
     made: list[tuple[PassRun, Callable[[], LedgerRow]]] = []
     with Aside(processes) as aside:
@@ -87,21 +82,13 @@ def ledger(
         last = simulation or simulate(joint)
         rows = []
         for report, row in made:
-            remarks = (*report.remarks, *((report.verified,) if report.verified else ()))
-            rows.append(
-                replace(
-                    row(),
-                    name=report.name,
-                    seconds=report.seconds,
-                    rolled_back=report.rolled_back,
-                    remarks=remarks,
-                )
-            )
+            remarks = (*report.remarks, *filter(None, [report.verified]))
+            rows.append(replace(row(), **asdict(report) | {"remarks": remarks}))
     return rows, last
 
 
-def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:
-    """Compute the row of a simulated graph. Linear in collectives."""
+def row_of(simulation: Simulation, run: PassRun = _NO_PASS) -> LedgerRow:
+    """Compute the row of a simulated graph after a pass. Linear in collectives."""
     traffic = traffic_of(simulation.collectives, dict(simulation.joint.gradients()))
     volumes: dict[tuple[str, str, Traffic], Volume] = {}
     for c in simulation.collectives:
@@ -109,11 +96,10 @@ def row_of(simulation: Simulation, name: str, seconds: float) -> LedgerRow:
         moved = Volume(1, max(c.input_bytes, c.output_bytes))
         volumes[key] = volumes.get(key, Volume()) + moved
     return LedgerRow(
-        name,
-        sum(1 for _ in compute_nodes(simulation.joint.graph)),
-        volumes,
-        simulation.memory.peak_bytes,
-        simulation.timeline.step_seconds,
-        simulation.timeline.exposed_seconds(),
-        seconds,
+        **asdict(run),
+        nodes=sum(1 for _ in compute_nodes(simulation.joint.graph)),
+        collectives=volumes,
+        peak_bytes=simulation.memory.peak_bytes,
+        step_seconds=simulation.timeline.step_seconds,
+        exposed_seconds=simulation.timeline.exposed_seconds(),
     )

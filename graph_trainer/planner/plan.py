@@ -252,7 +252,7 @@ def make_plan(
     else:
         *_, last = pass_by_pass(joint, passes, agreement=agreement, on_pass=on_progress)
         simulation = look(joint)
-        rows = [row_of(simulation, last.name, last.seconds)]
+        rows = [row_of(simulation, last)]
     plan = plan_of(config, run, passes, rows, simulation)
     return replace(plan, captures=captures, decided_on=tuple(agreement.numbers))
 
