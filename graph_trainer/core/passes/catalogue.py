@@ -216,24 +216,16 @@ def without_effect(
         for each in carriers:
             if lack := lacking(selected, disabled, each.name):
                 yield Idle("", setting, value, *lack)
-    for of, name, other, acting in idle_fields(settings, options):
-        value = getattr(options[of], name) if of else settings[name]
-        yield Idle(of, name, value, "has no effect", other=other, acting=acting)
+    yield from idle_fields(settings, options)
 
 
-def idle_fields(
-    settings: Mapping[str, Any], options: Mapping[str, Any]
-) -> Iterator[tuple[str, str, str, tuple[Any, ...]]]:
+def idle_fields(settings: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Idle]:
     """Yield the fields that are set and have no effect, since another field has a wrong value.
 
     A field declares by `acts_with` the values of other fields with which it acts.
 
     Args:
         settings, options: as `without_effect`.
-
-    Yields:
-        the pass whose option the field is ("" for a setting), the field, the other field, and the
-        values of the other field with which this one would act.
     """
     run_settings = [field for field in fields(RunSettings) if field.name in settings]
     declared = [("", field, dict(settings)) for field in run_settings]
@@ -241,11 +233,13 @@ def idle_fields(
         values = {field.name: getattr(given, field.name) for field in fields(given)}
         declared += [(pass_name, field, values) for field in fields(given)]
     for pass_name, field, values in declared:
-        if values[field.name] == field.default:
+        value = values[field.name]
+        if value == field.default:
             continue
         for other, acting in field.metadata.get("acts_with", {}).items():
             if {**settings, **values}[other] not in acting:
-                yield pass_name, field.name, other, acting
+                problem = "has no effect"
+                yield Idle(pass_name, field.name, value, problem, other=other, acting=acting)
 
 
 def lacking(
