@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,7 +15,6 @@ from graph_trainer.core.graph.signature import InputKind
 from graph_trainer.core.ordering.members import first_difference
 from graph_trainer.core.ordering.sequences import issued_by, waited_text
 from graph_trainer.core.simulation.op_costs import CostKind, flops_of, is_causal
-from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.planner.equal_ranks import group_name
 from graph_trainer.titan.strict import Strict
 
@@ -58,16 +56,8 @@ def _text(items: tuple[Item, ...], place: int) -> str:
     return " ".join(items[place]).rstrip() if place < len(items) else "nothing more"
 
 
-def fingerprint_of(
-    joint: JointGraph,
-    rank: int,
-    classes: RankClasses,
-    ranks_of_group: Callable[[str], Ranks] = group_ranks,
-) -> Fingerprint:
+def fingerprint_of(joint: JointGraph, rank: int, classes: RankClasses) -> Fingerprint:
     """Compute the fingerprint of the graph that a rank captured. Linear in nodes.
-
-    Args:
-        ranks_of_group: as for `collectives`.
 
     Raises:
         VerificationError: a collective of an unknown kind (see `collectives`).
@@ -93,7 +83,7 @@ def fingerprint_of(
             name = f"{'causal' if is_causal(node) else 'full'} {name}"
         where = f"in module '{module_of(node)}' (node {node.name})"
         ops.append((f"{name} {_shape(tensors_of(node)[0])}", where))
-    for each in issued_by(joint, classes.num_ranks, ranks_of_group):
+    for each in issued_by(joint, classes.num_ranks):
         text = entry_text(each.entry, group(each.entry[1]))
         collectives.append((f"{text}, {waited_text(each)}", each.where))
     return Fingerprint(inputs=tuple(inputs), ops=tuple(ops), collectives=tuple(collectives))

@@ -170,8 +170,7 @@ def plan_every_class(
                 captures=plan.captures,
             )
         joint = of_rank.simulation.joint
-        groups = of_rank.simulation.groups()  # those of a plan made before are gone
-        fingerprint = fingerprint_of(joint, rank, classes, groups.__getitem__)
+        fingerprint = fingerprint_of(joint, rank, classes)
         planned = PlannedClass(predicted=_predicted(of_rank), fingerprint=fingerprint)
         return planned, decided_by(joint)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import fx
@@ -34,7 +33,6 @@ from graph_trainer.core.graph.ops import (
     storage_roots,
     subgraphs,
 )
-from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.errors import VerificationError
 
 # Higher-order ops that run their subgraph exactly once, whatever the data.
@@ -134,23 +132,17 @@ def collective_inputs(node: fx.Node) -> list[torch.Tensor]:
     return [t for n in argument_nodes(named) for t in tensors_of(n)]
 
 
-def collectives(
-    joint: JointGraph, ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks
-) -> list[Collective]:
+def collectives(joint: JointGraph) -> list[Collective]:
     """List the collectives of a graph and of its subgraphs in the order in which they are issued.
 
     Linear in nodes.
-
-    Args:
-        ranks_of_group: global ranks by group name; by default from the process groups.
 
     Raises:
         VerificationError: a collective names no group or sends no tensor, or is in a subgraph
             that runs or not depending on data; or data decide its splits, and nothing shows that
             members expect what the others send.
     """
-    asked = cache(ranks_of_group)
-    return [collective_of(node, asked, waited) for node, waited in issued(joint.graph)]
+    return [collective_of(node, joint.ranks_of, waited) for node, waited in issued(joint.graph)]
 
 
 def collective_of(

@@ -16,10 +16,12 @@ from torch import fx, nn
 
 from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
 from graph_trainer.core.graph.call_signature import Batch
+from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.returned import ModelOutputs
 from graph_trainer.core.graph.signature import Input, InputKind, OutputKind, Signature, with_parts
 from graph_trainer.core.torch_private import inputs_of
+from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.errors import CaptureError, VerificationError
 
 
@@ -50,6 +52,8 @@ class JointGraph:
     """What the running pass reports of its work, the summary first."""
     outputs: ModelOutputs | None = None
     """To rebuild what the model returned; None for a graph with a loss."""
+    groups: dict[str, Ranks] = field(default_factory=dict)
+    """The ranks of the process groups that were looked up: the groups may be gone by now."""
 
     @property
     def captured_batch(self) -> Batch:
@@ -85,6 +89,12 @@ class JointGraph:
         for spec, nodes in with_parts(self.signature.inputs, self.placeholders()):
             if spec.kind is kind:
                 yield spec, nodes
+
+    def ranks_of(self, group: str) -> Ranks:
+        """Return the global ranks of a process group that the graph names."""
+        if group not in self.groups:
+            self.groups[group] = group_ranks(group)
+        return self.groups[group]
 
     def gradients(self) -> Iterator[tuple[str, fx.Node]]:
         """Yield every gradient output: the parameter's FQN and the node that is returned."""

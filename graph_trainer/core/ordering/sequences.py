@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, Entry, collective_of, issued
 from graph_trainer.core.graph.annotations import module_of
-from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import (
     collective_kind,
@@ -20,7 +17,6 @@ from graph_trainer.core.graph.ops import (
     schema_of,
     subgraphs,
 )
-from graph_trainer.core.torch_private_groups import group_ranks
 
 # Namespaces whose ops only compute, whatever their names.
 _COMPUTE = {"aten", "graph_trainer", "inductor", "prim", "prims", "torchtitan"}
@@ -57,26 +53,20 @@ def sequence_of(collectives: list[Collective]) -> Sequence:
     return [Issued(c.entry(), c.waited_after, c.describe(), c.where) for c in collectives]
 
 
-def issued_by(
-    joint: JointGraph, world_size: int, ranks_of_group: Callable[[str], Ranks] = group_ranks
-) -> Sequence:
+def issued_by(joint: JointGraph, world_size: int) -> Sequence:
     """List what a rank issues: the rank that captured `joint`. Linear in nodes.
 
     An op that is not known counts as communication among all ranks that ends before the op
     returns.
 
-    Args:
-        ranks_of_group: as for `collectives`.
-
     Raises:
         VerificationError: see `collectives`.
     """
     everyone = tuple(range(world_size))
-    ranks_of_group = cache(ranks_of_group)
     sequence = []
     for node, waited_after in issued(joint.graph, may_communicate):
         if is_collective(node):
-            sequence += sequence_of([collective_of(node, ranks_of_group, waited_after)])
+            sequence += sequence_of([collective_of(node, joint.ranks_of, waited_after)])
         else:
             where = f"in module '{module_of(node)}' (node {node.name})"
             line = f"{node.target}, an unknown op, which may communicate, {where}"

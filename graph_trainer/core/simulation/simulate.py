@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,10 +9,8 @@ from torch import fx
 
 from graph_trainer.core.analysis.collectives import Collective, collectives
 from graph_trainer.core.analysis.memory import Memory, memory_of
-from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.content import unchanging
 from graph_trainer.core.graph.joint_graph import JointGraph
-from graph_trainer.core.graph.ops import argument
 from graph_trainer.core.simulation.allocator import reserved_bytes
 from graph_trainer.core.simulation.collective_costs import scratch_bytes
 from graph_trainer.core.simulation.fusion import Fusion, read_until
@@ -21,7 +18,6 @@ from graph_trainer.core.simulation.hardware import Hardware
 from graph_trainer.core.simulation.op_costs import Cost, costs
 from graph_trainer.core.simulation.runtimes import GRAPH_TRAINER, Runtime
 from graph_trainer.core.simulation.timeline import Timeline, play
-from graph_trainer.core.torch_private_groups import group_ranks
 
 
 class OtherMemory(NamedTuple):
@@ -67,16 +63,8 @@ class Simulation:
     other: OtherMemory = NO_OTHER_MEMORY
 
     def again(self) -> Simulation:
-        """Simulate the same graph with the sizes that are expected now (see `DataSizes`).
-
-        The process groups of the capture may be gone.
-        """
-        of_group = self.groups().__getitem__
-        return simulate(self.joint, self.hardware, self.other, self.runtime, of_group)
-
-    def groups(self) -> dict[str, Ranks]:
-        """Return the ranks of each process group that the graph names."""
-        return {str(argument(c.node, "group_name")): c.ranks for c in self.collectives}
+        """Simulate the same graph with the sizes that are expected now (see `DataSizes`)."""
+        return simulate(self.joint, self.hardware, self.other, self.runtime)
 
     def need(self) -> Need:
         """Return what the step needs of its device, as `need_of`."""
@@ -88,18 +76,14 @@ def simulate(
     hardware: Hardware,
     other: OtherMemory = NO_OTHER_MEMORY,
     runtime: Runtime = GRAPH_TRAINER,
-    ranks_of_group: Callable[[str], tuple[int, ...]] = group_ranks,
 ) -> Simulation:
     """Simulate the graph of one rank as it is now, on the device of `hardware`. Linear in nodes.
-
-    Args:
-        ranks_of_group: as for `collectives`.
 
     Raises:
         VerificationError: a collective cannot be read (see `collectives`).
     """
     with unchanging(joint.graph):
-        issued = collectives(joint, ranks_of_group)
+        issued = collectives(joint)
         fusion = runtime.fusion(joint, other.fused, other.in_regions)
         cost = costs(joint, hardware, fusion)
         memory = _memory(joint, hardware, other, runtime, fusion)

@@ -12,8 +12,9 @@ from graph_trainer.testing import Builder
 from tests.unit.graphs import BACKWARD, aten, c10d, captured_decoder
 
 
-def ranks_of(name):
-    return {"0": (0, 1), "1": (1, 0)}[name]
+def collectives_of(joint):
+    joint.groups = {"0": (0, 1), "1": (1, 0)}
+    return collectives(joint)
 
 
 def graph_of(*calls, dtype=torch.float32):
@@ -31,7 +32,7 @@ SCATTER = (c10d.reduce_scatter_tensor.default, "sum", 2, "0")
 
 
 def test_every_collective_in_order_with_sizes_and_no_waits():
-    found = collectives(graph_of(ALL_REDUCE, GATHER, SCATTER), ranks_of)
+    found = collectives_of(graph_of(ALL_REDUCE, GATHER, SCATTER))
     assert [(c.kind, c.reduction, c.input_bytes, c.output_bytes) for c in found] == [
         ("all_reduce", "sum", 16, 16),
         ("all_gather_into_tensor", None, 16, 32),
@@ -48,7 +49,7 @@ def test_an_out_buffer_is_not_sent():
     x, out = b.input("x", 4), b.input("out", 8)
     gathered = b.call(c10d.all_gather_into_tensor_out.default, x, 2, "0", out=out)
     waited = b.call(c10d.wait_tensor.default, gathered)
-    (found,) = collectives(b.joint(b.call(aten.sum.default, waited)), ranks_of)
+    (found,) = collectives_of(b.joint(b.call(aten.sum.default, waited)))
     assert (found.input_bytes, found.output_bytes) == (16, 32)
 
 
@@ -58,13 +59,13 @@ def test_a_coalesced_collective_sends_all_its_tensors():
     gathered = b.call(c10d.all_gather_into_tensor_coalesced.default, [x, y], 2, "0")
     part = b.call(operator.getitem, gathered, 1)
     joint = b.joint(b.call(aten.sum.default, b.call(c10d.wait_tensor.default, part)))
-    (found,) = collectives(joint, ranks_of)
+    (found,) = collectives_of(joint)
     assert (found.input_bytes, found.output_bytes, found.waited_after) == (40, 80, 1)
 
 
 def test_the_source_of_a_broadcast_is_part_of_its_entry():
     entries = [
-        collectives(graph_of((c10d.broadcast.default, source, "0")), ranks_of)[0].entry()
+        collectives_of(graph_of((c10d.broadcast.default, source, "0")))[0].entry()
         for source in (0, 1)
     ]
     assert entries[0] != entries[1]
@@ -76,7 +77,7 @@ def test_communication_without_a_named_group_is_refused():
     node = b.graph.call_function(torch.ops.c10d.allreduce_.default, ([x], None, None, None))
     node.meta.update(val=([x.meta["val"]], None), custom={"phase": "forward"})
     with pytest.raises(gt.VerificationError, match="functional collectives"):
-        collectives(b.joint(b.call(aten.sum.default, x)), ranks_of)
+        collectives_of(b.joint(b.call(aten.sum.default, x)))
 
 
 def test_collectives_of_a_captured_step_have_role_phase_module_and_parameter():
@@ -104,7 +105,7 @@ def test_where_waits_stand():
             waited = b.call(c10d.wait_tensor.default, first)
         later = b.call(c10d.wait_tensor.default, second)
         total = b.call(aten.sum.default, b.call(aten.add.Tensor, waited, later))
-        return collectives(b.joint(total), ranks_of)
+        return collectives_of(b.joint(total))
 
     assert [c.waited_after for c in graph(True)] == [1, 2]
     assert [c.waited_after for c in graph(False)] == [2, 2]
@@ -132,7 +133,7 @@ def with_subgraph(op):
 
 
 def test_a_subgraph_that_runs_once_counts_where_it_runs():
-    found = collectives(with_subgraph(torch.ops.higher_order.invoke_subgraph), ranks_of)
+    found = collectives_of(with_subgraph(torch.ops.higher_order.invoke_subgraph))
     assert [(c.reduction, c.ranks, c.waited_after) for c in found] == [
         ("sum", (0, 1), 2),
         ("max", (1, 0), 2),
@@ -142,4 +143,4 @@ def test_a_subgraph_that_runs_once_counts_where_it_runs():
 def test_communication_that_depends_on_data_is_refused():
     joint = with_subgraph(torch.ops.higher_order.cond)
     with pytest.raises(gt.VerificationError, match=r"'cond'.*all_reduce.*no order"):
-        collectives(joint, ranks_of)
+        collectives_of(joint)

@@ -23,7 +23,6 @@ from graph_trainer.core.analysis.collectives import collectives
 from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.ops import argument, collective_name, is_collective, is_wait
 from graph_trainer.core.graph.snapshot import copy_graph
-from graph_trainer.core.torch_private_groups import group_ranks
 from graph_trainer.testing import become, values_for
 
 Change = Callable[[JointGraph], None]
@@ -56,7 +55,7 @@ def worlds_of(
 
 
 def _of_rank(joint: JointGraph, made: list[tuple[int, ...]]) -> OfRank:
-    groups = {str(argument(c.node, "group_name")): c.ranks for c in collectives(joint, group_ranks)}
+    groups = {str(argument(c.node, "group_name")): c.ranks for c in collectives(joint)}
     return OfRank(joint, groups, made)
 
 

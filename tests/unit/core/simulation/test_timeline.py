@@ -44,8 +44,10 @@ class Steps(Builder):
         free = Cost(CostKind.FREE, 0.0, 0, 0)
         second = Cost(CostKind.MEMORY, 1.0, 0, 0)
         cost = {n: second if n.target is aten.relu.default else free for n in joint.graph.nodes}
-        found = collectives(joint, GROUPS.__getitem__)
-        return play(joint, found, cost, hardware or same_seconds(collective_seconds), **how)
+        joint.groups = GROUPS
+        return play(
+            joint, collectives(joint), cost, hardware or same_seconds(collective_seconds), **how
+        )
 
 
 A, B = (describe_ranks(GROUPS[name]) for name in "ab")
@@ -138,7 +140,8 @@ def test_groups_with_one_short_name_are_two_streams():
 @given(program=steps)
 def test_of_every_step(program):
     joint = random_graph(program)
-    found = collectives(joint, GROUPS.__getitem__)
+    joint.groups = GROUPS
+    found = collectives(joint)
     hardware = same_seconds(3e-7)
     cost = costs(joint, hardware)
     timeline = play(joint, found, cost, hardware)
