@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import os
@@ -24,6 +25,7 @@ from graph_trainer.core.graph.joint_graph import JointGraph
 from graph_trainer.core.graph.module_settings import ModuleSettings
 from graph_trainer.core.graph.serialize import graph_from_bytes, graph_to_bytes
 from graph_trainer.core.text import wrapped
+from graph_trainer.core.torch_private import ambient_state
 from graph_trainer.planner.console import OnProgress
 from graph_trainer.planner.fake_rank import FakeRank
 
@@ -77,7 +79,8 @@ class CaptureCache:
         gc.disable()  # everything that is made here remains; this halves the time
         try:
             joint = graph_from_bytes(path.read_bytes(), fakes_as_real(), run.meshes)
-            os.utime(path)
+            with contextlib.suppress(OSError):  # of another user, or on a disk to read from only
+                os.utime(path)
             return joint
         except FileNotFoundError:
             return None
@@ -129,22 +132,23 @@ class CaptureCache:
 def key_of(run: FakeRank, what: str) -> str:
     """Hash everything that the captured step of a rank depends on.
 
-    That is the config, the rank, the model as it was built, versions, and source files: all of
-    this package and of torchtitan (by size and time), those of the classes of the model and its
-    loss, and every imported file that is not of an installed package.
+    That is the config, the rank, the model as it was built, torch's settings, versions, and source
+    files: all of this package and of torchtitan (by size and time), those of the classes of the
+    model and its loss, and every imported file that is not of an installed package.
     """
     classes = {of for module in run.model.modules() for of in type(module).__mro__}
     own = {of.__module__ for of in classes} | {getattr(run.loss_fn, "__module__", "")}
     packages = {name.partition(".")[0] for name in own} | {"torch", "torchtitan"}
-    modules = ModuleSettings.of(run.model, ()).modules
+    settings = ModuleSettings.of(run.model, ())
     tensors = [*run.model.named_parameters(), *run.model.named_buffers()]
     parts = [
         *(_FORMAT, python_version(), torch.version.git_version, sys.byteorder),
         [(name, _version(name)) for name in sorted(packages)],
         *(what, run.world_size, run.rank, run.device),
+        *(ambient_state(), torch.are_deterministic_algorithms_enabled(), settings.training),
         [
             (name, f"{kind.__module__}.{kind.__qualname__}", values)
-            for name, kind, values in modules
+            for name, kind, values in settings.modules
         ],
         [(name, _described(tensor)) for name, tensor in tensors],
     ]

@@ -164,6 +164,16 @@ def test_a_key_is_of_the_built_model_the_versions_and_the_sources(tmp_path, monk
     run.model.norm.register_buffer("more", torch.empty(1, device="meta"))
     assert keys(run) != key, "a tensor"
     run = FakeRank(config_of(), 4)
+    run.model.layers["0"].eval()
+    assert keys(run) != key, "a mode"
+    run = FakeRank(config_of(), 4)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert keys(run) != key, "a setting of torch"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert keys(run) != key, "the kernels of attention"
     monkeypatch.setattr(capture_cache.metadata, "version", lambda name: "0")
     assert keys(run) != key, "a version"
     monkeypatch.undo()
@@ -294,6 +304,16 @@ def test_a_folder_that_is_removed_is_made_again(folder, counted, warnings):
         assert len(list(folder.glob("*.graph"))) == 1
         shutil.rmtree(folder)
     assert len(counted) == 3 and not warnings
+
+
+def test_files_of_another_user_are_read(folder, counted, warnings, monkeypatch):
+    right = read_or_captured(folder)
+
+    def utime(path, *times):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(capture_cache.os, "utime", utime)
+    assert read_or_captured(folder) == right and len(counted) == 1 and not warnings
 
 
 def test_files_that_were_used_least_recently_go(folder, counted, monkeypatch):
