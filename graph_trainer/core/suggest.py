@@ -61,9 +61,11 @@ _KINDS = {
     "number": ("a number", "1e-3"),
     "string": ("a string", '"text"'),
     "array": ("a list", "[...]"),
+    "longer": ("a longer list", "[...]"),
+    "shorter": ("a shorter list", "[...]"),
     "object": ("a table", "{ key = value }"),
 }
-"""The types of JSON: what a message calls them, and an example."""
+"""The types of JSON, and lists of another length: what a message calls them, and an example."""
 _NUMBERS = {"integer": r"-?[0-9]{1,18}", "number": r"-?[0-9]+(\.[0-9]+)?(e-?[0-9]+)?"}
 
 

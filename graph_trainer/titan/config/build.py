@@ -311,6 +311,8 @@ _EXPECTED = {
     "list_type": "array",
     "tuple_type": "array",
     "dict_type": "object",
+    "missing": "longer",
+    "too_long": "shorter",
 }
 
 
@@ -398,8 +400,10 @@ class _Builder:
     def wrong_type(self, error: ValidationError, value: Any, field: Field, key: str) -> None:
         """Refuse a value of the wrong type; pydantic finds one for each member of a union."""
         findings = error.errors(include_url=False)
-        # A place is indices of lists, then names of a union's members.
-        for index in takewhile(lambda step: isinstance(step, int), findings[0]["loc"]):
+        # A place is indices of lists, then names of a union's members; that of a missing entry is
+        # behind its list, which is what is wrong.
+        place = findings[0]["loc"][: -1 if findings[0]["type"] == "missing" else None]
+        for index in takewhile(lambda step: isinstance(step, int), place):
             value, key = value[index], f"{key}[{index}]"
         literals = [each for each in field.options if typing.get_origin(each) is Literal]
         if literals:

@@ -28,6 +28,13 @@ class Bad(NamedTuple):
 
 
 KEYS_AND_TYPES = (
+    Bad("optimizer.betas = []: expected a longer list", "Write", "[optimizer]\nbetas = []"),
+    Bad("optimizer.betas = [0.9]: expected a longer list", "Write", "[optimizer]\nbetas = [0.9]"),
+    Bad(
+        "optimizer.betas = [0.9, 0.9, 0.9]: expected a shorter list",
+        "Write",
+        "[optimizer]\nbetas = [0.9, 0.9, 0.9]",
+    ),
     Bad("training.stepz = 3", "Did you mean training.steps?"),
     Bad("trainning = { steps = 3 }", "Did you mean training?"),
     Bad("steps = 3", "Did you mean training.steps"),
