@@ -88,8 +88,8 @@ def prepare(argv: Sequence[str], *, module: str = RANK_MODULE) -> Launch:
     endpoint = variable("RDZV_ENDPOINT", "localhost:0")  # port 0: each run finds a free one
     if machine >= machines:
         raise ConfigError(
-            f"environment: NODE_RANK = {machine}, but there are {machines} machines (NNODES). Set "
-            f"it to 0 to {machines - 1}."
+            f"environment: NODE_RANK = {machine}, but NNODES = {machines}, and machines count from "
+            "0. Set it below NNODES."
         )
     if machines > 1 and not variable("RDZV_ENDPOINT"):
         raise ConfigError(

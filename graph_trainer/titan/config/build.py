@@ -7,6 +7,7 @@ a short name, or by "package.module:Class.Config" for a component of a user's ow
 import dataclasses
 import functools
 import pkgutil
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,12 +100,17 @@ _AT_LEAST_ONE = (
     *("lr_scheduler.total_steps", "compile.max_graphs"),
 )
 _SHARDS = "parallelism.data_parallel_shard_degree"
+_LARGEST = sys.float_info.max
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     **dict.fromkeys(_AT_LEAST_ONE, (1, inf, "")),
     "training.steps": (1, 2**63 - 1, "Set it to 1 or more, below 2**63."),
     "training.global_batch_size": (1, inf, "Set 1 or more, or -1 for one micro-batch a rank."),
     "training.max_norm": (5e-324, inf, "Set it to a positive number (large to clip nothing)."),
     _SHARDS: (1, inf, "Set 1 or more, or -1 for all remaining ranks."),
+    **dict.fromkeys(
+        ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps"),  # AdamW takes inf
+        (-_LARGEST, _LARGEST, "Set a finite number."),
+    ),
     "dataloader.seed": (0, inf, ""),
     "tokenizer.vocab_size": (258, inf, "Set 258 or more: 256 bytes, begin and end of a text."),
     "checkpoint.load_step": (-1, inf, "Set the step to load, or -1 for the last one."),

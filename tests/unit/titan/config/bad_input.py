@@ -435,6 +435,8 @@ ON_THE_COMMAND_LINE = (
         ["--compile.memory_limit_gib", "10MiB"],
     ),
     Bad("optimizer.lr = -1.0: Invalid learning", "another value", ["--optimizer.lr", "-1"]),
+    Bad("optimizer.lr = inf: out of bounds", "Set a finite number.", ["--optimizer.lr", "inf"]),
+    Bad("optimizer.eps = nan: out of bounds", "Set a finite number.", ["--optimizer.eps", "nan"]),
     Bad(
         "optimizer.lr = 0.1: every parameter group sets its own",
         "--optimizer.param_groups.0.optimizer_kwargs.lr",
