@@ -8,7 +8,9 @@ from graph_trainer.core.capture.model_state import state_of
 from graph_trainer.core.capture.repeated_layers import repetition_in
 from graph_trainer.planner.fake_rank import FakeRank
 from graph_trainer.titan.config.load import load_config
-from tests.unit.core.capture.test_repeated_layers import assert_equal
+from tests.unit.core.capture.test_repeated_layers import assert_equal, reasons
+
+__all__ = ["reasons"]  # the fixture
 
 LAYERS = 5
 SHORT = ("--training.seq_len", "64", "--training.local_batch_size", "1")
@@ -55,10 +57,11 @@ def deep(family, ranks, flags):
     [pytest.param(c, marks=() if c in QUICK else pytest.mark.full) for c in CASES],
     ids=lambda case: f"{case[0]}-{case[1]}-{' '.join(case[2])}",
 )
-def test_the_extended_graph_is_that_of_a_full_capture(case):
+def test_the_extended_graph_is_that_of_a_full_capture(case, reasons):
     run = deep(*case)
     repetition = repetition_in(run.model, state_of(run.model).tensors)
     assert repetition.periods == LAYERS
     part = run.capture()
+    assert reasons.all() == []
     run.config.compile.full_capture = True
     assert_equal(part, run.capture())
