@@ -102,6 +102,8 @@ class _Walk:
                 continue
             there[id(one)], back[id(other)] = other, one
             self._alive += one, other
+            if type(one) in (dict, list) and not one and not other:  # as many are
+                continue
             if isinstance(one, torch.Tensor):
                 self._check_tensors(one, other)
             elif one is other:
@@ -199,17 +201,22 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
         raise _Different
     attributes = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
-        own_initial = any(base.__module__.startswith("torchtitan.") for base in kind.__mro__)
-        for name in (*([_INITIAL] if own_initial else []), *apart):
+        for name in (*([_INITIAL] if _is_of_torchtitan(kind) else []), *apart):
             attributes.pop(name, None)
-        for name in _HOOKS & attributes.keys():
-            if not attributes[name]:  # as most are
-                del attributes[name]
-        attributes.update(_hooks_in(value))
+        if any(map(attributes.get, _HOOKS)):  # in most modules there are none
+            attributes.update(_hooks_in(value))
+        for name in _HOOKS:
+            if not attributes.get(name):
+                attributes.pop(name, None)
     for name in slots:
         if hasattr(value, name):
             attributes[name] = getattr(value, name)
     return (*attributes.keys(), *attributes.values())
+
+
+@functools.lru_cache
+def _is_of_torchtitan(kind: Any) -> bool:
+    return any(base.__module__.startswith("torchtitan.") for base in kind.__mro__)
 
 
 @functools.lru_cache

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from graph_trainer.core.graph.annotations import input_name, is_backward, phase_of, tensors_of
+from graph_trainer.core.graph.annotations import Phase, input_name, phase_of, tensors_of
 from graph_trainer.core.graph.call_signature import Batch
 from graph_trainer.core.graph.collective_kinds import Ranks
 from graph_trainer.core.graph.module_settings import ModuleSettings
@@ -201,12 +201,13 @@ class JointGraph:
             VerificationError: with the name of the node.
         """
         for node in compute_nodes(self.graph):
-            if phase_of(node) is None:
+            phase = phase_of(node)
+            if phase is None:
                 raise VerificationError(
                     f"node '{node.name}' ({node.target}) has no phase; a pass that inserts a "
                     "node must annotate it, with copy_annotations(source, node) for example"
                 )
-            if is_backward(node) and not self.signature.backward:
+            if phase is Phase.BACKWARD and not self.signature.backward:
                 raise VerificationError(
                     f"node '{node.name}' ({node.target}) is marked as backward's in a graph that "
                     "was captured without backward; give it the phase of what it reads"
