@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import graph_trainer.core.capture.capture as capture_module
@@ -14,51 +14,14 @@ from graph_trainer.core.capture.extend import extend
 from graph_trainer.core.capture.forward_alone import capture_forward
 from graph_trainer.core.capture.model_state import state_of
 from graph_trainer.core.capture.repeated_layers import repetition_in
-from graph_trainer.core.graph import data_sizes
-from graph_trainer.core.graph.annotations import annotations_of, value_of
 from graph_trainer.core.sharding.simple_fsdp import simple_fsdp
-from graph_trainer.core.torch_private import pytree
 from graph_trainer.errors import CaptureError
 from graph_trainer.testing import fake_mesh, mean_square
+from tests.unit.core.capture.equal_steps import assert_equal
 from tests.unit.graphs import Decoder
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 X = torch.ones(2, 8)
-
-
-def described(value):
-    """What a test compares of a node's value: symbols by what is expected of them."""
-    parts = []
-    for leaf in pytree.tree_leaves(value):
-        parts.append(type(leaf))
-        if isinstance(leaf, torch.SymInt):
-            parts.append((data_sizes.expected(leaf), data_sizes.bound(leaf)))
-        if isinstance(leaf, torch.Tensor):
-            layout = (data_sizes.shape_of(leaf), data_sizes.stride_of(leaf))
-            offset = data_sizes.expected(leaf.storage_offset())
-            kind = (leaf.dtype, leaf.device, leaf.requires_grad, leaf.is_conj())
-            parts.append((*layout, offset, *kind))
-    return parts
-
-
-def assert_equal(part, full, *, names=True):
-    """Compare two captured steps node by node, with names and everything that is annotated."""
-    assert len(part.graph.nodes) == len(full.graph.nodes)
-    partner = {}
-    for mine, its in zip(part.graph.nodes, full.graph.nodes, strict=True):
-        partner[mine] = its
-        assert mine.op == its.op
-        assert mine.name == its.name or not names
-        if mine.op != "get_attr":
-            assert mine.target == its.target
-        assert fx.map_arg((mine.args, mine.kwargs), partner.get) == (its.args, its.kwargs)
-        assert described(value_of(mine)) == described(value_of(its)), mine.name
-        assert annotations_of(mine) == annotations_of(its), mine.name
-    given = [[value_of(n).untyped_storage() for n in each.placeholders()] for each in (part, full)]
-    assert [s.nbytes() for s in given[0]] == [s.nbytes() for s in given[1]]
-    assert len({s._cdata for s in given[0]}) == len({s._cdata for s in given[1]})
-    assert part.signature == full.signature
-    assert part.rounding == full.rounding
 
 
 def both(model, *args, loss_fn=mean_square, **how):
