@@ -244,7 +244,7 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
         return ended, failures[rank].timestamp
 
     tracebacks = ""
-    for rank in sorted(failures, key=failed_at)[::-1]:
+    for rank in sorted(failures, key=failed_at, reverse=True):
         code, message = failures[rank].exitcode, cast(Any, failures[rank].message)
         if isinstance(message, dict):
             tracebacks = f"rank {rank}\n{message['extraInfo']['py_callstack']}\n{tracebacks}"

@@ -196,7 +196,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 PARAMETERS, BUFFERS, MODULES = "_parameters", "_buffers", "_modules"
 """The dicts in which a module keeps what is registered on it, since the first release of torch.nn.
-get_parameter and its like use getattr, which a property of the class may answer."""
+get_parameter and get_submodule use getattr, and so may find a property of the class instead."""
 
 
 @contextlib.contextmanager

@@ -38,7 +38,6 @@ def copy_graph(joint: JointGraph) -> JointGraph:
         history=list(joint.history),
         decisions=dict(joint.decisions),
         remarks=list(joint.remarks),
-        groups=dict(joint.groups),
     )
 
 

@@ -173,6 +173,10 @@ def test_what_is_not_refused_is_planned_with_what_was_asked(monkeypatch):
     assert (asked["world_size"], asked["hardware"], asked["rank"]) == (8, "a100-80g", 3)
     assert asked["config"].parallelism.tensor_parallel_degree == 2
     assert asked["config"].compile.hardware == "a100-80g" and len(read) == 1
+    words[:4] = [TP, "2", "--parallelism.data_parallel_shard_degree", "4"]  # which are 8 ranks too
+    with pytest.raises(Reached):
+        cli.main(["plan", *words])
+    assert asked["world_size"] == 8
 
 
 def test_the_proof_of_an_order_is_within_100_columns(monkeypatch, capsys):

@@ -72,6 +72,8 @@ def test_the_ledger_begins_as_captured_and_ends_with_the_graph_that_runs():
     last = plan.rows[-1]
     run = PassRun(last.name, last.seconds, changed=last.changed, remarks=last.remarks)
     assert row_of(plan.simulation, run) == last
+    verified = planned("--compile.verify_passes").rows[1]
+    assert verified.remarks[-1] == verified.verified != ""
 
 
 def test_reshard_policies_are_ordered_in_memory_and_in_gathers():

@@ -223,6 +223,12 @@ def test_a_tensor_that_all_layers_hold_is_no_difference():
     assert_equal(*both(model, X))
 
 
+def with_table(table):
+    layer = Named()
+    layer.table = table
+    return layer
+
+
 @pytest.mark.parametrize(
     "layers",
     [
@@ -237,6 +243,7 @@ def test_a_tensor_that_all_layers_hold_is_no_difference():
         lambda: shifted([Named() for _ in range(6)]),
         lambda: [Noting(one_list=i == 3) for i in range(6)],
         lambda: [Noting(one_list=i != 3) for i in range(6)],
+        lambda: [with_table({1: 1} if i == 3 else {}) for i in range(6)],
     ],
     ids=[
         "all differ",
@@ -250,6 +257,7 @@ def test_a_tensor_that_all_layers_hold_is_no_difference():
         "strides",
         "a list that one shares",
         "a list that all others share",
+        "a dict that is empty in others",
     ],
 )
 def test_layers_that_differ_are_not_taken_for_alike(layers):
