@@ -145,9 +145,9 @@ class _Walk:
         contents = vars(other)
         positions = set()
         for name, value in vars(one).items():
-            values = value, contents.get(name)
-            are_numbers = all(type(each) is int for each in values) and values[0] != values[1]
-            if are_numbers and list(map(str, values)) == numbers:
+            its = contents.get(name)
+            are_numbers = type(value) is int and type(its) is int and value != its
+            if are_numbers and [str(value), str(its)] == numbers:
                 positions.add(name)
         self.positions.update((type(one), name) for name in positions)
         return positions
@@ -201,13 +201,14 @@ def _contents(value: Any, apart: set[str]) -> tuple[Any, ...]:
         raise _Different
     attributes = dict(getattr(value, "__dict__", {}))
     if isinstance(value, nn.Module):
-        for name in (*([_INITIAL] if _is_of_torchtitan(kind) else []), *apart):
-            attributes.pop(name, None)
-        if any(map(attributes.get, _HOOKS)):  # in most modules there are none
+        unread = apart | {_INITIAL} if _is_of_torchtitan(kind) else apart
+        attributes = {
+            name: each
+            for name, each in attributes.items()
+            if name not in unread and (name not in _HOOKS or each)
+        }
+        if not _HOOKS.isdisjoint(attributes):  # in most modules there are none
             attributes.update(_hooks_in(value))
-        for name in _HOOKS:
-            if not attributes.get(name):
-                attributes.pop(name, None)
     for name in slots:
         if hasattr(value, name):
             attributes[name] = getattr(value, name)

@@ -170,10 +170,10 @@ def _captured(
     batch = Batch(step.args, step.kwargs)
     batch_tensors = batch.take(Call(model, step.args, step.kwargs))
     of_batch = batch.inputs(batch_tensors)
-    inputs = [*state.inputs, *of_batch]
     traced_state, apart = state.parted(repetition.left_out() if repetition else set())
 
-    settings = ModuleSettings.of(model, {spec.layout.device.type for spec in inputs})
+    devices = {spec.layout.device.type for spec in (*state.inputs, *of_batch)}
+    settings = ModuleSettings.of(model, devices)
     for spec, tensor in zip(of_batch, batch_tensors, strict=True):
         refuse_batch_with_gradient(spec, tensor, backward)
 
@@ -230,22 +230,25 @@ def _captured(
             check_second_step(graph_module, traced()[0], trace.inputs, changes)
         else:
             python.keep_as_it_is()
+    # what it writes: a layer that is left out writes what its sample does
+    graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
+    trace.inputs = [
+        dataclasses.replace(spec, mutated=not written.isdisjoint(nodes))
+        for spec, nodes in with_parts(trace.inputs, graph.find_nodes(op="placeholder"))
+    ]
     if repetition is not None:
         if changes or generators.seen:
             raise NotRepeated(f"forward changes {', '.join(changes) or 'a random generator'}")
         graph_module = extend(graph_module, trace, repetition, state, fake_of_left_out)
     trace_counts(graph_module.graph)
-    # placeholders are named after their inputs ('layers_0_wo_weight', not 'arg0_17'), and the
-    # inputs that the step writes are marked
-    graph, written = graph_module.graph, writes_of(graph_module.graph).written_inputs()
-    marked = []
-    for spec, nodes in with_parts(inputs, graph.find_nodes(op="placeholder")):
-        marked.append(dataclasses.replace(spec, mutated=not written.isdisjoint(nodes)))
+    # placeholders are named after their inputs: 'layers_0_wo_weight', not 'arg0_17'
+    graph = graph_module.graph
+    for spec, nodes in with_parts(trace.inputs, graph.find_nodes(op="placeholder")):
         for node in nodes:
             set_input_name(node, spec.name)
             rename_node(graph, node, re.sub(r"\W+", "_", spec.name).strip("_") or "input")
     outputs, without_grad = tuple(trace.outputs), tuple(trace.without_grad)
-    signature = Signature(tuple(marked), outputs, without_grad, backward)
+    signature = Signature(tuple(trace.inputs), outputs, without_grad, backward)
     refuse_shared_memory(signature.inputs, _parts([*state.tensors, *batch_tensors]))
     rounding = tuple(trace.rounding)
     del trace

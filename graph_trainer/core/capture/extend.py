@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -85,6 +86,10 @@ def _add_inputs(
         samples.update({id(tensor): sample for sample, tensor in tensors.items()})
     of_traced = list(with_parts(trace.inputs, graph.find_nodes(op="placeholder")))
     count = len(trace.state.tensors)
+    mutated = {
+        id(tensor): spec.mutated
+        for spec, tensor in zip(trace.inputs[:count], trace.state.tensors, strict=True)
+    }
     placeholders = {
         id(tensor): nodes
         for (_, nodes), tensor in zip(of_traced[:count], trace.state.tensors, strict=True)
@@ -103,7 +108,11 @@ def _add_inputs(
             following.meta.update(sample.meta, val=fake_of(part))
             made.insert(0, following)
         placeholders[id(tensor)] = tuple(made)
-    trace.inputs = [*state.inputs, *trace.inputs[count:]]
+    of_state = [
+        dataclasses.replace(spec, mutated=mutated[samples.get(id(tensor), id(tensor))])
+        for spec, tensor in zip(state.inputs, state.tensors, strict=True)
+    ]
+    trace.inputs = [*of_state, *trace.inputs[count:]]
     return placeholders
 
 

@@ -52,10 +52,11 @@ class PythonState:
 
     def __init__(self, model: nn.Module, *functions: Callable[..., Any]) -> None:
         self._holders: list[_Holder] = []
-        own = [each for module in model.modules() for each in tensor_dicts(module)]
+        modules = list(model.named_modules())
+        own = [each for _, module in modules for each in tensor_dicts(module)]
         seen = {id(each): each for each in own}  # kept alive: no other object may get its id
         queue: deque[tuple[Names, bool, Any]] = deque(
-            ((name,), True, module) for name, module in model.named_modules()
+            ((name,), True, module) for name, module in modules
         )
         queue.extend(((), False, each) for each in functions)
         entries = 0
