@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
-from unittest.mock import patch
 
 import torch
 
 from graph_trainer.cli.keys import variable, with_names_of_environment
+from graph_trainer.cli.main import import_config_classes
 from graph_trainer.core.runtime.backends.registry import (
     COMPILER_REMEDY,
     find_backend,
@@ -285,10 +285,8 @@ def _checked(argv: Sequence[str], ranks: int, machines: int) -> tuple[GraphTrain
 
     0 ranks leave the number to the degrees of parallelism.
     """
-    # torchtitan compiles attention as it is imported, for which torch imports Inductor: a quarter
-    # of the time in which a mistake is told. Nothing is compiled in this process.
-    with patch.dict(os.environ, {"TORCHDYNAMO_DISABLE": "1"}):
-        from graph_trainer.planner.plan_check import load_config_and_plan
+    import_config_classes()
+    from graph_trainer.planner.plan_check import load_config_and_plan
     from graph_trainer.titan.config.check import check_config, wanted_ranks
 
     config, plan = load_config_and_plan(argv, world_size=ranks * machines or None)
