@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -140,11 +141,24 @@ def start(launch: Launch) -> int:
     of the rank that failed first, whose error is printed last.
 
     A signal that reaches this process ends every rank, as with torchrun itself.
+
+    Raises:
+        ConfigError: nothing can be written to the folder of the run.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
+    folder = launch.tracebacks.parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f'dump_folder = "{folder}": nothing can be written there ({error.strerror}). Set it to '
+            "a folder that you may write."
+        ) from None
     os.environ.update(launch.environment)
     if "--max_restarts=0" in launch.arguments:  # else an error comes before the next attempt
         os.environ[SHOWN_BY_LAUNCHER] = "1"
@@ -254,7 +268,6 @@ def _explain(failures: dict[int, ProcessFailure], file: Path) -> int:
             error = f"rank {rank}: {message if code < 0 else f'it ended with exit code {code}'}"
     if tracebacks:
         with contextlib.suppress(OSError):  # the error itself matters more
-            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(tracebacks, encoding="utf-8")
             error += f"\nThe tracebacks of the ranks that failed are in {file}"
     print(error_text(error), file=sys.stderr, flush=True)

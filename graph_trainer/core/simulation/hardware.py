@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -122,19 +123,19 @@ def load_hardware(name: str, key: str = "--hardware") -> Hardware:
         )
     table = read_toml(path, key)
     names = [f.name for f in fields(Hardware) if f.name != "name"]
-    for entry in table:
-        if entry not in names:
-            known = f"known keys: {', '.join(names)}"
-            hint = did_you_mean(entry, names, "did you mean '{}'?", known)
-            raise ConfigError(f"{key} {path}: unknown key '{entry}': {hint}")
-    missing = [entry for entry in names if entry not in table]
-    if missing:
-        raise ConfigError(
-            f"{key} {path}: {', '.join(missing)} missing; copy a profile of "
-            "configs/hardware and change it"
-        )
+    problems = []
     for entry, value in table.items():
-        _check(f"{key} {path}", entry, value)
+        if entry in names:
+            problems += _problems(entry, value)
+        else:
+            hint = did_you_mean(entry, names, "did you mean '{}'?", "leave it out")
+            problems.append(f"unknown key '{entry}': {hint}")
+    if missing := [entry for entry in names if entry not in table]:
+        problems.append(
+            f"{', '.join(missing)} missing; copy a profile of configs/hardware and change it"
+        )
+    if problems:
+        raise ConfigError("\n".join(f"{key} {path}: {problem}" for problem in problems))
     hardware = Hardware(name=path.stem, **table)
     if hardware.power_idle_watts >= min(hardware.power_watts, hardware.power_limit_watts):
         raise ConfigError(
@@ -162,29 +163,29 @@ _MAY_BE_ZERO = {
 }
 
 
-def _check(file: str, key: str, value: Any) -> None:
-    where = f"{file}: {key} = {value!r}"
+def _problems(key: str, value: Any) -> Iterator[str]:
+    """Say what is wrong with the value of a key."""
+    said, least = f"{key} = {value!r}", 0 if key in _MAY_BE_ZERO else 1e-30
     if key == "device":
         if value not in ("cuda", "cpu"):
-            raise ConfigError(f'{where}: write "cuda" or "cpu"')
+            yield f'{said}: write "cuda" or "cpu"'
     elif key == "peak_flops":
         if not isinstance(value, dict) or "float32" not in value:
-            raise ConfigError(f"{where}: a table of FLOP/s by dtype, float32 among them")
+            yield f"{said}: a table of FLOP/s by dtype, float32 among them"
+            return
         for dtype, number in value.items():
             if not isinstance(getattr(torch, dtype, None), torch.dtype):
                 known = f": {', '.join(_DTYPES)}"
                 hint = did_you_mean(dtype, _DTYPES, "; did you mean {}?", known, cutoff=0.3)
-                raise ConfigError(f"{where}: '{dtype}' is not a dtype of torch{hint}")
-            _check(file, f"peak_flops.{dtype}", number)
-    else:
-        if type(value) is int and value.bit_length() > 1000:
-            raise ConfigError(f"{file}: {key}: a number that no machine has")
-        least = 0 if key in _MAY_BE_ZERO else 1e-30
-        if type(value) not in (int, float) or not least <= value < float("inf"):
-            raise ConfigError(f"{where}: not a positive number")
-        if key == "collective_compute_share" and value >= 1:
-            raise ConfigError(f"{where}: nothing would be left to compute with; write below 1")
-        if key.endswith("_efficiency") and value > 1:
-            raise ConfigError(f"{where}: a part of the peak, between 0 and 1")
-        if key == "devices_per_node" and value != int(value):
-            raise ConfigError(f"{where}: not a whole number")
+                yield f"{said}: '{dtype}' is not a dtype of torch{hint}"
+            yield from _problems(f"peak_flops.{dtype}", number)
+    elif type(value) is int and value.bit_length() > 1000:
+        yield f"{key}: a number that no machine has"
+    elif type(value) not in (int, float) or not least <= value < float("inf"):
+        yield f"{said}: not a positive number"
+    elif key == "collective_compute_share" and value >= 1:
+        yield f"{said}: nothing would be left to compute with; write below 1"
+    elif key.endswith("_efficiency") and value > 1:
+        yield f"{said}: a part of the peak, between 0 and 1"
+    elif key == "devices_per_node" and value != int(value):
+        yield f"{said}: not a whole number"

@@ -381,7 +381,17 @@ def test_a_rank_that_ended_without_a_word(
     assert failing.start() == max(code, 1)
     shown = capsys.readouterr().err
     assert shown.startswith("error: rank 3: ") and said in shown
-    assert not (failing.folder / "out").exists()
+    assert not any((failing.folder / "out").iterdir())
+
+
+@pytest.mark.parametrize("name", ["file/run", "file"])
+def test_a_folder_that_cannot_be_written_is_refused_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("torch.distributed.run.main", lambda words: pytest.fail("ranks start"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="dump_folder = .* nothing can be written there"):
+        launcher.start(launcher.Launch([], {}, tmp_path / name / "tracebacks.txt"))
 
 
 @pytest.mark.parametrize("command", ["train", "config"])
