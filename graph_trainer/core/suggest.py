@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -135,7 +136,9 @@ def wrong_type(
     if kind == "boolean" and said in ("false", "no", "off", "0"):
         example = "false"
     elif kind == "array" and isinstance(value, str) and value:
-        example = f"[{show(value)}]"
+        # in brackets, but not as TOML writes a list
+        entries = re.findall(r"[^][\s,\"']+", value) if value.startswith("[") else [value]
+        example = show(entries)
     elif not isinstance(value, int) and re.fullmatch(number, said):
         example = said
     elif kind == "integer" and isinstance(value, float) and 1 <= value < 1e18:
@@ -147,4 +150,4 @@ def wrong_type(
     if not is_flag:
         return f"expected {expected}", f"Write {key} = {example}."
     no_value = f", or --{key} None" if nullable else ""
-    return f"expected {expected}", f"Write --{key} {example}{no_value}."
+    return f"expected {expected}", f"Write --{key} {shlex.quote(example)}{no_value}."

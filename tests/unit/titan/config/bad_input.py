@@ -463,6 +463,16 @@ ON_THE_COMMAND_LINE = (
         "Write --training.steps 1.",
         ["--training.steps"],
     ),
+    Bad(
+        'compile.passes = "[\\"default\\"": expected a list',
+        """Write --compile.passes '["default"]'.""",
+        ["--compile.passes", '["default"'],
+    ),
+    Bad(
+        'compile.passes = "[default, x]": expected a list',
+        """Write --compile.passes '["default", "x"]'.""",
+        ["--compile.passes=[default, x]"],
+    ),
     Bad("training = 3: expected a section", "as --training.key value", ["--training", "3"]),
     Bad(
         "--training.steps: one flag gives this section a value",
